@@ -1,20 +1,16 @@
 """``layerstore demo``: a training run goes through a store, and comes out the same."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import Column, counted, is_quiet, say, say_json, say_paragraph, say_table, shown, size
 from layerstore.errors import LayerstoreError
-from layerstore.json_fields import json_fields
-
-if TYPE_CHECKING:
-    from layerstore.live.demo import Audience, DemoResult
+from layerstore.json_fields import json_value
 
 _FACT_WIDTH = 13
 
@@ -47,124 +43,93 @@ def demo(
     """
     from layerstore.live.demo import run_demo
 
+    says = not as_json and not is_quiet()
     try:
-        result = run_demo(folder, steps=steps, keep=keep, force=force, audience=_audience(as_json=as_json))
+        facts = run_demo(folder, steps=steps, keep=keep, force=force, say=_say_progress if says else lambda _: None)
     except LayerstoreError as exc:
         tail = exc.facts.get("tail")
         for line in tail if isinstance(tail, list) else []:
             print(f"  | {shown(line)}", file=sys.stderr)
         raise
     if as_json:
-        say_json(_fields(result))
+        say_json({name: json_value(value) for name, value in facts.items()})
     else:
-        _say_result(result)
-    if result.problems:
+        _say_facts(facts)
+    if facts["problems"]:
         raise LayerstoreError(
-            f"the demo found a difference: {'; '.join(result.problems)}",
-            hint=f"the logs and the composites are in {result.folder}",
+            f"the demo found a difference: {'; '.join(facts['problems'])}",
+            hint=f"the logs and the composites are in {facts['dir']}",
         )
     if not as_json:
-        say_paragraph(_verdict(result))
+        say_paragraph(
+            f"All {len(facts['losses'])} losses after step {facts['resumed_from']} and all {len(facts['layers'])} "
+            f"layers saved at step {facts['losses'][-1]['step']} are identical, bit for bit, to those of the "
+            "uninterrupted run."
+        )
 
 
-def _audience(*, as_json: bool) -> "Audience":
-    """Return who shows the demo's progress on stderr; programs, and who asked for quiet, are shown none."""
-    from layerstore.live.demo import Audience
-
-    moves = sys.stderr.isatty() and not os.environ.get("LAYERSTORE_NO_PROGRESS")
-
-    class Lines(Audience):
-        """A line for each event; on a terminal the steps share one."""
-
-        def phase(self, text: str) -> None:
-            self._say(text)
-
-        def note(self, text: str) -> None:
-            self._say(f"  {text}")
-
-        def step(self, step: int, *, steps: int, loss: float) -> None:
-            self._say(f"  step {step} of {steps}, loss {loss:.4f}", end="" if moves and step < steps else "\n")
-
-        def _say(self, text: str, *, end: str = "\n") -> None:
-            start = "\r" if moves else ""
-            print(f"{start}{shown(text)}", end=end, file=sys.stderr, flush=True)
-
-    return Audience() if as_json or is_quiet() else Lines()
+def _say_progress(line: str) -> None:
+    print(shown(line), file=sys.stderr, flush=True)
 
 
-def _say_result(result: "DemoResult") -> None:
-    full = result.saved[0]
+def _say_facts(facts: dict[str, Any]) -> None:
+    full = facts["saved"][0]
     say()
     say_paragraph(
-        f"The same {full.saves} saves of one training. The first is full whatever the policy; filter takes the first "
-        "and the last of the six blocks always, and half of the rest at every fifth save."
+        f"The same {full['saves']} saves of one training. The first is full whatever the policy; filter takes the "
+        "first and the last of the six blocks always, and half of the rest at every fifth save."
     )
     say()
     say_table(
         [
             Column("SAVED BY"),
-            Column(f"ALL {full.saves}", "right"),
+            Column(f"ALL {full['saves']}", "right"),
             Column("FIRST", "right"),
             Column("LATER, ON AVERAGE", "right"),
             Column("OF DEEPSPEED'S", "right"),
         ],
         (
             [
-                saved.saved_by if saved is full else f"layerstore {saved.saved_by}",
-                size(saved.total_bytes),
-                size(saved.first_bytes),
-                size(round(saved.later_bytes)),
-                f"{saved.later_bytes / full.later_bytes:.0%}",
+                saved["saved_by"] if saved is full else f"layerstore {saved['saved_by']}",
+                size(saved["total_bytes"]),
+                size(saved["first_bytes"]),
+                size(round(saved["later_bytes"])),
+                f"{saved['later_bytes'] / full['later_bytes']:.0%}",
             ]
-            for saved in result.saved
+            for saved in facts["saved"]
         ),
     )
     say()
-    say(f"Resumed from step {result.resumed_from} in new processes:")
+    say(f"Resumed from step {facts['resumed_from']} in new processes:")
     say()
     columns = [Column("STEP", "right"), Column("LOSS UNINTERRUPTED"), Column("LOSS RESUMED"), Column("IDENTICAL")]
     rows = (
-        [str(loss.step), repr(loss.uninterrupted), repr(loss.resumed), "yes" if loss.identical else "NO"]
-        for loss in result.losses
+        [str(loss["step"]), repr(loss["uninterrupted"]), repr(loss["resumed"]), "yes" if loss["identical"] else "NO"]
+        for loss in facts["losses"]
     )
     say_table(columns, rows)
     say()
-    for name, text in _facts(result).items():
+    for name, text in _in_words(facts).items():
         say_paragraph(f"{name:<{_FACT_WIDTH}}{text}", indent=_FACT_WIDTH)
     say()
 
 
-def _facts(result: "DemoResult") -> dict[str, str]:
-    mixture, other, collected = result.mixture, result.resized, result.collected
-    steps = ", ".join(f"{count} of step {step}" for step, count in mixture.steps.items())
-    seconds = ", ".join(f"{part} {spent:.1f} s" for part, spent in result.seconds.items() if part != "total")
+def _in_words(facts: dict[str, Any]) -> dict[str, str]:
+    mixture, other, collected, last = facts["mixture"], facts["other_ranks"], facts["gc"], facts["losses"][-1]
+    steps = ", ".join(f"{count} of step {step}" for step, count in mixture["steps"].items())
+    seconds = ", ".join(f"{part} {spent:.1f} s" for part, spent in facts["seconds_by_part"].items())
+    policy, layers = mixture["policy"], counted(mixture["layers"], "layer")
     return {
-        "mixture": f"{mixture.policy} over the full saves, at step {mixture.step}: {counted(mixture.layers, 'layer')}, "
-        f"{steps}; {mixture.same} of {mixture.layers} are those that saving by {mixture.policy} has left",
-        "": f"resumed from it, the loss at step {result.losses[-1].step} is {result.mixture_loss:.4f}; uninterrupted "
-        f"it is {result.losses[-1].uninterrupted:.4f}",
-        "other ranks": f"resumed on {counted(other.ranks, 'rank')}, {other.same} of {other.tensors} masters and "
-        "moments are identical",
-        "gc": f"{counted(collected.removed, 'commit')} removed, {collected.kept} kept; the store had "
-        f"{size(collected.before_bytes)} and has {size(collected.after_bytes)}, the pinned mixture in it; every byte "
-        f"{'is as it was written' if collected.is_sound else 'was read: there is DAMAGE'}",
-        "time": f"{result.seconds['total']:.1f} s: {seconds}",
-        "report": f"{shown(str(result.report))}, a page for a browser",
-        "look": f"layerstore log --store {shown(shlex.quote(str(result.store)))}",
-    }
-
-
-def _verdict(result: "DemoResult") -> str:
-    return (
-        f"All {len(result.losses)} losses after step {result.resumed_from} and all {len(result.layers)} layers saved "
-        f"at step {result.losses[-1].step} are identical, bit for bit, to those of the uninterrupted run."
-    )
-
-
-def _fields(result: "DemoResult") -> dict[str, object]:
-    return {
-        **json_fields(result),
-        "mixture": json_fields(result.mixture) | {"loss": result.mixture_loss},
-        "seconds": result.seconds["total"],
-        "seconds_by_part": {part: spent for part, spent in result.seconds.items() if part != "total"},
+        "mixture": f"{policy} over the full saves, at step {mixture['step']}: {layers}, {steps}; {mixture['same']} of "
+        f"{mixture['layers']} are those that saving by {policy} has left",
+        "": f"resumed from it, the loss at step {last['step']} is {mixture['loss']:.4f}; uninterrupted it is "
+        f"{last['uninterrupted']:.4f}",
+        "other ranks": f"resumed on {counted(other['ranks'], 'rank')}, {other['same']} of {other['tensors']} masters "
+        "and moments are identical",
+        "gc": f"{counted(collected['removed'], 'commit')} removed, {collected['kept']} kept; the store had "
+        f"{size(collected['before_bytes'])} and has {size(collected['after_bytes'])}, the pinned mixture in it; every "
+        f"byte {'is as it was written' if collected['is_sound'] else 'was read: there is DAMAGE'}",
+        "time": f"{facts['seconds']:.1f} s: {seconds}",
+        "report": f"{shown(str(facts['report']))}, a page for a browser",
+        "look": f"layerstore log --store {shown(shlex.quote(str(facts['store'])))}",
     }

@@ -50,9 +50,6 @@ _FIELDS = {
     "Step": "source target summary",
     "Model": "name architecture source parameters",
     "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",
-    "DemoResult": "identical problems resumed_from saved losses layers other_ranks=resized gc=collected sizes "
-    "dir=folder store report",
-    "StepLoss": "step uninterrupted resumed identical",
 }
 
 

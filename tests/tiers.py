@@ -13,7 +13,7 @@ import pytest
 FULL = (
     "deepspeed",
     "inspect/test_browser.py",
-    "live/demo",
+    "live/test_demo.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",
@@ -22,7 +22,6 @@ FULL = (
     "live/test_examples.py",
     "live/test_hugging_face.py",
     "live/test_live_alone.py",
-    "live/test_live_collected.py",
     "live/test_live_disks.py",
     "live/test_live_faults.py",
     "live/test_loads.py",
@@ -30,7 +29,6 @@ FULL = (
     "live/test_meta_model.py",
     "live/test_resume.py",
     "live/test_saved_names.py",
-    "live/test_saved_twice.py",
 )
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import layerstore
 from tests.deepspeed.scenarios import RESUME_STEP, SAVE_STEPS, SCENARIO_OF
 from tests.deepspeed.training import Engine, built_engine, train_step
-from tests.live.plain import plainly
+from tests.live.tiny import plainly
 
 SCENARIO = SCENARIO_OF["grouped_decay"]
 RUN = "live"

@@ -10,8 +10,8 @@ Print the figures of docs/reference/measured.md.
 
 The first three compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
 command's time, interpreter's start included, stands beside it. ``query`` asks a store with a long history.
-``loop`` trains under DeepSpeed ZeRO-3 with every way to save; ``drift`` under several policies at once, fails, and
-resumes from each.
+``loop`` trains under DeepSpeed ZeRO-3 with every way to save; ``drift`` under several policies, fails, and resumes from
+each.
 """
 
 import argparse

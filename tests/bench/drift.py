@@ -1,8 +1,8 @@
 """
 What drift saves, and what training loses by it: real ZeRO-3 on two CPU ranks, resumed from every policy's store.
 
-The demo's own training, learning rate included. Several savers save one run, each into a store of its own. The run
-fails just before its next save is due. From every store it is resumed at the newest step that is there, as a mixture
+The demo's own training, learning rate included, is saved under each policy into a store of its own. The run fails
+just before its next save is due. From every store it is resumed at the newest step that is there, as a mixture
 of layers of different ages, and trained on. It is compared with the run that never stopped, as many steps after its
 own last save: by evaluation of text that is never trained on, the same in all. That is done twice: 20 steps after the
 resume, and 20 beyond the step of the failure, up to which work is done again.

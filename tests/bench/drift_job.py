@@ -3,12 +3,11 @@ The training that the benchmark of drift saves and resumes: the program that eac
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.bench.drift_job --out RESULT.json --data DIR …
 
-The demo's own training, narrower and deeper, with one saver for every policy on the one engine. After the last save
-the run goes on uninterrupted; then the engine is filled from each store in turn, and trains as far beyond.
+The demo's own training, narrower and deeper, done once for every policy, each time the same to the last bit. Once it
+goes on uninterrupted after the last save; then an engine is filled from each store in turn, and trains as far beyond.
 Evaluation is over text that is never trained on, the same at every seed.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import layerstore
-from layerstore.live.demo.launch import tell
 from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
 from tests.bench.published import DEEPSPEED_BYTES
-from tests.bench.ranked import begin, end
+from tests.bench.ranked import asked, begin, end
 
 if TYPE_CHECKING:
     import torch
@@ -120,13 +118,7 @@ class Result:
 
 def main() -> None:
     """Train, save, fail and resume as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--saves", type=int, required=True)
-    parser.add_argument("--every", type=int, required=True)
-    options = parser.parse_args()
+    options = asked(seed=int, saves=int, every=int)
     begin()
     job = Job(seed=options.seed, folder=options.data)
     end(job.run(saves=options.saves, every=options.every), options.out)
@@ -146,25 +138,15 @@ class Job:
         self._text = text[:kept]
         count = EVALUATED // self._ranks
         self._evaluated = torch.split(_samples(text[kept:], count=count, seed=self._rank), BATCH * 8)
-        self.engine: Engine = build_engine(layers=LAYERS, hidden=HIDDEN, seed=seed)
-        self._parameters = sum(parameter.ds_numel for parameter in self.engine.module.parameters())
+        self.engine: Engine = None
 
     def run(self, *, saves: int, every: int) -> Result:
         """Save *saves* times after the first, full one; resume from every store."""
-        savers = self._attached()
-        courses = {name: Course() for name in [*savers, OTHER_TEXT]}
-        for number in range(saves + 1):
-            for _ in range(every):
-                self._step()
-            for line in LINES:
-                if line.is_saved(number, saves):
-                    courses[line.name].bytes.append(int(_sum(_copied_bytes(savers[line.name]))))
-        last = self.engine.global_steps
-        for saver in savers.values():
-            saver.close()
-            if saver.status().failed:
-                raise RuntimeError(f"a save came to nothing: {saver.status().errors}")
-        losses = self._losses(every)
+        courses = {name: Course() for name in [*(line.name for line in LINES), OTHER_TEXT]}
+        for line in LINES:
+            courses[line.name].bytes = self._trained(line, saves=saves, every=every)
+            if line is CONTROL:
+                last, losses = self.engine.global_steps, self._losses(every)
         for name, course in courses.items():
             self._resume(CONTROL.name if name == OTHER_TEXT else name, course)
             course.losses = self._losses(every, other=name == OTHER_TEXT)
@@ -178,18 +160,25 @@ class Job:
             courses=courses,
         )
 
-    def _attached(self) -> dict[str, Saver]:
+    def _trained(self, line: Line, *, saves: int, every: int) -> list[int]:
+        """Train a new engine and save it as *line* says; return what each save copied."""
         import torch.distributed as dist
 
-        for line in LINES if self._rank == 0 else ():
+        if self._rank == 0:
             layerstore.init(self._folder / line.name).close()
         dist.barrier()
-        return {
-            line.name: layerstore.attach(
-                self.engine, self._folder / line.name, run=RUN, policy=line.policy(self._parameters)
-            )
-            for line in LINES
-        }
+        self.engine = build_engine(layers=LAYERS, hidden=HIDDEN, seed=self._seed)
+        self._parameters = sum(parameter.ds_numel for parameter in self.engine.module.parameters())
+        policy, copied = line.policy(self._parameters), list[int]()
+        with layerstore.attach(self.engine, self._folder / line.name, run=RUN, policy=policy) as saver:
+            for number in range(saves + 1):
+                for _ in range(every):
+                    self._step()
+                if line.is_saved(number, saves):
+                    copied.append(int(_sum(_copied_bytes(saver))))
+        if saver.status().failed:
+            raise RuntimeError(f"a save came to nothing: {saver.status().errors}")
+        return copied
 
     def _resume(self, name: str, course: Course) -> None:
         resumed = layerstore.resume(self.engine, self._folder / name, run=RUN, must_exist=True)
@@ -212,8 +201,6 @@ class Job:
         tokens = _samples(self._text, count=BATCH, seed=seed)
         self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
         self.engine.step()
-        if self._rank == 0 and step % 10 == 0:
-            tell("step", number=step)
 
     def _evaluate(self) -> float:
         import torch

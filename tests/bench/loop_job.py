@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import layerstore
-from layerstore.live.demo.launch import tell
 from layerstore.live.saver.saver import Saver
 from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
-from tests.bench.ranked import begin, end
+from tests.bench.ranked import asked, begin, end
 from tests.bench.shapes import ModelShape
 
 HIDDEN = 512
@@ -38,21 +37,26 @@ Engine = Any  # deepspeed ships no types
 # -- ways to save --------------------------------------------------------------------------------------------------
 
 
-class Way(Protocol):
-    """One way to save, for the time of one job."""
+class Way:
+    """One way to save, for the time of one job; this one saves nothing."""
 
-    @property
-    def durable_seconds(self) -> list[float]:
-        """Of every save that is known to be on disk, how long that took; empty where nobody can tell."""
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine = engine
+        self._folder = folder
 
     def save(self) -> None:
         """Save the engine's state: training stands still meanwhile."""
 
     def blocked_elsewhere(self) -> float:
         """Return how many seconds training has been held so far outside of `save`."""
+        return 0.0
 
     def finish(self) -> None:
         """Return once every save is there."""
+
+    def durable_seconds(self) -> list[float]:
+        """Return how long every save took that is known to be on disk; nothing where nobody can tell."""
+        return []
 
     def close(self) -> None:
         """Let go of the engine; every rank calls it."""
@@ -69,33 +73,8 @@ class Variant:
     """How many saves after the first it takes until the same layers come again."""
 
 
-class Nothing:
-    """No checkpoints at all."""
-
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self.durable_seconds: list[float] = []
-
-    def save(self) -> None:
-        """Save nothing."""
-
-    def blocked_elsewhere(self) -> float:
-        """Return that nothing is held."""
-        return 0.0
-
-    def finish(self) -> None:
-        """Wait for nothing."""
-
-    def close(self) -> None:
-        """Close nothing."""
-
-
-class DeepSpeed(Nothing):
+class DeepSpeed(Way):
     """DeepSpeed's own ``engine.save_checkpoint``; it neither syncs its files nor tells when they are on disk."""
-
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        super().__init__(engine, folder)
-        self._engine = engine
-        self._folder = folder
 
     def save(self) -> None:
         """Save a checkpoint."""
@@ -118,21 +97,21 @@ class SyncedDeepSpeed(DeepSpeed):
         dist.barrier()
 
 
-class Layerstore:
+class Layerstore(Way):
     """A saver of this project, on a store of its own."""
 
     def __init__(self, engine: Engine, folder: Path, *, policy: str, mode: Literal["async", "sync"] = "async") -> None:
         import torch.distributed as dist
 
+        super().__init__(engine, folder)
         if dist.get_rank() == 0:
             layerstore.init(folder / "store").close()
         dist.barrier()
         self._saver: Saver = layerstore.attach(engine, folder / "store", run=RUN, policy=policy, mode=mode)
         self._within = 0.0
 
-    @property
     def durable_seconds(self) -> list[float]:
-        """Of every save until the commit of all ranks was visible."""
+        """Return how long every save took until the commit of all ranks was visible."""
         timings = sorted(self._saver.store.timings(RUN).items())
         return [of.visible_seconds for _, of in timings if of.visible_seconds is not None]
 
@@ -158,7 +137,7 @@ class Layerstore:
         self._saver.close()
 
 
-NONE = Variant(name="no checkpoints", begin=Nothing)
+NONE = Variant(name="no checkpoints", begin=Way)
 DEEPSPEED = Variant(name="engine.save_checkpoint", begin=DeepSpeed)
 SYNCED = Variant(name="the same, and synced", begin=SyncedDeepSpeed)
 FULL = Variant(name="layerstore, full", begin=partial(Layerstore, policy="latest"))
@@ -216,14 +195,7 @@ def shape_of(gb: float) -> ModelShape:
 
 def main() -> None:
     """Go through all variants as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--gb", type=float, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--saves", type=int, required=True)
-    parser.add_argument("--every", type=int, required=True)
-    options = parser.parse_args()
+    options = asked(gb=float, rounds=int, saves=int, every=int)
     begin()
     training = Training(shape_of(options.gb))
     training.step()  # the optimizer has its moments now
@@ -312,7 +284,6 @@ def _rehearsed(training: Training, variant: Variant, folder: Path) -> list[int]:
         _meet()
         sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         _meet()
-        tell("step", number=training.engine.global_steps)
     way.close()
     _fresh(folder)
     return [later - earlier for earlier, later in pairwise(sizes)]
@@ -327,12 +298,11 @@ def _job(training: Training, variant: Variant, options: argparse.Namespace) -> J
     machine, started = machine_busy_seconds(), time.monotonic()
     for _ in range(options.saves):
         job.blocked.append(_max(_interval(training, way, options.every)))
-        tell("step", number=training.engine.global_steps)
     way.finish()
     job.seconds = _max(time.monotonic() - started)
     others = machine_busy_seconds() - machine - (_sum(own_cpu_seconds()) - own)
     job.others_share = max(others, 0.0) / job.seconds / (os.cpu_count() or 1)
-    job.durable = [_max(seconds) for seconds in way.durable_seconds]
+    job.durable = [_max(seconds) for seconds in way.durable_seconds()]
     way.close()
     _fresh(options.data)
     return job

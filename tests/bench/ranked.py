@@ -1,15 +1,14 @@
 """Benchmarks that train: how their ranks are started, what each of them does first and last, and what they bring."""
 
+import argparse
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from layerstore.live.demo.launch import Ranks, tell
+from layerstore.live.demo.launch import run_ranks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,18 +24,21 @@ def result_of(module: str, folder: Path, **options: object) -> dict[str, Any]:
     arguments = ["--out", str(folder / "result.json"), "--data", str(folder / "data")]
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
-    with Ranks(module, arguments, count=RANKS, folder=_ROOT, log=folder / "log") as ranks:
-        for _ in ranks.events():
-            pass
+    run_ranks(module, arguments, count=RANKS, folder=_ROOT, log=folder / "log", hear=lambda _: None)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
 
 
+def asked(**kinds: type) -> argparse.Namespace:
+    """Return what `result_of` has asked a rank for: its two folders, and options of these *kinds*."""
+    parser = argparse.ArgumentParser()
+    for name, kind in {"out": Path, "data": Path, **kinds}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    return parser.parse_args()
+
+
 def begin() -> None:
     """Join the other ranks."""
-    signal.signal(signal.SIGTERM, _leave)
-    tell("rank")
-
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
@@ -51,7 +53,3 @@ def end(result: "DataclassInstance", out: Path) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

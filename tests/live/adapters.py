@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +19,7 @@ import layerstore
 from layerstore.transformers import LayerstoreCallback
 from tests.deepspeed import models
 from tests.deepspeed.trainer import Batches, forget_state, training_arguments, zero_config
+from tests.live.training import begin, end, options
 
 STEPS = 4
 SAVE_STEPS = 2
@@ -30,12 +28,9 @@ SECOND = "second"
 
 def main() -> None:
     """Train everything."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, type=Path)
-    out = parser.parse_args().out
-    deepspeed.init_distributed(dist_backend="gloo")
+    out = options().out
+    begin(out)
     if dist.get_rank() == 0:
-        layerstore.init(out / "store").close()
         base_model().save_pretrained(out / "base")
     dist.barrier()
     job(out, "files")
@@ -43,9 +38,7 @@ def main() -> None:
     job(out, "parity", to_store=True, policy="parity")
     job(out, "two", to_store=True, several=True, policy="parity")
     raw(out)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
+    end()
 
 
 def base_model() -> Any:

@@ -1,6 +1,6 @@
 """Train real DeepSpeed ranks that save at every step, while copies and writes of earlier saves still run.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.live.asynchronous --out OUT [--course NAME ...]
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.live.asynchronous --out OUT
 
 Each course saves through a saver and, for comparison, by DeepSpeed itself: ``OUT/store`` and ``OUT/checkpoints``.
 ``OUT/<course>.<rank>.json`` says how often an update found copies that were not finished.
@@ -8,7 +8,6 @@ Each course saves through a saver and, for comparison, by DeepSpeed itself: ``OU
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import threading
@@ -28,9 +27,9 @@ import layerstore
 from layerstore.live.saver.saver import Saver
 from layerstore.storage import handles
 from layerstore.store import Store
-from tests.live.courses import COURSES, Course
-from tests.live.plain import plainly
-from tests.live.training import begin, end
+from tests.live.cases import COURSES, Course
+from tests.live.tiny import plainly
+from tests.live.training import begin, end, options
 
 WIDTH = 240
 
@@ -61,17 +60,11 @@ class Blocks(nn.Module):
 
 def main() -> None:
     """Run all courses."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--course", action="append", choices=sorted(course.name for course in COURSES))
-    arguments = parser.parse_args()
-    out = arguments.out
+    out = options().out
     begin(out)
     # So small a model would be in the stream's buffer as a whole, and never wait for the disk.
     vars(handles)["STREAM_BYTES"] = 1 << 16
     for course in COURSES:
-        if course.name not in (arguments.course or [course.name]):
-            continue
         Init.param_id = 0
         torch.manual_seed(0)
         with Init(config_dict_or_path=CONFIG):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.forked import Nursery, nursery
-from tests.live.heard import losses
+from tests.live.launched import losses
 
 
 @pytest.fixture(scope="session")

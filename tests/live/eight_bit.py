@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
 
 import layerstore
 from layerstore.store import Store
-from tests.live.plain import plainly
-from tests.live.tiny import Engine, Tiny, attempt, done, train
+from tests.live.tiny import Engine, attempt, build, done, plainly, train
 
 RUN = "whole"
 SAVED = (2, 4)
@@ -61,7 +58,7 @@ def run(options: Any) -> None:
     """Train, save to the store and to files; ask for what cannot be; go on from the store."""
     out = Path(options["out"])
     with Store(out / "store") as store:
-        engine = build(options["optimizer"])
+        engine = built(options["optimizer"])
         with layerstore.attach(engine, store, run=RUN) as saver:
             for step in SAVED:
                 train(engine, step, saver=saver, save_at=(step,))
@@ -72,27 +69,16 @@ def run(options: Any) -> None:
         for name, settings in partly.items():
             with layerstore.attach(engine, store, run=name, **settings) as saver:
                 attempt(saver.save, name)
-        again = build(options["optimizer"])
+        again = built(options["optimizer"])
         attempt(lambda: layerstore.resume(again, store, run=RUN, policy="parity"), "mixed")
         layerstore.resume(again, store, run=RUN, step=SAVED[0], policy="exact")
         train(again, STEPS, name="again")
     done()
 
 
-def build(name: str) -> Engine:
+def built(name: str) -> Engine:
     """Return an engine whose layers' sizes two ranks cannot divide: what pads them is not zero in 8 bits."""
-    gc.collect()
-    torch.manual_seed(dist.get_rank())
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = Tiny(65)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(name, model), config=config)
-    return engine
+    return build(65, optimizer_of=partial(optimizer_of, name))
 
 
 def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:

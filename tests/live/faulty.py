@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.saver import background
+from layerstore import Keep
+from layerstore.live.saver import background, collector
 from layerstore.store import Store
 from tests.forked import tell
 from tests.live.tiny import Faults, attempt, build, done, fail, hold, slow, told, train
@@ -162,4 +163,42 @@ def closed(options: Any) -> None:
     with layerstore.attach(engine, options["store"], run="other") as second:
         second.save(pin="end")
     told(saver)
+    done()
+
+
+# -- commits that are collected ------------------------------------------------------------------------------------
+
+KEPT = 2
+LOST_RUN = "lost"
+OTHER = 32
+"""How wide the model of that run is: so it shares nothing with the other's."""
+
+
+def collected(options: Any) -> None:
+    """
+    Save at every step and keep two; then resume a run that was not told from an old step, and take that away.
+
+    Objects of a collected commit are too young to go in earnest: here nobody else writes.
+    """
+    vars(collector)["GRACE_SECONDS"] = 0
+    engine = build()
+    with layerstore.attach(engine, options["store"], run=RUN, policy="parity", keep=Keep(last=KEPT, every=3)) as saver:
+        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
+        saver.wait()
+        told(saver)
+
+    engine = build(OTHER)
+    with layerstore.attach(engine, options["store"], run=LOST_RUN) as saver:
+        train(engine, 3, saver=saver, save_at=(1, 2, 3), name=LOST_RUN)
+    engine = build(OTHER)
+    layerstore.resume(engine, options["store"], run=LOST_RUN, step=2, must_exist=True)
+    with layerstore.attach(engine, options["store"], run=LOST_RUN, policy="parity") as saver:
+        if dist.get_rank() == 0:
+            with layerstore.open(options["store"]) as store:
+                store.gc(Keep(every=3), runs=[LOST_RUN], grace_seconds=0)
+        dist.barrier()
+        for step in (3, 4, 5):
+            train(engine, step, saver=saver, save_at=(step,), name=LOST_RUN)
+            saver.wait()
+        told(saver, LOST_RUN)
     done()

@@ -21,7 +21,6 @@ from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
 
 CAPTURE = "layerstore.live.saver.saver.capture"
-MEASURE = "layerstore.live.saver.saver.capture"
 LOOK_UP = "layerstore.live.engine.checkpoint_engine.composition_of"
 PLAN = "layerstore.live.engine.pointer_files.plan_ranks"
 TRAINERS = "layerstore.live.engine.pointer_files._write_files"
@@ -63,7 +62,6 @@ def alone(options: Any) -> None:
             told(saver)
             attempt(lambda: engine.load_checkpoint(str(out / "run")), "at last")
             train(engine, 4, saver=saver, save_at=(4,), name="again")
-        measured(engine, store)
         decided(engine, store)
     done()
 
@@ -115,15 +113,6 @@ def accumulated(options: Any) -> None:
             attempt(saver.save, f"after {number}")
             engine.save_checkpoint(options["out"])
     done()
-
-
-def measured(engine: Engine, store: Store) -> None:
-    """Attach a saver that measures from what was loaded, which the last rank cannot; its first save is full."""
-    layerstore.resume(engine, store, run=RUN)
-    with fails(MEASURE):
-        saver = layerstore.attach(engine, store, run=RUN, policy="drift")
-    train(engine, 5, saver=saver, save_at=(5,), name="measured")
-    saver.close()
 
 
 @contextmanager

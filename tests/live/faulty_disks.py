@@ -17,8 +17,6 @@ from layerstore.store import Store
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Faults, attempt, build, done, fail, told, train
 
-"""So wide a model has more state than the smallest pool holds."""
-
 
 def filled_up(options: Any) -> None:
     """Save to a disk that is full from step 3 to 4: almost, to the last byte, and while saves are synchronous."""

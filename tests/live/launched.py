@@ -5,7 +5,8 @@ Nothing is kept from one test run to the next: what is launched is the very code
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 
 import layerstore
+from layerstore.format import encode_state
 from layerstore.history import resolve
-from layerstore.model import CommitRecord
+from layerstore.model import CommitRecord, RankState
 from layerstore.policy import Policy
 from layerstore.store import Store
+from layerstore.zero3 import RANDOM_STATE
 from tests.deepspeed.launch import train
 from tests.deepspeed.scenarios import WORLD_SIZE
-from tests.live.plain import states_of
+from tests.forked import Event, Launch
+from tests.live.cases import Trained
 
 DEVICES = ("cpu", "cuda")
 
@@ -62,6 +66,25 @@ class Launcher:
         return Launched(root=root, world_size=world_size, store=layerstore.open(root / "store"))
 
 
+def seen(launched: Launched, case: Trained, *, rank: int = 0) -> dict[str, Any]:
+    """Return what *rank* has seen of *case*; skip where it could not be trained."""
+    facts: dict[str, Any] = json.loads(case.facts(launched.root, rank).read_text())
+    if facts.get("unavailable"):
+        pytest.skip(f"DeepSpeed could not compile its optimizer here: {facts['unavailable'][:100]}")
+    return facts
+
+
+def seen_by_all(launched: Launched, case: Trained) -> list[dict[str, Any]]:
+    """Return what each rank has seen of *case*."""
+    return [seen(launched, case, rank=rank) for rank in range(launched.world_size)]
+
+
+def skip_on_one_rank(launched: Launched) -> None:
+    """Skip where no two ranks can differ."""
+    if launched.world_size == 1:
+        pytest.skip("one device: there are no ranks that could differ")
+
+
 def ingested(launched: Launched, folder: Path, *, run: str, steps: list[int], policy: Policy) -> list[CommitRecord]:
     """Ingest DeepSpeed's checkpoints of *steps* from *folder* as *run*; return the records."""
     for step in steps:
@@ -87,3 +110,36 @@ def facts_of(store: Store, record: CommitRecord) -> dict[str, Any]:
         "layout": asdict(record.layout),
         "policy": asdict(record.policy),
     }
+
+
+def states_of(store: Store, record: CommitRecord) -> list[bytes]:
+    """Return all ranks' states of *record*, but for their random states: DeepSpeed's own checkpoints have none."""
+    return [encode_state(_without_random_state(store.repo.state(ref))) for ref in record.states]
+
+
+def _without_random_state(state: RankState) -> RankState:
+    return replace(state, files=tuple(file for file in state.files if not RANDOM_STATE.fullmatch(file.path)))
+
+
+# -- what forked ranks have told -------------------------------------------------------------------------------------
+
+
+def losses(launch: Launch, name: str = "") -> dict[int, str]:
+    """Return the losses that *launch* told, by step."""
+    return {event["step"]: event["loss"] for event in launch.events("loss") if event["name"] == name}
+
+
+def due(launch: Launch, name: str = "") -> dict[int, list[str]]:
+    """Return the layers that were due at each save of *launch*, on which all ranks agree."""
+    found: dict[int, list[str]] = {}
+    for event in launch.events("saved"):
+        if event["name"] == name:
+            assert found.setdefault(event["step"], event["due"]) == event["due"]
+    return found
+
+
+def one(launch: Launch, kind: str, **facts: object) -> Event:
+    """Return the event of *kind* that the first rank told with *facts*."""
+    wanted = {"rank": 0, **facts}
+    (found,) = [event for event in launch.events(kind) if wanted.items() <= event.items()]
+    return found

@@ -26,14 +26,13 @@ from layerstore.store import Store
 from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 from tests.deepspeed.training import built_engine, train_step
 from tests.forked import tell
-from tests.live.plain import plainly
-from tests.live.tiny import Engine, Faults, attempt, build, done, fail, slow, train
-from tests.live.ways import SCENARIOS, WAYS
+from tests.live.cases import LOADED, WAYS
+from tests.live.tiny import Engine, Faults, attempt, build, done, fail, plainly, slow, train
 
 
 def ways(options: Any) -> None:
     """Load shards without layerstore, then pointers to the same states; and note what each load makes of an engine."""
-    for name in SCENARIOS:
+    for name in LOADED:
         scenario, out = SCENARIO_OF[name], Path(options["out"], name)
         with built_engine(scenario) as engine:
             for step in (1, 2):

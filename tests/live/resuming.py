@@ -1,8 +1,7 @@
 """Train on real DeepSpeed ranks, or resume such trainings from their store and train them to the end.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.live.resuming --out OUT [--all]
-    python -m torch.distributed.run --nproc-per-node W -m tests.live.resuming --out OUT --resume \
-        [--all] [--go-wrong]
+    python -m torch.distributed.run --nproc-per-node W -m tests.live.resuming --out OUT --resume [--all] [--go-wrong]
 
 With ``--resume`` a copy of the first training's store lies at ``OUT/store``. Data are drawn from the process's own
 generators, so that a resumed training is the same only if these are. DeepSpeed saves by itself, too, right after the
@@ -11,7 +10,6 @@ resume and at the end: ``OUT/checkpoints/<name>``; losses and all else is in ``O
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -19,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -30,10 +27,8 @@ from layerstore.live.engine.resume import Resumed
 from layerstore.live.saver.saver import Saver
 from tests.deepspeed import client_states, models
 from tests.deepspeed.scenarios import WORLD_SIZE, Scenario
-from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
-from tests.live.plain import plainly
-from tests.live.resumptions import (
-    COMPILED,
+from tests.deepspeed.training import DTYPES, built_engine
+from tests.live.cases import (
     COMPOSITE,
     DAMAGED,
     LAST,
@@ -45,7 +40,8 @@ from tests.live.resumptions import (
     USUAL,
     Resumption,
 )
-from tests.live.training import end
+from tests.live.tiny import plainly
+from tests.live.training import begin, each_of, end, options
 
 Facts = dict[str, Any]
 
@@ -53,51 +49,16 @@ SEED = 7
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--go-wrong", action="store_true")
-    parser.add_argument("--name", action="append", choices=sorted(RESUMPTION_OF))
-    arguments = parser.parse_args()
-    begin(arguments.out)
-    for each in chosen(arguments):
-        if dist.get_rank() == 0:
-            print(f"=== {each.name}", flush=True)
-        facts: Facts = {"unavailable": ""}
-        try:
-            with built_engine(each.scenario) as engine:
-                act = train if not arguments.resume else mix if each.name == COMPOSITE else train_on
-                act(each, engine, arguments.out, facts)
-        except RuntimeError as exc:
-            # No compiler, or one that is too old: that is no fault of ours.
-            if each.name not in COMPILED or "extension" not in str(exc):
-                raise
-            facts["unavailable"] = str(exc)
-        each.facts(arguments.out, dist.get_rank()).write_text(json.dumps(facts))
-    if arguments.go_wrong:
-        go_wrong(arguments.out)
+    """Run what the command line asks for; at other world sizes only a sample."""
+    asked = options("--resume", "--all", "--go-wrong")
+    begin(asked.out)
+    is_other_size = asked.resume and dist.get_world_size() != WORLD_SIZE and torch.cuda.device_count() != 1
+    sample = [RESUMPTION_OF[name] for name in RESIZED]
+    act = train_on if asked.resume else train
+    each_of(sample if is_other_size else RESUMPTIONS if asked.all else USUAL, act, asked.out)
+    if asked.go_wrong:
+        go_wrong(asked.out)
     end()
-
-
-def chosen(arguments: argparse.Namespace) -> list[Resumption]:
-    """Return what the command line asks for; at other world sizes only a sample, unless that is all."""
-    if arguments.name:
-        return [RESUMPTION_OF[name] for name in arguments.name]
-    is_other_size = arguments.resume and dist.get_world_size() != WORLD_SIZE and torch.cuda.device_count() != 1
-    if arguments.all:
-        return [each for each in RESUMPTIONS if not (is_other_size and each.name == COMPOSITE)]
-    return [RESUMPTION_OF[name] for name in RESIZED] if is_other_size else list(USUAL)
-
-
-def begin(out: Path) -> None:
-    """Join the ranks, and make a store that all of them see if there is none."""
-    deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
-    allow_fp16()
-    if dist.get_rank() == 0 and not (out / "store").exists():
-        layerstore.init(out / "store")
-    dist.barrier()
 
 
 def train(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
@@ -110,28 +71,22 @@ def train(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
 
 
 def train_on(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
-    """Resume *engine* in the middle, and do all that :func:`train` does from there on."""
+    """Resume *engine* in the middle, and do all that :func:`train` does from there on; the composite is mixed."""
     seed(100 * SEED)
-    found = layerstore.resume(engine, out / "store", run=each.name, step=each.at)
+    policy = "parity" if each.name == COMPOSITE else "latest"
+    found = layerstore.resume(engine, out / "store", run=each.name, step=each.at, policy=policy)
     assert found is not None
     facts["resumed"] = told(found)
     save_plainly(each, engine, out, found.client_state)
+    if each.name == COMPOSITE:
+        with layerstore.attach(engine, out / "store", run=each.name, policy=policy) as saver:
+            facts["saves"] = []
+            for _ in range(2):
+                train_step(each.scenario, engine)
+                facts["saves"].append(asdict(saver.save()))
+        return
     with attached(each, engine, out) as saver:
         facts["trace"] = steps(each, engine, saver, out, found.client_state)
-
-
-def mix(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
-    """Resume *engine* from layers of two steps, and save some layers at a time from there on."""
-    seed(100 * SEED)
-    found = layerstore.resume(engine, out / "store", run=each.name, step=each.at, policy="parity")
-    assert found is not None
-    facts["resumed"] = told(found)
-    save_plainly(each, engine, out, found.client_state)
-    with layerstore.attach(engine, out / "store", run=each.name, policy="parity") as saver:
-        facts["saves"] = []
-        for _ in range(2):
-            train_step(each.scenario, engine)
-            facts["saves"].append(asdict(saver.save()))
 
 
 def go_wrong(out: Path) -> None:

@@ -1,6 +1,5 @@
 """Saves that are copied and written while training goes on hold what a synchronous checkpoint holds, bit for bit."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import pytest
 
 from layerstore.policy import Latest
-from tests.live.courses import DEGRADING, SKIPPING, SLOW, STUCK, UNGATED, Course
-from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records
-from tests.live.plain import states_of
+from tests.live.cases import DEGRADING, SKIPPING, SLOW, STUCK, UNGATED, Course
+from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records, seen_by_all, states_of
 
 LAUNCH_SECONDS_MAX = 800
 
@@ -32,11 +30,6 @@ def trained(launcher: Launcher, request: pytest.FixtureRequest) -> Launched:
     return launcher.on(request.param)
 
 
-def seen(trained: Launched, course: Course) -> list[dict[str, Any]]:
-    """Return what each rank has seen of *course*."""
-    return [json.loads(course.facts(trained.root, rank).read_text()) for rank in range(trained.world_size)]
-
-
 def compared(trained: Launched, course: Course) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return what the saver wrote at each step, and what DeepSpeed's checkpoint of that step holds."""
     steps = list(range(1, course.steps + 1))
@@ -54,7 +47,7 @@ def test_fifty_saves_in_a_row_are_deepspeeds_own(trained: Launched) -> None:
 
     assert len(found) == 50
     assert found == expected
-    for facts in seen(trained, SLOW):
+    for facts in seen_by_all(trained, SLOW):
         assert facts["held"] >= 45
         assert facts["status"]["blocked_seconds"] > 0
         assert (facts["status"]["failed"], facts["status"]["saved"]) == (0, 50)
@@ -64,7 +57,7 @@ def test_without_the_gate_saves_are_torn(trained: Launched) -> None:
     """The comparison can fail: updates that do not wait change what is still to be copied."""
     found, expected = compared(trained, UNGATED)
 
-    assert any(facts["held"] for facts in seen(trained, UNGATED))
+    assert any(facts["held"] for facts in seen_by_all(trained, UNGATED))
     assert [facts["states"] for facts in found] == [facts["states"] for facts in expected]
     torn = [one["step"] for one, other in zip(found, expected, strict=True) if one["layers"] != other["layers"]]
     assert torn
@@ -73,7 +66,7 @@ def test_without_the_gate_saves_are_torn(trained: Launched) -> None:
 
 def test_saves_are_left_out_under_pressure_and_never_torn(trained: Launched) -> None:
     """Every rank leaves out the same ones; what is saved is DeepSpeed's own."""
-    skipped = [facts["skipped"] for facts in seen(trained, SKIPPING)]
+    skipped = [facts["skipped"] for facts in seen_by_all(trained, SKIPPING)]
     steps = [step for step in range(1, SKIPPING.steps + 1) if step not in skipped[0]]
 
     assert skipped == skipped[:1] * trained.world_size
@@ -106,9 +99,9 @@ def test_saves_have_fewer_layers_under_pressure_and_each_is_of_its_step(trained:
 
 def test_saves_that_pile_up_before_a_stuck_disk_are_bounded_and_none_is_forgotten(trained: Launched) -> None:
     """However much memory there is: what became of each is known on all ranks once the disk goes on."""
-    for facts in seen(trained, STUCK):
+    for facts in seen_by_all(trained, STUCK):
         assert facts["unresolved"] == 0
         assert 0 < len(facts["skipped"]) < STUCK.steps
         assert facts["status"]["saved"] == STUCK.steps - len(facts["skipped"])
-    steps = [step for step in range(1, STUCK.steps + 1) if step not in seen(trained, STUCK)[0]["skipped"]]
+    steps = [step for step in range(1, STUCK.steps + 1) if step not in seen_by_all(trained, STUCK)[0]["skipped"]]
     assert [entry.step for entry in trained.store.log(STUCK.name)] == steps[::-1]

@@ -13,7 +13,7 @@ from layerstore.store import Store
 from tests.deepspeed.compare import checkpoint_differences
 from tests.forked import Launch, Nursery
 from tests.live.eight_bit import RUN, SAVED, STEPS
-from tests.live.heard import losses
+from tests.live.launched import losses
 
 pytestmark = pytest.mark.timeout(600)
 

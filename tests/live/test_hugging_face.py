@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import layerstore
-from layerstore.cli.app import main
 from layerstore.compose import content_of
-from layerstore.errors import InvalidInput
 from layerstore.format import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
@@ -221,24 +219,6 @@ def test_saves_between_the_trainers_own(trained: Path, store_as_left: dict[str, 
 def test_a_save_without_a_folder_resumes(resumed: Path) -> None:
     """What ``every`` saved has all that a Trainer needs."""
     assert trace(resumed, "from-every") == trace(resumed, "files-True")[3:]
-
-
-# -- pointers without layerstore -----------------------------------------------------------------------------------
-
-
-def test_ingest_says_that_a_folder_holds_pointers(
-    trained: Path, store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is no damage but a wrong argument, and the hint writes shards; many folders are passed over with a note."""
-    folder = trained / "every"
-    with pytest.raises(InvalidInput, match="holds pointers, no shards") as raised:
-        store.ingest(folder / "checkpoint-4")
-    assert f"layerstore compose every@4 -o FOLDER --store {store.path}" in str(raised.value.hint)
-
-    code = main(["ingest", "--all", str(folder), "--store", str(store.path)])
-
-    assert code == 21
-    assert "it holds pointers to every@" in capsys.readouterr().err
 
 
 # -- Accelerate ----------------------------------------------------------------------------------------------------

@@ -8,24 +8,19 @@ import layerstore
 from layerstore.store import Store
 from tests.forked import Nursery
 from tests.live.faulty import RUN
-from tests.live.heard import due, losses, one
-
-LAYERS = 6
+from tests.live.launched import losses, one
 
 WORDS = {
     "capture": ("InvalidInput", "step 2 cannot be saved: made up (on rank 1)"),
     "capture, by the engine": ("InvalidInput", "step 2 cannot be saved: made up (on rank 1)"),
-    "other": (
-        "LayoutMismatch",
-        "parameter embed.weight and 18 more: of shape [32, 5] in the checkpoint and of [64, 5]",
-    ),
+    "other": ("LayoutMismatch", "parameter embed.weight and 18 more: [32, 5] in the checkpoint, [64, 5] in the engine"),
     "cut": ("IntegrityError", "rank 0 finds a pointer to "),
     "undecided": ("Conflict", "policy 'wayward' says on one rank that other layers are due than on another"),
 }
 
 
 def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]) -> None:
-    """Capturing, leaving pointers, following them, reading what they mean, loading what does not fit, measuring."""
+    """Capturing, leaving pointers, following them, reading what they mean, loading what does not fit."""
     layerstore.init(tmp_path / "store").close()
     options = {"store": str(tmp_path / "store"), "out": str(tmp_path)}
 
@@ -51,9 +46,8 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
         assert store.verify(read_data=True).damaged == ()
         found = sorted((entry.attempt, entry.step) for entry in store.log(RUN))
         decided = sorted(entry.step for entry in store.log("decided"))
-    assert found == [(1, 1), (1, 3), (1, 4), (2, 4), (2, 5)]
+    assert found == [(1, 1), (1, 3), (1, 4), (2, 4)]
     assert decided == [6, 7]
-    assert len(due(launch, "measured")[5]) == LAYERS
 
 
 def test_accelerate_saves_at_the_end_of_an_accumulation(ranks: Nursery, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import layerstore
 from layerstore.store import Store
 from tests.faults.disks import is_remounted, mounted
 from tests.forked import Nursery
-from tests.live.heard import due, losses, one
+from tests.live.launched import due, losses, one
 
 PROGRAMS = "tests.live.faulty_disks"
 DISK_BYTES = 48 << 20

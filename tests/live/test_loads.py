@@ -12,12 +12,12 @@ import layerstore
 from layerstore.store import Store
 from tests.deepspeed.compare import checkpoint_differences, full_tensors, load, tree_differences
 from tests.forked import Launch, Nursery
-from tests.live.heard import due, losses, one
-from tests.live.ways import SCENARIOS, WAYS
+from tests.live.cases import LOADED, WAYS
+from tests.live.launched import due, losses, one
 
 LAYERS = 6
 
-each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
+each_scenario = pytest.mark.parametrize("scenario", LOADED)
 each_way = pytest.mark.parametrize("way", WAYS)
 
 

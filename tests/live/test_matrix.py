@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
-from layerstore.model import CommitRecord, Kind
+from layerstore.model import CommitRecord
 from tests.live.cases import (
     ACCUMULATED,
     BEFORE_FIRST,
     CASE_OF,
     CASES,
+    CHANGED_AT,
+    DRIFT,
     EXCLUDED,
     FROZEN,
     GIVEN_UP,
@@ -18,12 +20,20 @@ from tests.live.cases import (
     POLICIES,
     Case,
 )
-from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records
-from tests.live.plain import states_of
+from tests.live.launched import (
+    DEVICES,
+    Launched,
+    Launcher,
+    facts_of,
+    ingested,
+    records,
+    seen,
+    seen_by_all,
+    skip_on_one_rank,
+    states_of,
+)
 
 LAUNCH_SECONDS_MAX = 800
-
-SAVERS = [(case, policy) for case in CASES for policy in case.policies]
 
 pytestmark = pytest.mark.timeout(LAUNCH_SECONDS_MAX + 100)
 
@@ -40,73 +50,66 @@ def trained(launcher: Launcher, request: pytest.FixtureRequest) -> Launched:
     return launcher.on(request.param)
 
 
-def seen(trained: Launched, case: Case, *, rank: int = 0) -> dict[str, Any]:
-    """Return what *rank* has seen of *case*; skip where it could not be trained."""
-    facts: dict[str, Any] = json.loads(case.facts(trained.root, rank).read_text())
-    if facts["unavailable"]:
-        pytest.skip(f"DeepSpeed could not compile its optimizer here: {facts['unavailable'][:100]}")
-    return facts
-
-
-def seen_by_all(trained: Launched, name: str) -> list[dict[str, Any]]:
+def of_ranks(trained: Launched, name: str) -> list[dict[str, Any]]:
     """Return what each rank has seen of the case *name*; skip where there are no two ranks to differ."""
-    if trained.world_size == 1:
-        pytest.skip("one device: there are no ranks that could differ")
-    return [seen(trained, CASE_OF[name], rank=rank) for rank in range(trained.world_size)]
+    skip_on_one_rank(trained)
+    return seen_by_all(trained, CASE_OF[name])
 
 
-def compared(trained: Launched, case: Case, policy: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return what a saver wrote, and what an ingest of DeepSpeed's checkpoints under the same policy gives."""
-    steps = list(case.steps)
-    run = f"{case.run(policy)}-ingested"
-    expected = ingested(trained, case.folder(trained.root), run=run, steps=steps, policy=POLICIES[policy])
-    found = records(trained, case.run(policy), steps)
-    return [facts_of(trained.store, record) for record in found], [
-        facts_of(trained.store, record) for record in expected
-    ]
-
-
-def saved_of(trained: Launched, name: str, policy: str = "latest") -> list[CommitRecord]:
-    """Return the commits of a saver of the case *name*."""
+def saved_of(trained: Launched, name: str) -> list[CommitRecord]:
+    """Return the commits of the case *name*."""
     case = CASE_OF[name]
     seen(trained, case)
-    return records(trained, case.run(policy), list(case.steps))
+    return records(trained, name, list(case.steps))
 
 
-@pytest.mark.parametrize(("case", "policy"), [pytest.param(*of, id=f"{of[0].name}-{of[1]}") for of in SAVERS])
-def test_savers_write_what_deepspeed_saves(trained: Launched, case: Case, policy: str) -> None:
+def without_movements(facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return what a record says without how far layers have moved, and that."""
+    decisions = dict(facts["policy"]["decisions"])
+    moved = decisions.pop("movements", {})
+    return facts | {"policy": facts["policy"] | {"decisions": decisions}}, dict(moved)
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if each.misuse != "given_up"], ids=lambda case: case.name)
+def test_savers_write_what_deepspeed_saves(trained: Launched, case: Case) -> None:
     """Layers, origins, counters, states, policies and numbers are those of the ingested checkpoints."""
-    seen(trained, case)
-    if case.misuse == "given_up":
-        pytest.skip("its saves that came to nothing are compared below")
+    found, steps = saved_of(trained, case.name), list(case.steps)
+    run, policy = f"{case.name}-ingested", POLICIES[case.policy]
 
-    found, expected = compared(trained, case, policy)
+    expected = ingested(trained, case.folder(trained.root), run=run, steps=steps, policy=policy)
 
-    assert found == expected
-    assert trained.store.verify(f"{case.run(policy)}@{case.steps[-1]}", read_data=True).ok
+    for one, other in zip(found, expected, strict=True):
+        (mine, moved), (theirs, as_ingested) = (without_movements(facts_of(trained.store, of)) for of in (one, other))
+        assert mine == theirs
+        assert moved == pytest.approx(as_ingested, rel=1e-6)
+    assert trained.store.verify(f"{case.name}@{steps[-1]}", read_data=True).ok
 
 
 def test_nothing_fails_and_nothing_is_left(trained: Launched) -> None:
-    """Every save of every saver is on disk, on every rank, and no parts are left behind."""
+    """Every save of every saver is on disk, on every rank, and no parts are left behind; all decided alike."""
     for case in CASES:
+        of_ranks = []
         for rank in range(trained.world_size):
             facts = json.loads(case.facts(trained.root, rank).read_text())
-            for policy, status in facts.get("status", {}).items():
-                begun = len(facts["saves"][policy])
-                # What could be written and did not become visible counts, too, on every rank.
-                failed = 2 if case.misuse == "given_up" and trained.world_size > 1 else 0
-                assert (status["queued"], status["failed"]) == (0, failed), case.name
-                assert status["saved"] == begun - failed, case.name
+            of_ranks.append({step: (of["number"], of["layers_due"]) for step, of in facts["saves"].items()})
+            if facts["unavailable"]:
+                continue
+            # What could be written and did not become visible counts, too, on every rank.
+            failed = 2 if case.misuse == "given_up" and trained.world_size > 1 else 0
+            status = facts["status"]
+            assert (status["queued"], status["failed"]) == (0, failed), case.name
+            assert status["saved"] == len(facts["saves"]) - failed, case.name
+        assert of_ranks == of_ranks[:1] * trained.world_size
     parts = trained.store.path / "parts"
     assert not parts.exists() or list(parts.iterdir()) == []
 
 
 def test_the_first_save_after_moments_have_begun_is_full(trained: Launched) -> None:
     """A layer without moments and one with them do not make a checkpoint."""
-    facts = seen(trained, CASE_OF[BEFORE_FIRST])["saves"]["parity"]
+    facts = seen(trained, CASE_OF[BEFORE_FIRST])["saves"]
     full = set(facts["0"]["layers_due"])
 
-    first, second, *_ = saved_of(trained, BEFORE_FIRST, "parity")
+    first, second, *_ = saved_of(trained, BEFORE_FIRST)
 
     assert {entry.optimizer_step for entry in first.layers} == {None}
     trained_layers = {entry.layer for entry in second.layers if entry.optimizer_step == 1}
@@ -116,7 +119,7 @@ def test_the_first_save_after_moments_have_begun_is_full(trained: Launched) -> N
 
 
 def test_overflow_skips_updates_and_not_saves(trained: Launched) -> None:
-    """While updates are skipped there are no moments; the first real one makes every layer due."""
+    """While updates are skipped there are no moments, and nothing new is stored."""
     facts = seen(trained, CASE_OF[OVERFLOW])
     commits = saved_of(trained, OVERFLOW)
 
@@ -126,39 +129,39 @@ def test_overflow_skips_updates_and_not_saves(trained: Launched) -> None:
     assert counts == [{None}] * skipped + [{of} for of in sorted(next(iter(c)) or 0 for c in counts[skipped:])]
     masters = [[entry.version for entry in commit.layers] for commit in commits[:skipped]]
     assert masters == masters[:1] * skipped  # nothing was updated, so nothing new is stored
-    begun = facts["saves"]["parity"][str(skipped + 1)]["layers_due"]
-    assert set(begun) >= {entry.layer for entry in commits[0].layers} - {"shift"}
 
 
 def test_frozen_weights_are_read_once(trained: Launched) -> None:
-    """Later saves name the same objects without looking at the weights again; excluded ones are never read."""
+    """Later saves name the same objects, but for a weight that was changed by hand; excluded ones are never read."""
     staged = seen(trained, CASE_OF[FROZEN])["staged"]
     commits = saved_of(trained, FROZEN)
 
-    layers = {"embed", "layers.0"}
-    objects = []
-    for commit in commits:
-        versions = [trained.store.repo.version_of(entry) for entry in commit.layers if entry.layer in layers]
-        objects.append([stored for version in versions for stored in version.objects if stored.kind is Kind.WEIGHTS])
-    assert staged["weights"] == len(layers)
+    found = [{entry.layer: entry.version.id for entry in commit.layers} for commit in commits]
+    embeds = [versions["embed"] for versions in found]
+    assert len({versions["layers.0"] for versions in found}) == 1
+    assert embeds[CHANGED_AT - 2] != embeds[CHANGED_AT - 1]
+    assert embeds[CHANGED_AT:] == embeds[CHANGED_AT - 1 : -1]
+    assert staged["weights"] == 3
     assert staged["master"] == len(commits) * 4  # layers.1, layers.2, norm, head
-    assert len(objects[0]) == len(layers) * trained.world_size
-    assert objects == objects[:1] * len(commits)
     assert "weights" not in seen(trained, CASE_OF[EXCLUDED])["staged"]
-    assert layers.isdisjoint(entry.layer for commit in saved_of(trained, EXCLUDED) for entry in commit.layers)
+    assert all({"embed", "layers.0"}.isdisjoint(of.layer for of in each.layers) for each in saved_of(trained, EXCLUDED))
 
 
-def test_all_ranks_decide_alike(trained: Launched) -> None:
-    """What is due is the same on every rank, save by save."""
-    for case in CASES:
-        of_ranks = [
-            {
-                policy: {step: (save["number"], save["layers_due"]) for step, save in saves.items()}
-                for policy, saves in json.loads(case.facts(trained.root, rank).read_text())["saves"].items()
-            }
-            for rank in range(trained.world_size)
-        ]
-        assert of_ranks == of_ranks[:1] * trained.world_size
+def test_drift_measures_layers_from_its_own_saves(trained: Launched) -> None:
+    """Some layers are due, frozen ones do not move; after a resume all are due once."""
+    seen(trained, CASE_OF[DRIFT])
+    first, *later, resumed = records(trained, DRIFT, [1, 2, 3, 4])
+
+    layers = [entry.layer for entry in first.layers]
+    assert first.policy.decisions["due"] == resumed.policy.decisions["due"] == layers
+    for record in later:
+        due, moved = record.policy.decisions["due"], record.policy.decisions["movements"]
+        assert isinstance(due, list)
+        assert isinstance(moved, dict)
+        assert moved.keys() == set(layers)
+        assert moved["model.layers.0"] == 0
+        # One layer has its turn; at the first save after the full one the budget has room for another.
+        assert (1 if record is later[0] else 0) < len(due) < len(layers)
 
 
 def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
@@ -167,7 +170,7 @@ def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
         facts = seen(trained, CASE_OF[ACCUMULATED], rank=rank)
         assert [refused["error"] for refused in facts["off_boundary"]] == ["InvalidInput"] * 3
         assert all("accumulated" in refused["message"] for refused in facts["off_boundary"])
-        assert list(facts["saves"]["latest"]) == ["1", "2", "3"]
+        assert list(facts["saves"]) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
 )
 def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: str, error: str, words: str) -> None:
     """All say the same, and the saves after it are as if nothing had been asked."""
-    refusals = [facts["refused"][what] for facts in seen_by_all(trained, ACCUMULATED)]
+    refusals = [facts["refused"][what] for facts in of_ranks(trained, ACCUMULATED)]
 
     assert refusals == refusals[:1] * len(refusals)
     assert refusals[0]["error"] == error
@@ -191,27 +194,26 @@ def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: s
 
 def test_the_same_save_twice_is_one_commit(trained: Launched) -> None:
     """Trainers save twice at the end of training; the second save says what the first one said."""
-    for facts in seen_by_all(trained, ACCUMULATED):
-        assert facts["refused"]["twice"] == facts["saves"]["latest"]["2"]
-    run = CASE_OF[ACCUMULATED].run("latest")
-    assert [entry.step for entry in trained.store.log(run)] == [3, 2, 1]
+    for facts in of_ranks(trained, ACCUMULATED):
+        assert facts["refused"]["twice"] == facts["saves"]["2"]
+    assert [entry.step for entry in trained.store.log(ACCUMULATED)] == [3, 2, 1]
 
 
 def test_layers_of_a_save_that_one_rank_could_not_write_are_due_again(trained: Launched) -> None:
     """No commit mixes layers from before and after the first update; the next save has all that was lost."""
-    first, second = seen_by_all(trained, GIVEN_UP)
+    first, second = of_ranks(trained, GIVEN_UP)
     case = CASE_OF[GIVEN_UP]
 
     # The save after the failed one, half of the layers, was begun before the failure was known.
-    due = {step: set(save["layers_due"]) for step, save in first["saves"]["parity"].items()}
+    due = {step: set(save["layers_due"]) for step, save in first["saves"].items()}
     assert due["2"] < due["1"]
-    assert [entry.step for entry in trained.store.log(case.run("parity"))] == [4, 3, 0]
+    assert [entry.step for entry in trained.store.log(GIVEN_UP)] == [4, 3, 0]
     assert "made up" in second["status_given_up"]["errors"][0]
     assert due["3"] >= due["1"]
     expected = ingested(
         trained, case.folder(trained.root), run="given-up-ingested", steps=[0, 3], policy=POLICIES["latest"]
     )
-    for found, other in zip(records(trained, case.run("parity"), [0, 3]), expected, strict=True):
+    for found, other in zip(records(trained, GIVEN_UP, [0, 3]), expected, strict=True):
         assert [(of.layer, of.version, of.optimizer_step) for of in found.layers] == [
             (of.layer, of.version, of.optimizer_step) for of in other.layers
         ]

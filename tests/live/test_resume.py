@@ -16,21 +16,21 @@ from layerstore.model import CommitRecord, Fork
 from tests.deepspeed.compare import checkpoint_differences, full_tensors, tree_differences
 from tests.deepspeed.launch import train
 from tests.deepspeed.scenarios import WORLD_SIZE
-from tests.live.cases import RANK_BUFFERS
-from tests.live.launched import DEVICES, Launched, Launcher, records
-from tests.live.resumptions import (
+from tests.live.cases import (
     COMPOSITE,
     DAMAGED,
     FP16,
     LAST,
     MISFITS,
     ODD,
+    RANK_BUFFERS,
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
     WHOLE,
     Resumption,
 )
+from tests.live.launched import DEVICES, Launched, Launcher, records, seen, skip_on_one_rank
 
 LAUNCH_SECONDS_MAX = 800
 
@@ -89,17 +89,8 @@ def both(trainings: Trainings, request: pytest.FixtureRequest) -> tuple[Launched
 @pytest.fixture
 def ranks(both: tuple[Launched, Launched]) -> tuple[Launched, Launched]:
     """Return them where ranks can differ."""
-    if both[0].world_size == 1:
-        pytest.skip("one device: there are no ranks that could differ")
+    skip_on_one_rank(both[0])
     return both
-
-
-def facts(launched: Launched, each: Resumption, rank: int = 0) -> dict[str, Any]:
-    """Return what *rank* has seen; skip where it could not be trained."""
-    found: dict[str, Any] = json.loads(each.facts(launched.root, rank).read_text())
-    if found["unavailable"]:
-        pytest.skip(f"DeepSpeed could not compile its optimizer here: {found['unavailable'][:100]}")
-    return found
 
 
 def of_all(launched: Launched, name: str) -> list[dict[str, Any]]:
@@ -110,10 +101,10 @@ def of_all(launched: Launched, name: str) -> list[dict[str, Any]]:
 def check_the_same(first: Launched, second: Launched, each: Resumption) -> None:
     """Compare two trainings from the step resumed at on: what decided each step, all that DeepSpeed saves, commits."""
     for rank in range(first.world_size):
-        trace = facts(first, each, rank)["trace"]
+        trace = seen(first, each, rank=rank)["trace"]
         assert len(trace) == LAST
-        assert facts(second, each, rank)["trace"] == trace[each.at :]
-        resumed = facts(second, each, rank)["resumed"]
+        assert seen(second, each, rank=rank)["trace"] == trace[each.at :]
+        resumed = seen(second, each, rank=rank)["resumed"]
         assert (resumed["step"], resumed["global_steps"]) == (each.at, each.at)
         assert resumed["random_state_restored"]
         assert resumed["notes"] == []
@@ -139,7 +130,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(both: tuple[Launched, Launc
     check_the_same(*both, each)
 
     first, _ = both
-    traces = [facts(first, each, rank)["trace"] for rank in range(first.world_size)]
+    traces = [seen(first, each, rank=rank)["trace"] for rank in range(first.world_size)]
     if each.name == ODD:  # without the generators' states the comparison would fail
         assert len({entry["loss"] for trace in traces for entry in trace}) == LAST * first.world_size
     if each.name == FP16:
@@ -172,7 +163,7 @@ def check_resized(first: Launched, second: Launched, each: Resumption) -> None:
     assert source
     assert not tree_differences(source, taken_up)
     for rank in range(second.world_size):
-        found = facts(second, each, rank)
+        found = seen(second, each, rank=rank)
         resumed = found["resumed"]
         assert not resumed["random_state_restored"]
         notes = " ".join(resumed["notes"])
@@ -197,16 +188,6 @@ def test_masters_and_moments_are_the_same_at_other_world_sizes(
     check_resized(*resized(trainings, device, world_size), RESUMPTION_OF[name])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("each", RESUMPTIONS, ids=lambda each: each.name)
-def test_everything_goes_on_at_other_world_sizes(all_trainings: Trainings, world_size: int, each: Resumption) -> None:
-    """The same holds for every scenario of the DeepSpeed tests."""
-    if each.name == COMPOSITE:
-        pytest.skip("mixed from two steps")
-    check_resized(*resized(all_trainings, "cpu", world_size), each)
-
-
 # -- composites ----------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +195,7 @@ def composite_facts(both: tuple[Launched, Launched]) -> tuple[Resumption, dict[s
     """Return the case, the step of each layer that was resumed, and the records of the saves after it."""
     _, second = both
     each = RESUMPTION_OF[COMPOSITE]
-    layers: dict[str, int] = facts(second, each)["resumed"]["layers"]
+    layers: dict[str, int] = seen(second, each)["resumed"]["layers"]
     return each, layers, records(second, each.name, [each.at + 1, each.at + 2])
 
 
@@ -236,7 +217,7 @@ def test_saves_after_a_composite_inherit_its_own_layers(both: tuple[Launched, La
     """What a selective save leaves out is the composite's version of it, not its base's."""
     _, second = both
     each, layers, (after, _) = composite_facts(both)
-    (due, _) = (set(save["layers_due"]) for save in facts(second, each)["saves"])
+    (due, _) = (set(save["layers_due"]) for save in seen(second, each)["saves"])
 
     assert 0 < len(due) < len(layers)
     assert (after.attempt, after.fork) == (2, Fork(attempt=1, step=each.at))
@@ -257,7 +238,7 @@ def test_an_engine_trains_on_as_if_nothing_had_been_asked(both: tuple[Launched, 
     first, second = both
 
     for rank, found in enumerate(of_all(second, "wrong")):
-        assert found["trace"] == facts(first, RESUMPTION_OF[ODD], rank)["trace"]
+        assert found["trace"] == seen(first, RESUMPTION_OF[ODD], rank=rank)["trace"]
         assert "resumed" not in found["said"].values()
 
 
@@ -274,7 +255,10 @@ def test_what_is_not_there_is_told(both: tuple[Launched, Launched]) -> None:
 @pytest.mark.parametrize("run", MISFITS)
 def test_what_does_not_fit_is_told(ranks: tuple[Launched, Launched], run: str) -> None:
     """Another model, other groups or another precision: every rank says which."""
-    assert [found[f"run {run}"] for found in said(ranks[1])] == [f"LayoutMismatch: {MISFITS[run]}"] * WORLD_SIZE
+    first, *others = [found[f"run {run}"] for found in said(ranks[1])]
+
+    assert first.startswith(f"LayoutMismatch: {MISFITS[run]}")
+    assert others == [first] * (WORLD_SIZE - 1)
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

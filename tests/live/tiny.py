@@ -7,7 +7,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,14 @@ class Tiny(nn.Module):
         return (errors.float() ** 2).mean()
 
 
-def build(hidden: int = 64, *, accumulated: int = 1) -> Engine:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the usual optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def build(
+    hidden: int = 64, *, accumulated: int = 1, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> Engine:
     """Return a new engine, the same one every time; so many batches make one update."""
     gc.collect()
     logging.basicConfig(format="%(name)s: %(message)s")
@@ -73,8 +81,7 @@ def build(hidden: int = 64, *, accumulated: int = 1) -> Engine:
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Tiny(hidden)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
     return engine
 
 
@@ -110,6 +117,17 @@ def done() -> None:
     """End this rank at once: taking down gloo's threads now and then aborts a process that is over."""
     dist.barrier()
     os._exit(0)
+
+
+@contextmanager
+def plainly(engine: Any) -> Iterator[None]:
+    """Let *engine* save files as if nothing were attached to it."""
+    attached = engine.checkpoint_engine
+    engine.checkpoint_engine = getattr(attached, "real", attached)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = attached
 
 
 @dataclass(slots=True)

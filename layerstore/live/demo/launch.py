@@ -7,16 +7,13 @@ and everything can still be read afterwards. Only the ranks import torch.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from layerstore.errors import LayerstoreError
 
@@ -24,135 +21,68 @@ MARK = "@layerstore "
 
 POLL_SECONDS = 0.1
 
-STOP_SECONDS_MAX = 5.0
-"""How long ranks may take to terminate before they are killed."""
-
-SILENCE_SECONDS_MAX = 900.0
-"""Ranks that say nothing for so long hang; compiling DeepSpeed's operator takes minutes at most."""
-
 TAIL_LINES = 15
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that a rank told."""
-
-    kind: str
-    """``rank`` (it has started), ``resumed``, ``step`` or ``saved``."""
-    number: int
-    """The step; for ``rank`` the process id, for ``resumed`` the checkpoint's position."""
-    loss: str
-    """For ``step``: the loss, as `float.hex` writes it."""
+Event = dict[str, Any]
+"""What a rank told: its ``kind``, and facts that JSON can hold."""
 
 
-def tell(kind: str, *, number: int | None = None, loss: str = "") -> None:
-    """Tell the parent of an event; called by the ranks. *number* is the process id by default."""
-    line = json.dumps({"kind": kind, "number": os.getpid() if number is None else number, "loss": loss})
+def tell(kind: str, **facts: object) -> None:
+    """Tell the parent of an event; called by the ranks."""
     # A single write to a file in append mode is not torn by the other ranks' output; the first line end finishes
     # whatever line they have begun.
-    os.write(1, f"\n{MARK}{line}\n".encode())
+    os.write(1, f"\n{MARK}{json.dumps({'kind': kind, **facts})}\n".encode())
 
 
-class Ranks:
-    """A training program on *count* ranks. A context manager that leaves no process behind."""
+def run_ranks(
+    module: str, arguments: Sequence[str], *, count: int, folder: Path, log: Path, hear: Callable[[Event], object]
+) -> None:
+    """
+    Run a training program on *count* ranks to its end; *hear* gets their events. However it ends, no rank is left.
 
-    def __init__(self, module: str, arguments: Sequence[str], *, count: int, folder: Path, log: Path) -> None:
-        self.log = log
-        self._command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        self._command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
-        self._folder = folder
-        self._count = count
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Ranks":
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._folder,
-                env=cpu_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Its own session: Ctrl-C reaches us alone, and we end the ranks in order.
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_SECONDS_MAX)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                self._signal_sessions(signal.SIGKILL)
-                self._process.kill()
-                self._process.wait()
-        if self._process.returncode != 0:
-            # Compilers outlive their ninja; on SIGTERM they remove their temporary files.
-            self._signal_sessions(signal.SIGTERM)
-
-    def _signal_sessions(self, number: signal.Signals) -> None:
-        """Send *number* to all ranks and their children: torchrun makes every rank a session leader."""
-        # From the log, since a rank may have started after the last event.
-        events = filter(None, map(_parse, self.log.read_bytes().split(b"\n")))
-        leaders = {event.number for event in events if event.kind == "rank"}
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(ProcessLookupError, PermissionError):  # it has ended, or is not ours
-                if os.getsid(int(process.name)) in leaders:
-                    os.kill(int(process.name), number)
-
-    def events(self) -> Iterator[Event]:
-        """
-        Yield events until the program ends.
-
-        Raises:
-            LayerstoreError: It failed or hangs. The last lines of its log are in ``facts["tail"]``.
-        """
-        assert self._process is not None
-        heard = time.monotonic()
-        with self.log.open("rb") as output:
-            rest = b""
-            while True:
-                status = self._process.poll()  # before reading, so that the last output is read below
-                *lines, rest = (rest + output.read()).split(b"\n")
-                for event in filter(None, map(_parse, lines)):
-                    heard = time.monotonic()
-                    yield event
-                if status is not None:
-                    break
-                if time.monotonic() - heard > SILENCE_SECONDS_MAX:
-                    raise self._silent()
-                time.sleep(POLL_SECONDS)
-        if status != 0:
-            raise self._failed(status)
-
-    def _failed(self, status: int) -> LayerstoreError:
+    Raises:
+        LayerstoreError: It failed. The last lines of its log are in ``facts["tail"]``.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=cpu_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # Its own session: Ctrl-C reaches us alone, and torchrun ends the ranks in order.
+            start_new_session=True,
+        )
+    try:
+        status = _follow(process, log, hear)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks, and kills those that do not end
+            process.wait()
+    if status != 0:
         reason = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
-        return LayerstoreError(
-            f"the training on {self._count} ranks {reason}; its log is {self.log}",
-            log=str(self.log),
-            tail=_tail(self.log),
-        )
-
-    def _silent(self) -> LayerstoreError:
-        cache = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
-        return LayerstoreError(
-            f"the training has said nothing for {SILENCE_SECONDS_MAX:.0f} s and was ended; its log is {self.log}",
-            hint=f"if an earlier compile was killed, remove the files named lock below {cache}",
-            log=str(self.log),
-            tail=_tail(self.log),
+        raise LayerstoreError(
+            f"the training on {count} ranks {reason}; its log is {log}", log=str(log), tail=_tail(log)
         )
 
 
-def _parse(line: bytes) -> Event | None:
-    text = line.decode(errors="replace")
-    if not text.startswith(MARK):
-        return None
-    told = json.loads(text.removeprefix(MARK))
-    return Event(kind=str(told["kind"]), number=int(told["number"]), loss=str(told["loss"]))
+def _follow(process: "subprocess.Popen[bytes]", log: Path, hear: Callable[[Event], object]) -> int:
+    """Pass on events until *process* ends; return its exit status."""
+    with log.open("rb") as output:
+        rest = b""
+        while True:
+            status = process.poll()  # before reading, so that the last output is read below
+            *lines, rest = (rest + output.read()).split(b"\n")
+            for line in lines:
+                text = line.decode(errors="replace")
+                if text.startswith(MARK):
+                    hear(json.loads(text.removeprefix(MARK)))
+            if status is not None:
+                return status
+            time.sleep(POLL_SECONDS)
 
 
 def _tail(log: Path) -> list[str]:

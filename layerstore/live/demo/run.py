@@ -15,20 +15,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
-from layerstore.live.demo.launch import Ranks
+from layerstore.live.demo.launch import Event, run_ranks
 from layerstore.live.demo.stores import (
     POLICIES,
-    Collected,
-    Mixture,
-    Resized,
-    Usage,
+    Facts,
     collect,
     mixture_of,
     resized,
@@ -68,78 +64,26 @@ _MODULE = "layerstore.live.demo.training"
 _PACKAGES = ("torch", "deepspeed", "transformers")
 
 
-class Audience:
-    """Hears of the demo's progress; this one ignores it."""
-
-    def phase(self, text: str) -> None:
-        """Hear that the next part begins."""
-
-    def note(self, text: str) -> None:
-        """Hear a fact about the current part."""
-
-    def step(self, step: int, *, steps: int, loss: float) -> None:
-        """Hear that *step* of *steps* is done."""
+def loss_of(step: int, *, uninterrupted: float, resumed: float) -> Facts:
+    """Return both losses of a step, averaged over the ranks, and whether they are the same to the last bit."""
+    identical = math.isfinite(resumed) and uninterrupted.hex() == resumed.hex()
+    return {"step": step, "uninterrupted": uninterrupted, "resumed": resumed, "identical": identical}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoss:
-    """The losses of one step, averaged over the ranks."""
-
-    step: int
-    uninterrupted: float
-    resumed: float
-
-    @property
-    def identical(self) -> bool:
-        """Whether both are the same number, to the last bit."""
-        return math.isfinite(self.resumed) and self.uninterrupted.hex() == self.resumed.hex()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoResult:
-    """What the demo measured."""
-
-    folder: Path
-    store: Path
-    report: Path
-    """An HTML page of every layer and save that is left."""
-    resumed_from: int
-    """The step of the composites."""
-    saved: tuple[Usage, ...]
-    """The disk space of the same saves by DeepSpeed itself and under each policy."""
-    losses: tuple[StepLoss, ...]
-    """The losses of every later step."""
-    layers: dict[str, bool]
-    """Whether both runs saved the same version of a layer at the last step."""
-    mixture: Mixture
-    mixture_loss: float
-    """The last loss of the run resumed from the mixture, which is a different training."""
-    resized: Resized
-    collected: Collected
-    seconds: dict[str, float]
-    """The time of each part, and ``total``."""
-    sizes: dict[str, int]
-    """Bytes on disk: ``checkpoints`` (all), ``store`` (with full saves), ``composite``."""
-
-    @property
-    def problems(self) -> list[str]:
-        """What differs from what it should be, in words."""
-        losses = sum(not loss.identical for loss in self.losses)
-        layers = sum(not is_same for is_same in self.layers.values())
-        mixed, tensors = self.mixture.layers - self.mixture.same, self.resized.tensors - self.resized.same
-        found = {
-            f"{losses} of {len(self.losses)} losses after the resume are not the uninterrupted run's": losses,
-            f"{layers} of {len(self.layers)} layers at the last step are not the uninterrupted run's": layers,
-            f"{mixed} of {self.mixture.layers} layers of the mixture are not those that were saved by parity": mixed,
-            f"{tensors} of {self.resized.tensors} tensors are others on another number of ranks": tensors,
-            "what the collection left is damaged": not self.collected.is_sound,
-        }
-        return [text for text, is_wrong in found.items() if is_wrong]
-
-    @property
-    def identical(self) -> bool:
-        """Whether every loss, layer and tensor is what it should be."""
-        return not self.problems
+def problems_of(facts: Facts) -> list[str]:
+    """Return what differs from what it should be, in words."""
+    losses = sum(not loss["identical"] for loss in facts["losses"])
+    layers = sum(not is_same for is_same in facts["layers"].values())
+    mixture, other = facts["mixture"], facts["other_ranks"]
+    mixed, tensors = mixture["layers"] - mixture["same"], other["tensors"] - other["same"]
+    found = {
+        f"{losses} of {len(facts['losses'])} losses after the resume are not the uninterrupted run's": losses,
+        f"{layers} of {len(facts['layers'])} layers at the last step are not the uninterrupted run's": layers,
+        f"{mixed} of {mixture['layers']} layers of the mixture are not those that were saved by parity": mixed,
+        f"{tensors} of {other['tensors']} tensors are others on another number of ranks": tensors,
+        "what the collection left is damaged": not facts["gc"]["is_sound"],
+    }
+    return [text for text, is_wrong in found.items() if is_wrong]
 
 
 def run_demo(
@@ -148,14 +92,14 @@ def run_demo(
     steps: int = STEPS,
     keep: bool = False,
     force: bool = False,
-    audience: Audience | None = None,
-) -> DemoResult:
+    say: Callable[[str], object] = lambda line: None,
+) -> Facts:
     """
-    Train, ingest, compose, resume and compare, all below *folder*.
+    Train, ingest, compose, resume and compare, all below *folder*; return what ``layerstore demo --json`` prints.
 
     The store and the logs stay. Unless *keep*, checkpoints are removed once they are ingested, and composites once all
-    proved identical. *force* removes what an earlier demo left in *folder*. However it ends, it leaves no process
-    behind; an interrupt removes everything but the logs.
+    proved identical. *force* removes what an earlier demo left in *folder*. *say* gets lines about the progress.
+    However it ends, it leaves no rank behind; an interrupt removes everything but the logs.
 
     Raises:
         Unsupported: DeepSpeed needs something that is missing; nothing was changed.
@@ -170,7 +114,7 @@ def run_demo(
     folder = folder.resolve()
     _prepare(folder, force=force)
     try:
-        return _Demo(folder, steps=steps, keep=keep, audience=audience or Audience()).run()
+        return _Demo(folder, steps=steps, keep=keep, say=say).run()
     except BaseException as exc:
         if not isinstance(exc, Exception):  # after a failure everything stays to be looked at
             for name in _RESULTS:
@@ -231,77 +175,65 @@ def _check_replaceable(folder: Path, *, force: bool) -> None:
 class _Demo:
     """One demo while it runs."""
 
-    def __init__(self, folder: Path, *, steps: int, keep: bool, audience: Audience) -> None:
+    def __init__(self, folder: Path, *, steps: int, keep: bool, say: Callable[[str], object]) -> None:
         self._folder = folder
         self._store = folder / _STORE
         self._steps = steps
         self._keeps_all = keep
-        self._audience = audience
+        self._say = say
         self._saves = [steps * save // SAVES for save in range(1, SAVES + 1)]
         self._base = self._saves[SAVES // 2 - 1]
         self._rules = Keep(last=3, every=self._base)
-        self._seconds: dict[str, float] = {}
-        self._sizes: dict[str, int] = {}
+        self._facts: Facts = {"resumed_from": self._base, "sizes": {}, "seconds_by_part": {}}
+        self._facts |= {"dir": folder, "store": self._store, "report": folder / _REPORT}
 
-    def run(self) -> DemoResult:
+    def run(self) -> Facts:
         """Run all parts."""
-        with self._part("total"):
-            uninterrupted = self._train()
-            saved = self._ingest()
-            mixture = self._compose()
-            resumed, mixed = self._resume()
-            layers = self._compare_layers()
-            other = self._resume_elsewhere()
-            collected = self._collect()
-            self._report()
-        losses = tuple(
-            StepLoss(step=step, uninterrupted=uninterrupted[step], resumed=resumed[step])
+        facts, began = self._facts, time.monotonic()
+        uninterrupted = self._train()
+        self._ingest()
+        self._compose()
+        resumed, mixed = self._resume()
+        self._compare_layers()
+        self._resume_elsewhere()
+        self._collect()
+        self._report()
+        facts["seconds"] = time.monotonic() - began
+        facts["mixture"]["loss"] = mixed[self._steps]
+        facts["losses"] = [
+            loss_of(step, uninterrupted=uninterrupted[step], resumed=resumed[step])
             for step in range(self._base + 1, self._steps + 1)
-        )
-        result = DemoResult(
-            folder=self._folder,
-            store=self._store,
-            report=self._folder / _REPORT,
-            resumed_from=self._base,
-            saved=saved,
-            losses=losses,
-            layers=layers,
-            mixture=mixture,
-            mixture_loss=mixed[self._steps],
-            resized=other,
-            collected=collected,
-            seconds=self._seconds,
-            sizes=self._sizes,
-        )
-        if result.identical:
+        ]
+        problems = problems_of(facts)
+        if not problems:
             self._drop(_COMPOSITES)
-        return result
+        return {"identical": not problems, "problems": problems, **facts}
 
     def _train(self) -> dict[int, float]:
         checkpoints = self._folder / _CHECKPOINTS
         text = f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps"
         with self._part("training", text):
             (losses,) = self._trained("training", first=1, last=self._steps, out=checkpoints, saves=self._saves)
-        self._sizes["checkpoints"] = size_bytes(checkpoints)
+        self._facts["sizes"]["checkpoints"] = size_bytes(checkpoints)
         return losses
 
-    def _ingest(self) -> tuple[Usage, ...]:
+    def _ingest(self) -> None:
         checkpoints = self._folder / _CHECKPOINTS
         with self._part("ingest", f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies"):
             saved = [usage_of_deepspeed(checkpoints, self._saves)]
             (self._folder / _POLICIES).mkdir()
             for name in POLICIES:
                 saved.append(usage_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
-                self._audience.note(f"{name}: {_megabytes(saved[-1].total_bytes)} of store")
-        self._sizes["store"] = size_bytes(self._store)
-        self._drop(_CHECKPOINTS, "the checkpoints are removed: from here on there are only the stores")
-        return tuple(saved)
+                self._note(f"{name}: {_megabytes(saved[-1]['total_bytes'])} of store")
+        self._facts["sizes"]["store"] = size_bytes(self._store)
+        self._facts["saved"] = saved
+        self._drop(_CHECKPOINTS)
 
     def _store_of(self, policy: str) -> Path:
         """Return the store of the saves under *policy*; the demo's main store has the full ones."""
         return self._store if policy == next(iter(POLICIES)) else self._folder / _POLICIES / policy
 
-    def _compose(self) -> Mixture:
+    def _compose(self) -> None:
         ref, folder = f"{RUN}@{self._base}", self._folder / _COMPOSITES
         text = f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks"
         with self._part("compose", text), open_store(self._store) as store:
@@ -311,11 +243,10 @@ class _Demo:
             exact.write(folder / "other", world_size=OTHER_RANKS)
             mixed.write(folder / MIXED)
             mixed.pin(MIXED)
-            mixture = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
-        self._sizes["composite"] = written.bytes_written
-        self._audience.note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
+            self._facts["mixture"] = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
+        self._facts["sizes"]["composite"] = written.bytes_written
+        self._note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
         self._drop(_POLICIES)
-        return mixture
 
     def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
         composites = self._folder / _COMPOSITES
@@ -331,17 +262,18 @@ class _Demo:
             )
         return exact, mixed
 
-    def _compare_layers(self) -> dict[str, bool]:
+    def _compare_layers(self) -> None:
         text = f"ingesting what the resumed run saved at step {self._steps}"
         with self._part("compare", text), open_store(self._store) as store:
             ingested = store.ingest(self._folder / _RESUMED / "exact", run=RESUMED_RUN)
-            same = same_layers(store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN))
-        self._audience.note(
+            same = self._facts["layers"] = same_layers(
+                store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN)
+            )
+        self._note(
             f"{sum(same.values())} of {len(same)} layers are stored already, {_megabytes(ingested.bytes_new)} new"
         )
-        return same
 
-    def _resume_elsewhere(self) -> Resized:
+    def _resume_elsewhere(self) -> None:
         out = self._folder / _RESUMED / "other"
         text = f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded"
         with self._part("other ranks", text):
@@ -356,17 +288,18 @@ class _Demo:
             )
             with open_store(self._store) as store:
                 store.ingest(out, run=RESIZED_RUN)
-                found = resized(store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN))
-        self._audience.note(f"{found.same} of {found.tensors} masters and moments have the same bits")
+                found = self._facts["other_ranks"] = resized(
+                    store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN)
+                )
+        self._note(f"{found['same']} of {found['tensors']} masters and moments have the same bits")
         self._drop(_RESUMED)
-        return found
 
-    def _collect(self) -> Collected:
+    def _collect(self) -> None:
         text = f"removing what is neither of the newest 3 commits nor of every {self._base}th step"
         with self._part("gc", text), open_store(self._store) as store:
-            found = collect(store, self._rules)
-        self._audience.note(f"{_megabytes(found.before_bytes - found.after_bytes)} are free, what is left is verified")
-        return found
+            found = self._facts["gc"] = collect(store, self._rules)
+        freed = found["before_bytes"] - found["after_bytes"]
+        self._note(f"{_megabytes(freed)} are free, what is left is verified")
 
     def _report(self) -> None:
         text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
@@ -389,39 +322,43 @@ class _Demo:
         losses: list[dict[int, float]] = [{} for _ in range(max(1, len(resume)))]
         arguments = ["--steps", str(last), "--out", str(out), "--save-at", *map(str, saves)]
         arguments += ["--resume", *map(str, resume)] if resume else []
-        with Ranks(_MODULE, arguments, count=count, folder=self._folder, log=log) as ranks:
-            self._audience.note(
-                "starting torch and DeepSpeed, which compiles its C++ operator the first time, for a minute or more; "
-                f"their log is {log.relative_to(self._folder)}"
-            )
-            current = 0
-            for event in ranks.events():
-                if event.kind == "resumed":
-                    current = event.number
-                    self._audience.note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
-                elif event.kind == "step":
-                    losses[current][event.number] = float.fromhex(event.loss)
-                    self._audience.step(event.number, steps=last, loss=losses[current][event.number])
+        current = 0
+
+        def hear(event: Event) -> None:
+            nonlocal current
+            if event["kind"] == "resumed":
+                current = event["checkpoint"]
+                self._note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
+            else:
+                step, loss = event["step"], float.fromhex(event["loss"])
+                losses[current][step] = loss
+                self._note(f"step {step} of {last}, loss {loss:.4f}")
+
+        self._note(
+            "starting torch and DeepSpeed, which compiles its C++ operator the first time, for a minute or more; "
+            f"their log is {log.relative_to(self._folder)}"
+        )
+        run_ranks(_MODULE, arguments, count=count, folder=self._folder, log=log, hear=hear)
         if any(list(found) != list(range(first, last + 1)) for found in losses):
             raise LayerstoreError(f"the training told of other steps than {first} to {last}; its log is {log}")
         return losses
 
-    def _drop(self, name: str, note: str | None = None) -> None:
+    def _drop(self, name: str) -> None:
         """Remove the folder *name* unless everything is kept."""
-        if self._keeps_all:
-            return
-        _remove(self._folder / name)
-        if note is not None:
-            self._audience.note(note)
+        if not self._keeps_all:
+            _remove(self._folder / name)
+
+    def _note(self, text: str) -> None:
+        """Say a fact about the current part."""
+        self._say(f"  {text}")
 
     @contextmanager
-    def _part(self, name: str, text: str = "") -> Iterator[None]:
+    def _part(self, name: str, text: str) -> Iterator[None]:
         """Announce the part *name* and take its time."""
-        if text:
-            self._audience.phase(text)
+        self._say(text)
         started = time.monotonic()
         yield
-        self._seconds[name] = time.monotonic() - started
+        self._facts["seconds_by_part"][name] = time.monotonic() - started
 
 
 def _remove(path: Path) -> None:

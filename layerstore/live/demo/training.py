@@ -18,7 +18,6 @@ import sys
 import sysconfig
 from collections.abc import Container
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from layerstore.live.demo.launch import tell
@@ -50,8 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     # As an exception, so that an interrupted compile releases its lock file: the next one would wait for it for ever.
-    signal.signal(signal.SIGTERM, _leave)
-    tell("rank")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     import deepspeed
     import torch.distributed as dist
@@ -63,20 +61,16 @@ def main() -> None:
         engine = build_engine(seed=number + 1)  # with other weights than the run had
         load(engine, checkpoint)
         if dist.get_rank() == 0:
-            tell("resumed", number=number)
+            tell("resumed", checkpoint=number)
         saves = arguments.save_at if number == 0 else []
         if engine.global_steps in saves:
-            save(engine, out=arguments.out)
+            engine.save_checkpoint(str(arguments.out))
         train(engine, steps=arguments.steps, out=arguments.out, saves=saves)
     dist.barrier()
     sys.stdout.flush()
     # Everything is written. Taking down the threads of torch and gloo now and then aborts the process ("terminate
     # called without an active exception"), which would make a good training look failed.
     os._exit(0)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def build_engine(*, layers: int = LAYERS, hidden: int = HIDDEN, seed: int = 0) -> Engine:
@@ -126,7 +120,7 @@ def load(engine: Engine, checkpoint: Path) -> None:
 
 
 def train(engine: Engine, *, steps: int, out: Path, saves: Container[int]) -> None:
-    """Train *engine* up to step *steps*; save to *out* at the steps *saves*."""
+    """Train *engine* up to step *steps*; DeepSpeed itself saves to *out* at the steps *saves*."""
     import torch
     import torch.distributed as dist
 
@@ -142,18 +136,9 @@ def train(engine: Engine, *, steps: int, out: Path, saves: Container[int]) -> No
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)
         if rank == 0:
-            tell("step", number=step, loss=float(mean.item() / ranks).hex())
+            tell("step", step=step, loss=float(mean.item() / ranks).hex())
         if step in saves:
-            save(engine, out=out)
-
-
-def save(engine: Engine, *, out: Path) -> None:
-    """Save *engine* below *out*, by DeepSpeed itself."""
-    import torch.distributed as dist
-
-    engine.save_checkpoint(str(out), tag=tag_of(engine.global_steps))
-    if dist.get_rank() == 0:
-        tell("saved", number=engine.global_steps)
+            engine.save_checkpoint(str(out))
 
 
 def tag_of(step: int) -> str:

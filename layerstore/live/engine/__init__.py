@@ -4,8 +4,8 @@ DeepSpeed's engine: what is captured from it, how it is filled, and how it saves
 Only ``deepspeed.py`` uses DeepSpeed's names. Savers are known here by what the engine calls of them, nothing more.
 """
 
-from layerstore.live.engine.capture import Captured, bytes_by_layer, capture, check_client_state, has_moments
-from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, install_checkpoint_engine
+from layerstore.live.engine.capture import Captured, capture, check_client_state
+from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
 from layerstore.live.engine.deepspeed import (
     ENGINE_KEYS,
     FOLDER,
@@ -18,12 +18,11 @@ from layerstore.live.engine.inert import Memory, NotPlain
 from layerstore.live.engine.pointer_files import checkpoint
 from layerstore.live.engine.randomness import random_state
 from layerstore.live.engine.resume import Resumed, check_run, resume
-from layerstore.live.engine.savers import OPEN_SAVERS, filled_with, note_closed, origin_of, place_resumed
+from layerstore.live.engine.savers import filled_with, note_closed, origin_of, place_resumed
 
 __all__ = [
     "ENGINE_KEYS",
     "FOLDER",
-    "OPEN_SAVERS",
     "Captured",
     "Engine",
     "Memory",
@@ -31,16 +30,14 @@ __all__ = [
     "Resumed",
     "SavedStates",
     "StoreCheckpointEngine",
-    "bytes_by_layer",
     "capture",
     "check_client_state",
     "check_run",
     "checkpoint",
+    "checkpoint_engine_of",
     "engine_of",
     "engines_are_made_with",
     "filled_with",
-    "has_moments",
-    "install_checkpoint_engine",
     "note_closed",
     "origin_of",
     "place_resumed",

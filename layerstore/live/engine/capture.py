@@ -28,6 +28,21 @@ class Captured:
         """Return the memory that holds *path*."""
         return self.model if self.model.holds(path) else self.optimizer
 
+    @property
+    def bytes_by_layer(self) -> dict[str, int]:
+        """The bytes of each layer on all ranks together, the same on every rank."""
+        layers = self.share.layers
+        states = 1 + len({part.state for layer in layers for of in layer.objects for part in of.slices if part.state})
+        return {
+            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * states) for of in layer.parameters)
+            for layer in layers
+        }
+
+    @property
+    def has_moments(self) -> dict[str, bool]:
+        """Whether the optimizer has updated each layer."""
+        return {layer.layer: layer.optimizer_step is not None for layer in self.share.layers}
+
     def mark(self, source: ObjectSource) -> Hashable:
         """Return a key that changes with *source*: its parts, their addresses, and torch's count of changes to each."""
         return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
@@ -65,20 +80,6 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
             elif storage not in slices:
                 _settle(storage, memory)
     return Captured(share=share_of(source, folder=folder, pattern=pattern), model=model, optimizer=optimizer)
-
-
-def bytes_by_layer(share: Share) -> dict[str, int]:
-    """Return the bytes of each layer on all ranks together, the same on every rank."""
-    states = 1 + len({part.state for layer in share.layers for of in layer.objects for part in of.slices if part.state})
-    return {
-        layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * states) for of in layer.parameters)
-        for layer in share.layers
-    }
-
-
-def has_moments(share: Share) -> dict[str, bool]:
-    """Return whether the optimizer has updated each layer."""
-    return {layer.layer: layer.optimizer_step is not None for layer in share.layers}
 
 
 def _file(state: object, path: Path, memory: Memory) -> PtFile:

@@ -6,16 +6,16 @@ all other files are loaded as before.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerstore.compose import Composition, losses_told
+from layerstore.compose import losses_told
 from layerstore.errors import Conflict, IntegrityError, Unsupported
 from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
 from layerstore.live.engine.load import Loaded, whole_weights
 from layerstore.live.engine.pointer_files import composition_of, write_pointer
-from layerstore.live.engine.savers import AttachedSaver, filled_with, note_filled, wait_for_saves
+from layerstore.live.engine.savers import OPEN_SAVERS, AttachedSaver, filled_with, note_filled, wait_for_saves
 from layerstore.live.ranks import Exchange
 from layerstore.store import Store, open_store
 from layerstore.zero3 import Pointer, read_pointer
@@ -29,9 +29,9 @@ class StoreCheckpointEngine:
     def __init__(self, real: Any) -> None:
         self.real = real
         self.name = "layerstore"
-        self._savers: list[AttachedSaver] = []
+        self.saver: AttachedSaver | None = None
         self._engine: Engine | None = None
-        self._uninstall: Callable[[], None] | None = None
+        self._uninstall: Callable[[], None] = lambda: None
         self.trouble = ""
         """Why the engine's state must not be saved: a load has failed half-way."""
         self._held: dict[str, tuple[Any, Path]] = {}
@@ -41,41 +41,24 @@ class StoreCheckpointEngine:
         self._has_begun = False
         """Whether the current load has read anything."""
 
-    # -- savers --------------------------------------------------------------------------------------------------
-
-    @property
-    def saver(self) -> AttachedSaver | None:
-        """The saver that the engine's own saves go to: the one attached last."""
-        return self._savers[-1] if self._savers else None
+    # -- the saver -----------------------------------------------------------------------------------------------
 
     def attach(self, saver: AttachedSaver, engine: Engine) -> None:
         """Save *engine* through *saver* from now on."""
-        self._savers.append(saver)
-        self._engine = engine
-        if self._uninstall is None:
-            self._uninstall = engine.install(self)
+        self.saver, self._engine = saver, engine
+        self._uninstall = engine.install(self)
+        OPEN_SAVERS.append(saver)
 
     def detach(self, saver: AttachedSaver) -> None:
-        """Save through the saver attached before *saver*; without one, restore the engine."""
-        self._savers = [other for other in self._savers if other is not saver]
-        if not self._savers and self._uninstall is not None:
-            self._uninstall()
-            self._uninstall = None
-
-    def saves_to(self, store: Store, run: str) -> bool:
-        """Whether an open saver saves run *run* of *store*."""
-        return any((saver.store.id, saver.run) == (store.id, run) for saver in self._savers)
+        """Restore the engine that *saver* was attached to."""
+        OPEN_SAVERS.remove(saver)
+        self.saver = None
+        self._uninstall()
 
     def settle(self) -> None:
         """Wait for all saves under way."""
-        for saver in self._savers:
-            saver.wait()
-
-    def went_to(self, composition: Composition | None) -> None:
-        """Let all savers continue from *composition*, which the engine was filled with; None if from no store."""
-        self.trouble = ""
-        for saver in self._savers:
-            saver.went_to(composition)
+        if self.saver is not None:
+            self.saver.wait()
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -125,7 +108,7 @@ class StoreCheckpointEngine:
         """
         Surround one load of the engine; not *is_whole*: without the optimizer's state.
 
-        Savers continue from what was loaded; after a partial load they begin from nothing.
+        The saver continues from what was loaded; after a partial load it begins from nothing.
         """
         self._is_whole, self._has_begun = is_whole, False
         try:
@@ -138,7 +121,9 @@ class StoreCheckpointEngine:
             if note and self._load is not None:
                 self._known_engine().warn(self._load[1].name, note)
             if self._has_begun:
-                self.went_to(filled_with(self._raw_engine()))
+                self.trouble = ""
+                if self.saver is not None:
+                    self.saver.went_to(filled_with(self._raw_engine()))
         finally:
             self._is_whole, self._load = True, None
 
@@ -170,12 +155,12 @@ class StoreCheckpointEngine:
                 "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
                 f"they are those of {loaded.name}, all else is of {self._load[1].name}",
             )
-        exchange = Exchange()
-        try:
-            with exchange.together(), losses_told(loaded.store.repo, loaded.composition):
-                return whole_weights(loaded.store, loaded.composition)
-        finally:
-            exchange.close()
+        with (
+            closing(Exchange()) as exchange,
+            exchange.together(),
+            losses_told(loaded.store.repo, loaded.composition),
+        ):
+            return whole_weights(loaded.store, loaded.composition)
 
     def _agreed(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
@@ -183,8 +168,7 @@ class StoreCheckpointEngine:
 
         Raises on every rank if one rank cannot load it, before the engine changes.
         """
-        exchange = Exchange()
-        try:
+        with closing(Exchange()) as exchange:
             with exchange.together():
                 pointer = read_pointer(path)
                 if pointer is not None:
@@ -198,8 +182,6 @@ class StoreCheckpointEngine:
                         f"the ranks cannot load {path.parent}: rank 0 finds {texts[0]} there, rank {rank} {text}",
                         hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
                     )
-        finally:
-            exchange.close()
         return found
 
     def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
@@ -257,9 +239,7 @@ class StoreCheckpointEngine:
         return getattr(self.real, name)
 
 
-def install_checkpoint_engine(engine: Engine, saver: AttachedSaver) -> StoreCheckpointEngine:
-    """Make *engine* save through *saver*; return its checkpoint engine, which may serve other savers already."""
+def checkpoint_engine_of(engine: Engine) -> StoreCheckpointEngine:
+    """Return the checkpoint engine of *engine*, or a new one around it that is not installed yet."""
     found = engine.checkpoint_engine
-    made = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
-    made.attach(saver, engine)
-    return made
+    return found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)

@@ -88,26 +88,23 @@ class Engine:
 
     def _check_optimizer(self, offload: Any) -> None:
         """Raise Unsupported if the optimizer keeps state where `states` does not find it."""
-        if offload is not None and str(getattr(offload, "device", "none")).endswith("nvme"):
-            raise Unsupported(
-                "the optimizer is offloaded to NVMe: its state is in files of its own",
-                hint="set offload_optimizer.device to 'cpu' or 'none'",
-            )
-        if offload is not None and getattr(offload, "ratio", 1.0) < 1.0:
-            raise Unsupported(
-                f"offload_optimizer.ratio is {offload.ratio} (Twin-Flow): DeepSpeed itself saves only a part of that",
-                hint="set offload_optimizer.ratio to 1",
-            )
-        if getattr(self._zero, "zenflow", False) or "ZenFlow" in type(self._zero).__name__:
-            raise Unsupported(
-                "the optimizer is under ZenFlow: a process beside the training updates its state at any time",
-                hint="train without zenflow to save while training",
-            )
-        if type(self._zero).__name__.startswith("SuperOffload"):
-            raise Unsupported(
-                "the optimizer is under SuperOffload: DeepSpeed itself saves only a part of its state",
-                hint="turn offload_optimizer.super_offload off",
-            )
+        device, ratio = str(getattr(offload, "device", "none")), getattr(offload, "ratio", 1.0)
+        kind = type(self._zero).__name__
+        why = hint = ""
+        if device.endswith("nvme"):
+            why = "offloaded to NVMe: its state is in files of its own"
+            hint = "set offload_optimizer.device to 'cpu' or 'none'"
+        elif ratio < 1.0:
+            why = f"offloaded with a ratio of {ratio} (Twin-Flow): DeepSpeed itself saves only a part of its state"
+            hint = "set offload_optimizer.ratio to 1"
+        elif getattr(self._zero, "zenflow", False) or "ZenFlow" in kind:
+            why = "under ZenFlow: a process beside the training updates its state at any time"
+            hint = "train without zenflow to save while training"
+        elif kind.startswith("SuperOffload"):
+            why = "under SuperOffload: DeepSpeed itself saves only a part of its state"
+            hint = "turn offload_optimizer.super_offload off"
+        if why:
+            raise Unsupported(f"the optimizer is {why}", hint=hint)
 
     @property
     def world_size(self) -> int:
@@ -185,15 +182,6 @@ class Engine:
         remove: Callable[[], None] = handle.remove
         return remove
 
-    def at_next_forward(self, action: Callable[[], None]) -> None:
-        """Call *action* once, before the next forward."""
-
-        def once(*_: object) -> None:
-            handle.remove()
-            action()
-
-        handle = self.engine.module.register_forward_pre_hook(once)
-
     def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
         """Return what ``engine.save_checkpoint`` would save now."""
         import deepspeed
@@ -235,11 +223,6 @@ class Engine:
         """The shape of each frozen parameter, by name."""
         found = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
         return {name: tuple(shape) for name, shape in found.items()}
-
-    @property
-    def optimizer_file(self) -> Path:
-        """The name of the file that the engine would write this rank's optimizer state to."""
-        return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
 
     def load(self, handler: LoadHandler, model: Mapping[str, Any], *, tag: str) -> None:
         """Make the engine load what *handler* returns for its two files, the first of which is *model*."""

@@ -22,10 +22,9 @@ from layerstore.tree import Storage
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[int, ...]
-
 _MODEL_HINT = "resume into the model that was saved"
 _GROUPS_HINT = "build the optimizer's param groups as they were, and keep sub_group_size"
+_PRECISION_HINT = "train in the same precision"
 
 
 class Loaded:
@@ -90,7 +89,7 @@ class Loaded:
             self.model()
             return notes
         states = engine.states("resumed", {}, exclude_frozen=True)
-        self._check_precision(engine.optimizer_file.name)
+        self._check_precision(states.optimizer_path.name)
         check_fits(self.model(), self.optimizer(), states, frozen=engine.frozen_shapes)
         return (*notes, *schedule_notes(self.model(), states))
 
@@ -101,7 +100,7 @@ class Loaded:
         if words[0] != words[1]:
             raise LayoutMismatch(
                 f"the checkpoint was saved {words[0]} bf16, the engine trains {words[1]} it",
-                hint="train in the same precision",
+                hint=_PRECISION_HINT,
             )
 
 
@@ -158,7 +157,7 @@ def _age_notes(composition: Composition) -> tuple[str, ...]:
 
 
 def check_fits(
-    model: Mapping[str, Any], optimizer: Mapping[str, Any], states: SavedStates, *, frozen: Mapping[str, Shape]
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], states: SavedStates, *, frozen: Mapping[str, Iterable[int]]
 ) -> None:
     """
     Compare a checkpoint's *model* and *optimizer* states with the engine's own *states*.
@@ -168,13 +167,20 @@ def check_fits(
     Raises:
         LayoutMismatch: Parameters, buffers, types or the optimizer's groups differ.
     """
-    _check_model(model, states.model, frozen)
-    _check_optimizer(optimizer["optimizer_state_dict"], states.optimizer["optimizer_state_dict"])
-    if [list(group) for group in model["param_shapes"]] != [list(group) for group in states.model["param_shapes"]]:
-        raise LayoutMismatch(
-            "the checkpoint's parameters are in other sub-groups than the engine's, or in another order",
-            hint=_GROUPS_HINT,
-        )
+    saved_frozen = model.get("frozen_param_shapes")
+    # If they were not saved, the engine keeps its own.
+    saved = _facts(model, optimizer, frozen=saved_frozen or {})
+    own = _facts(states.model, states.optimizer, frozen={} if saved_frozen is None else frozen)
+    for (what, hint), ours in own.items():
+        theirs = saved[what, hint]
+        different = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+        if different:
+            first, more = different[0], f" and {len(different) - 1} more" if len(different) > 1 else ""
+            raise LayoutMismatch(
+                f"{what} {first}{more}: {_short(theirs.get(first, 'absent'))} in the checkpoint, "
+                f"{_short(ours.get(first, 'absent'))} in the engine",
+                hint=hint,
+            )
 
 
 def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, ...]:
@@ -187,74 +193,28 @@ def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, 
     return ()
 
 
-def _check_model(model: Mapping[str, Any], engines: Mapping[str, Any], frozen: Mapping[str, Shape]) -> None:
-    saved_frozen = model.get("frozen_param_shapes")
-    saved_shapes, own_shapes = _trained_shapes(model), _trained_shapes(engines)
-    if saved_frozen is not None:  # otherwise they were not saved, and the engine keeps its own
-        _compare_shapes("parameter", saved_shapes | _plain(saved_frozen), own_shapes | dict(frozen))
-    _compare_shapes("trained parameter", saved_shapes, own_shapes)
-    _compare_shapes("buffer", _buffer_shapes(model), _buffer_shapes(engines))
-    saved, own = model["module"], engines["module"]
-    for name in own_shapes:
-        if name in saved and name in own:
-            _compare_dtypes(name, saved[name], own[name])
+def _facts(
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], *, frozen: Mapping[str, Iterable[int]]
+) -> dict[tuple[str, str], Mapping[Any, object]]:
+    """Return what has to be the same on both sides, by what it is called; with the hint if it is not."""
+    module, groups = model["module"], model["param_shapes"]
+    outer = optimizer["optimizer_state_dict"]
+    flats = outer["fp32_flat_groups"]
+    trained = {name: list(shape) for group in groups for name, shape in group.items()}
+    buffers = {name: list(module[name].shape) for name in model["buffer_names"] if name in module}
+    counts = [len(group["params"]) for group in outer["optimizer_state_dict"]["param_groups"]]
+    return {
+        ("parameter", _MODEL_HINT): {name: list(shape) for name, shape in frozen.items()} | trained,
+        ("trained parameter", _MODEL_HINT): trained,
+        ("buffer", _MODEL_HINT): buffers,
+        ("the type of", _PRECISION_HINT): {name: module[name].dtype for name in trained if name in module},
+        ("the sub-groups of param group", _GROUPS_HINT): dict(enumerate(counts)),
+        ("the parameters of sub-group", _GROUPS_HINT): dict(enumerate(map(list, groups))),
+        ("the elements of sub-group", _GROUPS_HINT): dict(enumerate(flat.numel() for flat in flats)),
+        ("the type of sub-group", _PRECISION_HINT): dict(enumerate(flat.dtype for flat in flats)),
+    }
 
 
-def _check_optimizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    groups, own_groups = _sub_group_counts(saved), _sub_group_counts(own)
-    if len(groups) != len(own_groups):
-        raise LayoutMismatch(
-            f"the checkpoint has {len(groups)} param groups, the engine's optimizer has {len(own_groups)}",
-            hint=_GROUPS_HINT,
-        )
-    flats, own_flats = saved["fp32_flat_groups"], own["fp32_flat_groups"]
-    if groups != own_groups or [flat.numel() for flat in flats] != [flat.numel() for flat in own_flats]:
-        raise LayoutMismatch(
-            f"the checkpoint has {len(flats)} sub-groups, the engine's optimizer {len(own_flats)}, or of other sizes",
-            hint=_GROUPS_HINT,
-        )
-    for one, other in zip(flats, own_flats, strict=True):
-        _compare_dtypes("the masters", one, other)
-
-
-def _compare_dtypes(what: str, saved: Any, own: Any) -> None:
-    if saved.dtype != own.dtype:
-        words = [str(tensor.dtype).removeprefix("torch.") for tensor in (saved, own)]
-        raise LayoutMismatch(
-            f"{what} in the checkpoint: {words[0]}; in the engine: {words[1]}", hint="train in the same precision"
-        )
-
-
-def _compare_shapes(what: str, saved: Mapping[str, Shape], own: Mapping[str, Shape]) -> None:
-    missing = [name for name in own if name not in saved]
-    surplus = [name for name in saved if name not in own]
-    different = [name for name in own if saved.get(name, own[name]) != own[name]]
-    names = missing or surplus or different
-    if not names:
-        return
-    first, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
-    if missing:
-        fate = "in the engine and not in the checkpoint"
-    elif surplus:
-        fate = "in the checkpoint and not in the engine"
-    else:
-        fate = f"of shape {list(saved[first])} in the checkpoint and of {list(own[first])} in the engine"
-    raise LayoutMismatch(f"{what} {first}{more}: {fate}", hint=_MODEL_HINT)
-
-
-def _trained_shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
-    return {name: shape for group in model["param_shapes"] for name, shape in _plain(group).items()}
-
-
-def _plain(shapes: Mapping[str, Iterable[int]]) -> dict[str, Shape]:
-    return {name: tuple(shape) for name, shape in shapes.items()}
-
-
-def _buffer_shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
-    module = model["module"]
-    return {name: tuple(module[name].shape) for name in model["buffer_names"] if name in module}
-
-
-def _sub_group_counts(states: Mapping[str, Any]) -> list[int]:
-    """Return the number of sub-groups of each param group."""
-    return [len(group["params"]) for group in states["optimizer_state_dict"]["param_groups"]]
+def _short(value: object) -> str:
+    text = str(value).removeprefix("torch.")
+    return text if len(text) <= 60 else f"{text[:60]}…"

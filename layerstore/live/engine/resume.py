@@ -5,6 +5,7 @@ The engine's own loader does the work, fed from memory, so that persistent param
 else that depends on the masters come out right. A query says which version of each layer is taken.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from layerstore.compose import AdamStep, losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine
+from layerstore.live.engine.checkpoint_engine import checkpoint_engine_of
 from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded
 from layerstore.live.engine.randomness import read_random_state, set_random_state
@@ -68,11 +69,9 @@ def resume(
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
-    found = known.checkpoint_engine
-    loader = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
+    loader = checkpoint_engine_of(known)
     loader.settle()  # first: the step asked for may still be on its way
-    exchange = Exchange()
-    try:
+    with closing(Exchange()) as exchange:
         with exchange.together():
             opened = as_store(store)
             wait_for_saves(opened.id, run)
@@ -87,8 +86,6 @@ def resume(
             loaded = Loaded(opened, composition, rank=known.rank, world_size=known.world_size, adam_step=adam_step)
             notes = loaded.check_fits(known)
             random_state = read_random_state(loaded.load.state, loaded.load.content)
-    finally:
-        exchange.close()
     loader.fill(known, loaded)
     known.warn(composite.name, *notes)
     is_restored = random_state is not None and set_random_state(random_state)

@@ -17,17 +17,9 @@ from layerstore.zero3 import Pointer
 class AttachedSaver(Protocol):
     """A saver, as a checkpoint engine and a load use it."""
 
-    @property
-    def store(self) -> Store:
-        """The store that it saves to."""
-
-    @property
-    def run(self) -> str:
-        """The run that it saves."""
-
-    @property
-    def exchange(self) -> Exchange:
-        """The ranks that save together."""
+    store: Store
+    run: str
+    exchange: Exchange
 
     def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
         """Save *states*; more files may still be added to *folder*."""

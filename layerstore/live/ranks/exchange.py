@@ -4,40 +4,17 @@ Messages between ranks: one small all-gather on the host, called by the main thr
 It uses a gloo group of its own, which does not wait for the accelerator's work.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
-from layerstore.errors import (
-    Conflict,
-    IntegrityError,
-    InvalidInput,
-    LayerstoreError,
-    LayoutMismatch,
-    Locked,
-    NotFound,
-    SourceCheckpoint,
-    StorageIO,
-    Unsupported,
-)
+from layerstore import errors
+from layerstore.errors import LayerstoreError, StorageIO
 
 if TYPE_CHECKING:
     import torch
 
 TEXT_BYTES_MAX = 2048
-
-_KINDS: dict[str, Callable[[str], LayerstoreError]] = {
-    **{
-        kind.__name__: kind
-        for kind in (
-            *(Conflict, IntegrityError, InvalidInput, LayoutMismatch),
-            *(Locked, NotFound, SourceCheckpoint, Unsupported),
-        )
-    },
-    StorageIO.__name__: partial(StorageIO, errno=None, filename="the store"),
-}
-"""What a rank raises when another one raised an error of this name."""
 
 
 class Exchange:
@@ -63,8 +40,7 @@ class Exchange:
             raise problem
         for rank, text in enumerate(texts):
             if text:
-                kind, _, words = text.partition(" ")
-                raise _KINDS.get(kind, LayerstoreError)(f"rank {rank}: {words}")
+                raise _as_heard(*text.split(" ", 1), rank=rank)
 
     def texts(self, text: str) -> list[str]:
         """Return every rank's *text*, cut to `TEXT_BYTES_MAX`, by rank."""
@@ -102,3 +78,12 @@ class Exchange:
         found = [mine.new_empty(len(mine)) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self._group)
         return found
+
+
+def _as_heard(kind: str, words: str, *, rank: int) -> LayerstoreError:
+    """Return the error of class *kind* that another *rank* raised."""
+    if kind == StorageIO.__name__:
+        return StorageIO(f"rank {rank}: {words}", errno=None, filename="the store")
+    found = getattr(errors, kind, LayerstoreError)
+    is_ours = isinstance(found, type) and issubclass(found, LayerstoreError)
+    return found(f"rank {rank}: {words}") if is_ours else LayerstoreError(f"rank {rank}: {words}")

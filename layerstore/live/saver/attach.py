@@ -8,7 +8,7 @@ from typing import Any
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.live.engine import Engine, StoreCheckpointEngine, check_run, origin_of, place_resumed
+from layerstore.live.engine import Engine, check_run, checkpoint_engine_of, origin_of, place_resumed
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
@@ -46,11 +46,11 @@ def attach(
     ``layerstore.resume`` first, or load through the engine before the first save. An engine that had a saver of this
     run continues that one's attempt. If another job is saving the attempt that would continue, the next one begins,
     and a warning says who that is.
-    There may be savers for several runs; what the engine saves by itself goes to the one attached last.
+    An engine has one saver at a time, which also gets what the engine saves by itself.
 
     Raises:
         InvalidInput: *engine* is no DeepSpeed engine, or the ranks do not see the same store.
-        Conflict: *engine* has a saver for this run already, or the ranks see different commits.
+        Conflict: *engine* has a saver already, or the ranks see different commits.
         Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
     """
     settings = Settings(
@@ -89,9 +89,9 @@ def _agreed(
     with exchange.together():
         opened = as_store(store)
         check_run(opened, run)
-        found = engine.checkpoint_engine
-        if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
-            raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
+        attached = checkpoint_engine_of(engine).saver
+        if attached is not None:
+            raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         resumed = origin_of(engine.engine, opened, run)
         opened.repo.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")

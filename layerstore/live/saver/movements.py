@@ -5,7 +5,7 @@ It is measured from a fixed sample of the masters, chosen by place in the whole 
 number of ranks. Each rank samples what it holds; one small all-gather adds up the sums.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +15,6 @@ from layerstore.distance import movement_of
 from layerstore.dtypes import by_code
 from layerstore.ingest import is_still, sampled
 from layerstore.live.engine import Captured
-from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.model import Kind
 from layerstore.zero3 import Share, SliceSource, slice_length, stretches
@@ -90,18 +89,8 @@ class MovementWatch:
             self._base = torch.where(wanted[self._layer_of], sample.values, self._base)
         self._known |= layers
 
-    def measure_base(self, captured: Callable[[], Captured], layers: frozenset[str]) -> None:
-        """Measure *layers* from what is *captured* now; if a rank cannot, from their next saves. Collective."""
-        try:
-            with self._exchange.together():
-                sample = self.sample(captured())
-        except Exception as exc:  # noqa: BLE001  # training goes on: layers that are not measured are due
-            LOG.warning("how far layers move is measured from their next save on: %s", exc)
-            self._forget()
-        else:
-            self.saved(sample, layers)
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Measure every layer from its next save on."""
         self._base = None
         self._known.clear()
 
@@ -127,7 +116,7 @@ class MovementWatch:
             layer_of.setdefault(part.path, []).extend([at] * len(own))
         self._places = {path: torch.tensor(found, dtype=torch.long) for path, found in places.items()}
         self._layer_of = torch.tensor([at for path in places for at in layer_of[path]], dtype=torch.long)
-        self._forget()
+        self.forget()
 
 
 def _masters(share: Share) -> Iterator[tuple[int, SliceSource]]:

@@ -29,17 +29,13 @@ from layerstore.history import Place
 from layerstore.layers import compile_pattern
 from layerstore.live.engine import (
     ENGINE_KEYS,
-    FOLDER,
-    OPEN_SAVERS,
     Captured,
     Engine,
     NotPlain,
     SavedStates,
-    bytes_by_layer,
     capture,
     check_client_state,
-    has_moments,
-    install_checkpoint_engine,
+    checkpoint_engine_of,
     note_closed,
     place_resumed,
 )
@@ -109,8 +105,6 @@ class Saver:
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, policy, run=run)
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
-        self._is_unmeasured = bool(place.inherited)
-        self._measure_base()
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is not known yet."""
@@ -121,8 +115,8 @@ class Saver:
         self.step_of: Callable[[], int] = lambda: engine.step
         """Returns the step of a save that the engine makes by itself; trainers count their own steps."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
-        self._checkpoint_engine = install_checkpoint_engine(engine, self)
-        OPEN_SAVERS.append(self)
+        self._checkpoint_engine = checkpoint_engine_of(engine)
+        self._checkpoint_engine.attach(self, engine)
         atexit.register(self._at_exit)
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -158,7 +152,8 @@ class Saver:
             extra_files=extra_files,
             pin=pin,
         )
-        saved = self._save(read, lambda request: self._states(request.tag, request.client_state))
+        exclude_frozen = self._settings.frozen == "exclude"
+        saved = self._save(read, lambda of: self._engine.states(of.tag, of.client_state, exclude_frozen=exclude_frozen))
         self._seal()
         return saved
 
@@ -173,14 +168,10 @@ class Saver:
         excludes = self._settings.frozen == "exclude"
         self._save(lambda: request, lambda _: self._engine.without_frozen(states) if excludes else states)
 
-    def _states(self, tag: str, client_state: Mapping[str, object]) -> SavedStates:
-        return self._engine.states(tag, client_state, exclude_frozen=self._settings.frozen == "exclude")
-
     def _save(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> Saved:
         held = hold_training(self._engine.device)
         if self._is_closed:
             raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
-        self._measure_base()
         try:
             captured, files, sample = self._take_stock(read, states)
         except Exception as exc:
@@ -203,9 +194,9 @@ class Saver:
         of_policy = partial(
             self._schedule.due,
             tuple(layer.layer for layer in share.layers),
-            has_moments=has_moments(share),
+            has_moments=captured.has_moments,
             movements=movements,
-            sizes=bytes_by_layer(share),
+            sizes=captured.bytes_by_layer,
         )
         due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
         # Outcomes are reported for so many saves only, also where each is small enough to fit.
@@ -214,8 +205,8 @@ class Saver:
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
             return Saved(step=step, number=number, layers_due=(), skipped=True, blocked_seconds=held.seconds)
         if agreed.is_pressed and self._settings.on_pressure == "degrade":
-            sizes = {layer: -(-size // share.world_size) for layer, size in bytes_by_layer(share).items()}
-            due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=has_moments(share))
+            sizes = {layer: -(-size // share.world_size) for layer, size in captured.bytes_by_layer.items()}
+            due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=captured.has_moments)
         job = self._begin(captured, files, due, movements)
         if self._movements and sample:
             self._movements.saved(sample, due)
@@ -377,7 +368,7 @@ class Saver:
             run=self.run,
             place=self._place,
             step=files.request.step,
-            save_number=self._schedule.begin(due, has_moments(share)),
+            save_number=self._schedule.begin(due, captured.has_moments),
             policy=policy_use(self._schedule.policy, share, due, movements),
             layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
             pin=files.request.pin,
@@ -390,16 +381,6 @@ class Saver:
         self._jobs.append(job)
         self._background.add(job)
         return job
-
-    def _measure_base(self) -> None:
-        """Measure movements from what the engine was filled with, which its next saves inherit, before it moves."""
-        if self._movements is None or not self._is_unmeasured or self._is_closed:
-            return
-        self._is_unmeasured = False
-        self._movements.measure_base(
-            lambda: capture(self._states("resumed", {}), rank=self._engine.rank, folder=FOLDER, pattern=self._pattern),
-            frozenset(self._place.inherited),
-        )
 
     def _seal(self) -> None:
         """Read the files that have come into the folders of earlier saves, which are complete from here on."""
@@ -442,8 +423,8 @@ class Saver:
         self._place = place = self._attempt.acquire(partial(place_resumed, composition=composition))
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
-        self._is_unmeasured = bool(place.inherited)
-        self._engine.at_next_forward(self._measure_base)  # a loader may still be filling the engine
+        if self._movements is not None:
+            self._movements.forget()
         self._last.begin_at(place.after, updates=self._updates)
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -461,7 +442,6 @@ class Saver:
 
     def _end(self, *, at_once: bool) -> None:
         self._is_closed = True
-        OPEN_SAVERS.remove(self)
         atexit.unregister(self._at_exit)
         try:
             self._ungate()

@@ -78,30 +78,29 @@ GROUPS = "optimizer.optimizer_state_dict.param_groups"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"param_shapes.1": shapes(d=(4,))}, "parameter c: in the engine and not in the checkpoint"),
-        (
-            {"param_shapes.0.a": torch.Size([3, 3])},
-            "parameter a: of shape [3, 3] in the checkpoint and of [2, 3] in the engine",
-        ),
-        ({"param_shapes.1.d": torch.Size([1])}, "parameter d: in the checkpoint and not in the engine"),
+        ({"param_shapes.1": shapes(d=(4,))}, "parameter c and 1 more: absent in the checkpoint, [4] in the engine"),
+        ({"param_shapes.0.a": torch.Size([3, 3])}, "parameter a: [3, 3] in the checkpoint, [2, 3] in the engine"),
+        ({"param_shapes.1.d": torch.Size([1])}, "parameter d: [1] in the checkpoint, absent in the engine"),
         (
             {"param_shapes.0": shapes(b=(3,), a=(2, 3))},
-            "the checkpoint's parameters are in other sub-groups than the engine's, or in another order",
+            "the parameters of sub-group 0: ['b', 'a'] in the checkpoint, ['a', 'b'] in the engine",
         ),
-        ({"buffer_names": []}, "buffer run: in the engine and not in the checkpoint"),
-        ({"module.run": torch.ones(6)}, "buffer run: of shape [6] in the checkpoint and of [5] in the engine"),
+        ({"buffer_names": []}, "buffer run: absent in the checkpoint, [5] in the engine"),
+        ({"module.run": torch.ones(6)}, "buffer run: [6] in the checkpoint, [5] in the engine"),
+        ({"frozen_param_shapes.ice": torch.Size([8])}, "parameter ice: [8] in the checkpoint, [7] in the engine"),
         (
-            {"frozen_param_shapes.ice": torch.Size([8])},
-            "parameter ice: of shape [8] in the checkpoint and of [7] in the engine",
+            {GROUPS: [{"params": [0, 1]}]},
+            "the sub-groups of param group 0 and 1 more: 2 in the checkpoint, 1 in the engine",
         ),
-        ({GROUPS: [{"params": [0, 1]}]}, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
+        ({FLATS: flats(8, 5)}, "the elements of sub-group 0 and 1 more: 8 in the checkpoint, 9 in the engine"),
         (
-            {GROUPS: [{"params": [0]}, {"params": [1, 2]}], FLATS: flats(9, 2, 2)},
-            "the checkpoint has 3 sub-groups, the engine's optimizer 2, or of other sizes",
+            {FLATS: flats(9, 4, dtype=torch.bfloat16)},
+            "the type of sub-group 0 and 1 more: bfloat16 in the checkpoint, float32 in the engine",
         ),
-        ({FLATS: flats(8, 5)}, "the checkpoint has 2 sub-groups, the engine's optimizer 2, or of other sizes"),
-        ({FLATS: flats(9, 4, dtype=torch.bfloat16)}, "the masters in the checkpoint: bfloat16; in the engine: float32"),
-        ({"module.b": torch.zeros(0, dtype=torch.float16)}, "b in the checkpoint: float16; in the engine: bfloat16"),
+        (
+            {"module.b": torch.zeros(0, dtype=torch.float16)},
+            "the type of b: float16 in the checkpoint, bfloat16 in the engine",
+        ),
     ],
 )
 def test_what_differs_is_told(changes: dict[str, object], words: str) -> None:

@@ -1,13 +1,10 @@
 """Two jobs that save the same run at once: the second opens an attempt of its own, and nothing of either is lost."""
 
 import errno
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +23,6 @@ from layerstore.storage import RunView
 from tests.generated import generate
 
 RUN = "sft"
-CHILDREN = multiprocessing.get_context("forkserver")
 
 
 class OneRank:
@@ -155,29 +151,3 @@ def test_going_back_releases_the_attempt(store: Store) -> None:
 
     assert first.acquire(partial(place_resumed, composition=store.compose(f"{RUN}@2").composition)).attempt == 2
     assert second.acquire(partial(place_resumed, composition=tip(store))).attempt == 1
-
-
-def hold(path: str, is_held: Event) -> None:
-    """Hold the attempt in a process of its own, and sleep."""
-    with Store(path) as store:
-        kept = attempt_of(store)
-        kept.acquire(partial(place_resumed, composition=tip(store)))
-        is_held.set()
-        signal.pause()
-
-
-def test_a_killed_job_holds_nothing(store: Store) -> None:
-    """Nobody has to clean up after it."""
-    is_held = CHILDREN.Event()
-    job = CHILDREN.Process(target=hold, args=(str(store.path), is_held))
-    job.start()
-    assert is_held.wait(60)
-    wish = partial(place_resumed, composition=tip(store))
-    other = attempt_of(store)
-    assert other.acquire(wish).attempt == 2
-    other.release()
-
-    job.kill()
-    job.join()
-
-    assert other.acquire(wish).attempt == 1

@@ -101,17 +101,6 @@ def test_throwing_away_frees_a_copier_that_waits() -> None:
     in_time(snapshot.discard)  # twice is harmless
 
 
-def test_a_closed_ring_ends_both_sides() -> None:
-    """As after an exception in the training program."""
-    snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(1024, pinned=False)
-    pool.close()
-    snapshot.fill(pool, Copier())
-
-    with pytest.raises(CopyFailed):
-        list(snapshot.chunks(MEMORY, 0, SIZE))
-    in_time(snapshot.discard)
-
-
 # -- the host buffer --------------------------------------------------------------------------------------------------
 
 RING = 64
@@ -180,8 +169,8 @@ def test_a_taker_waits_for_what_is_given_back() -> None:
     assert [len(piece) for piece in found] == [RING]
 
 
-def test_closing_wakes_a_copier_that_waits() -> None:
-    """A saver that ends at once does not wait for free memory."""
+def test_a_closed_ring_ends_both_sides() -> None:
+    """After an exception in the training program nobody waits: no copier for free memory, and no writer for pieces."""
     snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(RING, pinned=False)
     filling = threading.Thread(target=snapshot.fill, args=(pool, Copier()), daemon=True)
     filling.start()
@@ -192,3 +181,6 @@ def test_closing_wakes_a_copier_that_waits() -> None:
     assert snapshot.copied.is_set()
     with pytest.raises(PoolClosed):
         pool.take(1)
+    with pytest.raises(CopyFailed):
+        list(snapshot.chunks(MEMORY, 0, SIZE))
+    in_time(snapshot.discard)

@@ -5,7 +5,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,14 @@ import pytest
 
 import layerstore
 from layerstore.cli.app import main
-from layerstore.errors import AlreadyExists, InvalidInput
-from layerstore.live.demo import (
-    STEPS,
-    STEPS_MIN,
-    Collected,
-    DemoResult,
-    Mixture,
-    Resized,
-    StepLoss,
-    Usage,
-    run_demo,
-)
-from layerstore.live.demo.run import MARKER
+from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError
+from layerstore.live.demo import STEPS, STEPS_MIN, run_demo
+from layerstore.live.demo.launch import Event, run_ranks
+from layerstore.live.demo.run import MARKER, loss_of, problems_of
+from layerstore.live.demo.stores import resized, same_layers
 from tests.docs.pages import README
 from tests.docs.reference import commands
+from tests.generated import generate
 from tests.inspect.test_page import facts_in
 
 DEMO_SECONDS_MAX = 600
@@ -178,50 +171,128 @@ def test_the_command_has_the_librarys_numbers(capsys: pytest.CaptureFixture[str]
     assert f"[default: {STEPS}; {STEPS_MIN}<=x" in " ".join(capsys.readouterr().out.split())
 
 
-def result(**changed: Any) -> DemoResult:
-    """Return the result of a demo in which all went well, but for what is *changed*."""
-    well: dict[str, Any] = {
-        "folder": Path("demo"),
+def facts(**changed: Any) -> dict[str, Any]:
+    """Return the facts of a demo in which all went well, but for what is *changed*."""
+    usage = {"saves": 2, "total_bytes": 2, "first_bytes": 1, "later_bytes": 1.0}
+    found: dict[str, Any] = {
+        "resumed_from": 1,
+        "saved": [{"saved_by": name, **usage} for name in "ab"],
+        "losses": [loss_of(2, uninterrupted=2.5, resumed=2.5)],
+        "layers": {"norm": True},
+        "mixture": {"policy": "parity", "step": 1, "steps": {1: 1}, "layers": 1, "same": 1, "loss": 2.0},
+        "other_ranks": {"ranks": 1, "tensors": 3, "same": 3},
+        "gc": {"removed": 1, "kept": 1, "before_bytes": 2, "after_bytes": 1, "is_sound": True},
+        "dir": Path("demo"),
         "store": Path("demo/store"),
         "report": Path("demo/report.html"),
-        "resumed_from": 1,
-        "saved": tuple(Usage(saved_by=name, saves=2, total_bytes=2, first_bytes=1, later_bytes=1.0) for name in "ab"),
-        "losses": (StepLoss(step=2, uninterrupted=2.5, resumed=2.5),),
-        "layers": {"norm": True},
-        "mixture": Mixture(policy="parity", step=1, steps={1: 1}, oldest_steps=0, layers=1, same=1),
-        "mixture_loss": 2.0,
-        "resized": Resized(ranks=1, tensors=3, same=3),
-        "collected": Collected(removed=1, kept=1, before_bytes=2, after_bytes=1, is_sound=True),
-        "seconds": {"total": 2.0, "training": 1.0},
-        "sizes": {"checkpoints": 2, "store": 2, "composite": 1},
+        "seconds": 2.0,
+        "seconds_by_part": {"training": 1.0},
     }
-    return DemoResult(**well | changed)
+    for name, value in changed.items():
+        found[name] = found[name] | value if isinstance(found[name], dict) else value
+    return found | {"problems": problems_of(found)}
 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"losses": (StepLoss(step=2, uninterrupted=2.5, resumed=2.6),)}, "1 of 1 losses after the resume"),
+        ({"losses": [loss_of(2, uninterrupted=2.5, resumed=2.6)]}, "1 of 1 losses after the resume"),
         ({"layers": {"norm": False, "head": True}}, "1 of 2 layers at the last step"),
-        ({"mixture": replace(result().mixture, same=0)}, "1 of 1 layers of the mixture"),
-        ({"resized": Resized(ranks=1, tensors=3, same=1)}, "2 of 3 tensors"),
-        ({"collected": replace(result().collected, is_sound=False)}, "is damaged"),
+        ({"mixture": {"same": 0}}, "1 of 1 layers of the mixture"),
+        ({"other_ranks": {"same": 1}}, "2 of 3 tensors"),
+        ({"gc": {"is_sound": False}}, "is damaged"),
     ],
 )
 def test_any_difference_fails_the_demo(
     changed: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The difference is named, and all measurements are still printed."""
-    monkeypatch.setattr("layerstore.live.demo.run_demo", lambda *_, **__: result(**changed))
+    monkeypatch.setattr("layerstore.live.demo.run_demo", lambda *_, **__: facts(**changed))
 
     assert main(["demo"]) == 1
     printed = capsys.readouterr()
     assert problem in printed.err
     assert "bit for bit" not in printed.out
-    assert result().identical
+    assert facts()["problems"] == []
 
 
 def test_losses_are_identical_to_the_last_bit_only() -> None:
     """One unit in the last place is a difference, and NaN is never identical."""
     for one, other, expected in ((2.5, 2.5, True), (2.5, math.nextafter(2.5, 3), False), (math.nan, math.nan, False)):
-        assert StepLoss(step=1, uninterrupted=one, resumed=other).identical is expected
+        assert loss_of(1, uninterrupted=one, resumed=other)["identical"] is expected
+
+
+def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path) -> None:
+    """Equal arrays are found equal, others are not; layers sharded for other ranks are other versions."""
+    numbers: dict[str, dict[str, Any]] = {
+        "same": {"seed": 1, "world_size": 1},
+        "two": {"seed": 1, "world_size": 2},
+        "other": {"seed": 2},
+    }
+    with layerstore.init(tmp_path / "store") as store:
+        for run, options in numbers.items():
+            source = generate(tmp_path / run, step=1, layers=6, hidden=32, vocab=32, **options)
+            store.ingest(source, run=run)
+        two, same, other = (store.compose(run) for run in ("two", "same", "other"))
+        different = resized(two, other)
+
+        assert resized(two, same) == {"ranks": 1, "tensors": 3 * (9 * 6 + 3), "same": 3 * (9 * 6 + 3)}
+        assert different["same"] < different["tensors"] == 3 * (9 * 6 + 3)
+        assert set(same_layers(two, two).values()) == {True}
+        assert set(same_layers(two, other).values()) == {False}
+
+
+# -- ranks: programs under torchrun, without any training --------------------------------------------------------------
+
+WAITING = """
+import os, time
+from layerstore.live.demo.launch import tell
+
+tell("here", pid=os.getpid())
+time.sleep(600)
+"""
+
+FAILING = """
+from layerstore.live.demo.launch import tell
+
+tell("step", step=1)
+print("half a line", end="", flush=True)
+tell("saved")
+raise ValueError("the reason")
+"""
+
+
+def launch(program: str, folder: Path, *, count: int, hear: Callable[[Event], object]) -> None:
+    """Run the Python text *program* on *count* ranks."""
+    (folder / "program.py").write_text(program)
+    run_ranks("program", [], count=count, folder=folder, log=folder / "log", hear=hear)
+
+
+def test_leaving_early_ends_the_ranks(tmp_path: Path) -> None:
+    """No rank is left after any exception, Ctrl-C included."""
+    seen: list[Event] = []
+
+    def hear(event: Event) -> None:
+        seen.append(event)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(WAITING, tmp_path, count=2, hear=hear)
+
+    assert len(seen) == 2
+    assert not any(Path(f"/proc/{event['pid']}").exists() for event in seen)
+
+
+def test_a_failure_names_the_log_and_shows_its_end(tmp_path: Path) -> None:
+    """The rank's last lines are shown, without torchrun's report; events survive torn lines."""
+    seen: list[Event] = []
+
+    with pytest.raises(LayerstoreError, match="exit status 1") as raised:
+        launch(FAILING, tmp_path, count=1, hear=seen.append)
+
+    assert seen == [{"kind": "step", "step": 1}, {"kind": "saved"}]
+    tail = raised.value.facts["tail"]
+    assert isinstance(tail, list)
+    assert tail[-1] == "ValueError: the reason"
+    assert str(tmp_path / "log") in str(raised.value)
