@@ -72,10 +72,10 @@ VALUES: Final = frozenset(
 
 KNOWN: Final = CALLED | INERT | VALUES
 
-# What torch names for tensors alone: element types, storages, quantization schemes, functions that rebuild a tensor.
-_OF_TENSORS = re.compile(
-    r"torch\.((complex|float|q?u?int)[0-9]\w*|per_\w+|\w+Storage|_utils\._rebuild_\w+|serialization\._get_layout)"
-)
+# What torch names for tensors alone: storages, quantization schemes, functions that rebuild a tensor.
+_OF_TENSORS = re.compile(r"torch\.(per_\w+|\w+Storage|_utils\._rebuild_\w+|serialization\._get_layout)")
+# An element type may stand alone as well, also one that no tensor here may have.
+_ELEMENT_TYPE = re.compile(r"torch\.(complex|float|q?u?int)[0-9]\w*")
 
 # Pickle protocol 2 uses the names that modules had in Python 2.
 _RENAMED_MODULES = {"__builtin__": "builtins"}
@@ -90,7 +90,12 @@ def dotted(module: str, name: str) -> str | None:
 
 def is_unsupported(name: str) -> bool:
     """Whether *name* is harmless but without a node: it makes a kind of tensor that is not supported."""
-    return name not in KNOWN and _OF_TENSORS.fullmatch(name) is not None
+    return name not in KNOWN and (is_element_type(name) or _OF_TENSORS.fullmatch(name) is not None)
+
+
+def is_element_type(name: str) -> bool:
+    """Whether *name* is called as torch calls its element types."""
+    return _ELEMENT_TYPE.fullmatch(name) is not None
 
 
 def module_and_name(dotted_name: str) -> tuple[str, str]:

@@ -81,7 +81,7 @@ MADE: dict[str, Make] = {
     "torch generator": torch.get_rng_state,
     "counter": lambda: {"milestones": Counter([3, 3, 7]), "empty": Counter[int]()},
     "complex": lambda: [1 - 2j, complex("inf"), -0.0 + 0j],
-    "dtypes": lambda: [torch.float32, torch.bfloat16],
+    "dtypes": lambda: [torch.float32, torch.bfloat16, torch.complex128],
     "device": lambda: torch.device("cpu"),
     "all dtypes": lambda: {
         str(dtype): torch.zeros(3, dtype=dtype)
