@@ -65,7 +65,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers, and saved none.
-        "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.turn + 1}",
+        "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
         "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",

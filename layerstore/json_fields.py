@@ -20,7 +20,7 @@ _FIELDS = {
     "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins has_moments",
     "SaveTiming": "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued",
     "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
-    "CommitView": "run step attempt fork save_number turn commit pin time=time_ns world_size flavour tag policy "
+    "CommitView": "run step attempt fork save_number commit pin time=time_ns world_size flavour tag policy "
     "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
     "has_moments",
     "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
@@ -46,7 +46,7 @@ _FIELDS = {
     "PinElsewhere": "pin=name reference store=source",
     "Diagnosis": "ok path findings versions",
     "Migration": "path found format unfinished=is_unfinished steps",
-    "Taken": "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup",
+    "StepOutcome": "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup",
     "Step": "source target summary",
     "Model": "name architecture source parameters",
     "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",

@@ -257,11 +257,13 @@ class _Repair:
         if name is None:
             return False
         for source in self._sources:
-            with contextlib.suppress(IntegrityError, NotFound):  # missing or damaged there too
+            try:
                 commit = source.records.read(name)
                 self._fetch_needs(commit.record, source)
-                self._put_back(name, commit, source, damage)
-                return True
+            except (IntegrityError, NotFound):  # missing or damaged there too
+                continue
+            self._put_back(name, commit, source, damage)
+            return True
         return False
 
     def _put_back(self, name: RecordName, commit: Commit, source: Repository, damage: Damage) -> None:

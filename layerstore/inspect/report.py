@@ -17,14 +17,14 @@ from typing import Any
 
 from layerstore.compose import checked_file, compose_by_policy, write_file
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
-from layerstore.gc import CommitFate, GcRequest, plan_gc
+from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
 from layerstore.history import Resolved, references_to, staleness_of
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
 from layerstore.inspect.stats import AMOUNTS, Growth, commits_of, count_bytes, stats_fields, views_of
 from layerstore.json_fields import iso_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
-from layerstore.policy import Filter, Keep, Parity, Policy
+from layerstore.policy import Keep, Policy
 from layerstore.progress import Progress
 from layerstore.publish import SaveTiming, read_timings
 from layerstore.storage import RecordRow, Repository, RunView
@@ -50,9 +50,6 @@ _VERSION_DIGITS = 8
 
 # A longer time is no time that a save took.
 _SECONDS_MAX = 1e9
-
-# The policies whose composites are shown at each step, besides the commit's own layers.
-_ASKED: tuple[Policy, ...] = (Parity(), Filter())
 
 
 def make_report(
@@ -187,7 +184,7 @@ def _saves(
         "commit": [entry.commit for entry in entries],
         "attempt": [entry.attempt for entry in entries],
         "step": [entry.step for entry in entries],
-        "turn": [record.save_number for record in records],
+        "save_number": [record.save_number for record in records],
         "time": [_iso(entry.time_ns) for entry in entries],
         "policy": [record.policy.name for record in records],
         "layers_saved": [entry.layers_saved for entry in entries],
@@ -216,7 +213,7 @@ def _composites(
         return [indexes.setdefault(origins[name], len(indexes)) if name in origins else -1 for name in layers]
 
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
-    for policy in _ASKED:
+    for policy in ASKED_FOR:
         taken = [_asked(repo, commit, view, policy) for commit in shown]
         if any(entries is not None for entries in taken):
             composites[policy.name] = [
@@ -229,7 +226,7 @@ def _composites(
             "run": [origin.run for origin in indexes],
             "attempt": [origin.attempt for origin in indexes],
             "step": [origin.step for origin in indexes],
-            "turn": [origin and origin.save_number for origin in own],
+            "save_number": [origin and origin.save_number for origin in own],
             "time": [origin and times.get((origin.attempt, origin.step)) for origin in own],
         },
     }

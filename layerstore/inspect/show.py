@@ -40,9 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """Counts the run's saves in their order of arrival."""
-    turn: int
-    """The number that policies count it by: full saves in the order of their steps."""
+    """One more than that of the save before it, when it was saved; a save that came to nothing used one up."""
     commit: str
     pin: str | None
     time_ns: int
@@ -90,7 +88,6 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         attempt=record.attempt,
         fork=None if record.fork is None else f"attempt {record.fork.attempt} at step {record.fork.step}",
         save_number=record.save_number,
-        turn=record.save_number,
         commit=resolved.commit,
         pin=resolved.pin,
         time_ns=resolved.time_ns,

@@ -2,7 +2,7 @@
 
 from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin
 from layerstore.publish.rank_parts import (
-    Frozen,
+    FrozenWeights,
     GivenUp,
     InheritedLayerLost,
     JointCommit,
@@ -18,7 +18,7 @@ from layerstore.publish.transaction import Published, Transaction, republish, re
 
 __all__ = [
     "Checksums",
-    "Frozen",
+    "FrozenWeights",
     "GivenUp",
     "InheritedLayerLost",
     "JointCommit",

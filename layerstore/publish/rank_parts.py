@@ -54,11 +54,11 @@ def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
     return [source for layer in share.layers if layer.layer in due for source in layer.objects]
 
 
-Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
+FrozenWeights = MutableMapping[str, tuple[Hashable, StoredObject]]
 """The mark and the object of each layer's frozen weights."""
 
 
-def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen: Frozen) -> int:
+def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen: FrozenWeights) -> int:
     """
     Store a rank's share and leave its part; return how many bytes were new.
 
@@ -98,7 +98,7 @@ def _empty_part(joint: JointCommit) -> Part:
 
 
 def _share_objects(
-    layer: LayerSource, joint: JointCommit, staging: Staging, writer: ObjectWriter, frozen: Frozen
+    layer: LayerSource, joint: JointCommit, staging: Staging, writer: ObjectWriter, frozen: FrozenWeights
 ) -> Iterable[StoredObject]:
     for source in layer.objects:
         if source.kind is not Kind.WEIGHTS:

@@ -108,6 +108,7 @@ def test_programs_get_the_same_fields(run: Run, old: Path) -> None:
     )
 
     assert (planned["found"], planned["format"], planned["dry_run"]) == (1, 2, True)
+    assert planned["steps"][0].keys() == {"source", "target", "summary", "files", "bytes", "backup"}
     assert done["steps"] == [planned["steps"][0] | {"backup": f"{old}/backups/format-1.1"}]
     assert (nothing["found"], nothing["format"], nothing["steps"]) == (2, 2, [])
     assert planned.keys() == done.keys() == nothing.keys()

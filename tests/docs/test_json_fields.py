@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from layerstore import json_fields
 from layerstore.cli.app import main
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, ROOT
 from tests.docs.scene import scene_at
 
 PAGE = (DOCS / "reference" / "cli.md").read_text()
@@ -120,6 +121,14 @@ def test_the_fields_are_the_documented_ones(furnished: Path, disk_path: Path) ->
             wrong[row] = seen ^ documented(row)
 
     assert {row: fields for row, fields in wrong.items() if fields} == {}
+
+
+def test_every_class_with_fields_of_its_own_exists() -> None:
+    """A class that gets another name takes its fields along."""
+    sources = [path.read_text() for room in ("layerstore", "migrations") for path in (ROOT / room).rglob("*.py")]
+    classes = {name for source in sources for name in re.findall(r"(?m)^class (\w+)", source)}
+
+    assert json_fields._FIELDS.keys() <= classes
 
 
 def test_every_row_is_tried() -> None:

@@ -65,7 +65,7 @@ def test_a_picked_save_is_what_the_other_verbs_say(store: Store) -> None:
                 assert [(origins["run"][number], origins["step"][number]) for number in numbers] == [
                     (composite.layers[name].run, composite.layers[name].step) for name in run["layers"]
                 ]
-                ages = [saves["turn"][column] - origins["turn"][number] for number in numbers]
+                ages = [saves["save_number"][column] - origins["save_number"][number] for number in numbers]
                 assert ages == [age.saves for age in composite.staleness.layers]
             oldest = store.compose(reference).staleness.oldest
             told = tuple(saves[f"oldest_{name}"][column] for name in ("layer", "steps", "saves"))

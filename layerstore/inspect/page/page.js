@@ -69,7 +69,7 @@
     const own = of.run[index] === run().run;
     return {
       index, run: of.run[index], attempt: of.attempt[index], step: of.step[index], time: of.time[index], own,
-      saves: own ? saves().turn[column] - of.turn[index] : null,
+      saves: own ? saves().save_number[column] - of.save_number[index] : null,
       steps: own ? saves().step[column] - of.step[index] : null,
     };
   }

@@ -17,7 +17,7 @@ from layerstore.live.saver.results import Job
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, LayerEntry, Part
 from layerstore.publish import (
-    Frozen,
+    FrozenWeights,
     GivenUp,
     InheritedLayerLost,
     JointCommit,
@@ -84,7 +84,7 @@ class Background:
         self._pool = pool
         self._copier = copier
         self._collector = collector
-        self._frozen: Frozen = {}
+        self._frozen: FrozenWeights = {}
         self._inherited: dict[str, LayerEntry] = {}
         """The newest visible version of each layer."""
         self._stop = threading.Event()
