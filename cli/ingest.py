@@ -138,13 +138,14 @@ def ingest(
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
+    chosen = described_policy(policy, settings)
     with opened(store) as opened_store:
         save = partial(
             opened_store.ingest,
             run=run,
             pin=pin,
             replace=replace,
-            policy=described_policy(policy, settings),
+            policy=chosen,
             rollback=rollback,
             resumed_from=resumed_from,
             layer_pattern=layer_pattern,

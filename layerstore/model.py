@@ -244,6 +244,11 @@ class CommitRecord:
     """Features that a reader may ignore."""
 
     @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        """The versions of its layers and the states of its ranks."""
+        return (*(entry.version for entry in self.layers), *self.states)
+
+    @property
     def fork(self) -> Fork | None:
         """Where the attempt left an earlier one; None when it began from nothing."""
         return self.lineage[0] if self.lineage else None

@@ -292,9 +292,7 @@ class Store:
         """
         from layerstore.gc import damaged_records, give_up
 
-        names = damaged_records(self._repo, ref)
-        if not dry_run:
-            give_up(self._repo, names)
+        names = damaged_records(self._repo, ref) if dry_run else give_up(self._repo, ref)
         return tuple(name.id for name in names)
 
     def undrop(self, ref: str) -> Commit:

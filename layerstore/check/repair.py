@@ -228,8 +228,11 @@ class _Repair:
         assert damage.size_bytes is not None, "verify says the size of every object"
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
         home = self._repo.layout.object(ref.id)
+        before = self._repo.files.identity(home)
         if self._repo.objects.is_whole(home, ref.id):
-            return False  # a record names it with a wrong size: no source has a better one
+            return self._repo.objects.is_sound(home, ref)  # else a record names it with a wrong size
+        if self._repo.files.identity(home) != before:
+            return True  # an ingest has written it again; if not, the next repair finds it
         source = self._source_of(ref)
         if self._repo.files.exists(home):
             self._take_away(home, damage)
@@ -277,7 +280,7 @@ class _Repair:
         if not self._dry_run:
             try:
                 republish(repo, commit)
-            except Overtaken as exc:
+            except (IntegrityError, Overtaken) as exc:
                 raise IntegrityError(f"{name.run}@{name.step} cannot be put back: {exc}") from exc
         called = repo.layout.name(path)
         size_bytes = len(repo.records.encode(commit))
@@ -292,11 +295,23 @@ class _Repair:
         Raises:
             IntegrityError: It is missing or damaged in *source* too.
         """
-        for blob in (*(entry.version for entry in record.layers), *record.states):
+        for blob in record.blobs:
             for ref in (*named_by(source, blob), blob):
-                if self._repo.objects.find(ref) is None:
-                    source.objects.verify(ref)
-                    self._fetch(ref, source, kind="object")
+                if self._is_there(ref):
+                    continue
+                source.objects.verify(ref)
+                home = self._repo.layout.object(ref.id)
+                if self._repo.files.exists(home):
+                    path = self._repo.layout.name(home)
+                    self._take_away(home, Damage(kind="object", id=ref.id, path=path, reason="it has another size"))
+                self._fetch(ref, source, kind="object")
+
+    def _is_there(self, ref: BlobRef) -> bool:
+        """Whether the store has *ref*, in its full size."""
+        try:
+            return self._repo.objects.find(ref) is not None
+        except IntegrityError:
+            return False
 
     def _pins_elsewhere(self, name: str) -> Iterator[PinElsewhere]:
         for source in self._sources:

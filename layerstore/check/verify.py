@@ -229,7 +229,7 @@ def _read_beside(repo: Repository, named: _Named) -> None:
             named.under_way.add(ref)
     for name in repo.trash.records():
         with contextlib.suppress(LayerstoreError):  # what rots in the trash costs nobody anything
-            for ref in Needs(repo).add_record(repo.trash.read_record(name).record):
+            for ref in Needs(repo).add_readable(repo.trash.read_record(name).record):
                 named.under_way.add(ref)
 
 

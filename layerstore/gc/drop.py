@@ -4,15 +4,19 @@ Drop and undrop: move a commit's record to the trash, and back.
 Nothing is freed until a collection empties the trash, by age. Commits that inherited layers keep their versions.
 """
 
+import errno as errnos
 from dataclasses import dataclass
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only
 from layerstore.history import Resolved, reference_to, references_to, resolve, view_read_again
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
 from layerstore.storage import RecordName, Repository, RunView
+
+_ID_DIGITS_MIN = 12
+"""Fewer digits name no commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +97,34 @@ def execute_drop(repo: Repository, ref: str) -> Dropped:
 
 
 def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
-    """Return the damaged records at the step of *ref*; none if *ref* names no step of a run."""
+    """
+    Return the damaged records at the step of *ref*; none if *ref* names no step of a run.
+
+    One that only cannot be read just now, or by this version, is not damaged.
+    """
     reference = parse_reference(ref)
     if reference.step is None or not repo.records.names(reference.name):
         return []
     view = view_read_again(repo, reference.name, reference.step)
-    return [] if view is None else sorted(name for name in view.damaged if name.step == reference.step)
+    damaged = {} if view is None else view.damaged
+    return sorted(name for name, problem in damaged.items() if name.step == reference.step and _is_damage(problem))
 
 
-def give_up(repo: Repository, names: list[RecordName]) -> None:
-    """Move damaged records to the trash; what only they need, a collection will remove."""
+def _is_damage(problem: LayerstoreError) -> bool:
+    return isinstance(problem, IntegrityError) or (isinstance(problem, StorageIO) and problem.errno == errnos.EIO)
+
+
+def give_up(repo: Repository, ref: str) -> list[RecordName]:
+    """Move the damaged records at the step of *ref* to the trash; what only they need, a collection will remove."""
+    if not damaged_records(repo, ref):
+        return []
     repo.prepare_writing()
-    for name in names:
-        repo.trash.take_damaged(repo.layout.record(name.run, name.step, name.id))
-    repo.catalog.forget(names)
+    with repo.lock_run(parse_reference(ref).name):
+        names = damaged_records(repo, ref)  # an ingest may have written one again
+        for name in names:
+            repo.trash.take_damaged(repo.layout.record(name.run, name.step, name.id))
+        repo.catalog.forget(names)
+    return names
 
 
 def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
@@ -124,7 +142,7 @@ def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
 
 def find_dropped(repo: Repository, ref: str) -> Commit:
     """
-    Return the commit in the trash that *ref* means: ``RUN@STEP``, an id, or its first digits.
+    Return the commit in the trash that *ref* means: ``RUN@STEP``, an id, or its first 12 digits.
 
     Raises:
         NotFound: There is none.
@@ -134,7 +152,7 @@ def find_dropped(repo: Repository, ref: str) -> Commit:
     found = [
         each.commit
         for each in dropped(repo)
-        if each.commit.id.startswith(ref)
+        if (len(ref) >= _ID_DIGITS_MIN and each.commit.id.startswith(ref))
         or (each.commit.record.run, each.commit.record.step) == (reference.name, reference.step)
     ]
     if not found:
@@ -167,6 +185,17 @@ def undrop(repo: Repository, ref: str) -> Commit:
             raise Conflict(
                 f"{record.run}@{record.step} is commit {rival.id[:12]} by now; nothing was changed",
                 hint=f"layerstore drop {rival.id[:12]} makes room for it",
+            )
+        hides = next((row for row in ([] if view is None else view.rows.values()) if commit.id in row.supersedes), None)
+        if hides is not None:
+            raise Conflict(
+                f"{ref} was replaced by commit {hides.id[:12]}, {record.run}@{hides.step}; nothing was changed",
+                hint=f"layerstore drop {hides.id[:12]} makes room for it",
+            )
+        if record.run in repo.records.pin_names():
+            raise Conflict(
+                f"{record.run!r} is the name of a pin by now; runs and pins share their names; nothing was changed",
+                hint=f"layerstore pin --delete {typed(record.run)} frees the name",
             )
         if any(row.lineage != record.lineage for row in own):
             raise Conflict(

@@ -120,7 +120,7 @@ class Marks:
                 continue
             # Damage in the trash stops nothing: the commit was dropped.
             with contextlib.suppress(IntegrityError, NotFound):
-                self.needs.add_record(self._repo.trash.read_record(name).record)
+                self.needs.add_readable(self._repo.trash.read_record(name).record)
                 self._seen.add(name)
 
     # -- what is not -----------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from layerstore.compose import compose_by_policy, content_of
+from layerstore.errors import IntegrityError
 from layerstore.gc.mark import commit_named
 from layerstore.gc.trim import has_moments, saved_ns
 from layerstore.history import Needs, Resolved, references_to, saved_now
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
-from layerstore.storage import RecordName, RecordRow, Repository, RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
@@ -128,6 +129,8 @@ def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
 def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
     with commit_named(row):
         commit = repo.catalog.commit(row.name)
+        if row_of(commit) != row:
+            raise IntegrityError("the index tells of it differently than its record", hint="layerstore reindex")
         return Candidate(
             id=row.id,
             step=row.step,

@@ -1,9 +1,10 @@
 """What a record needs: its version and state blobs, and every object that these name."""
 
+import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 
-from layerstore.errors import IntegrityError
+from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import STATE_MAGIC, decode_state, decode_version
 from layerstore.layout import OBJECT_ID
 from layerstore.model import BlobRef, CommitRecord, ObjectContent, ObjectId, Part, RankState
@@ -108,8 +109,20 @@ class Needs:
             IntegrityError: A version or state blob is damaged or missing.
         """
         new = []
-        for blob in (*(entry.version for entry in record.layers), *record.states):
+        for blob in record.blobs:
             new += self.add_blob(blob, number=number)
+        return new
+
+    def add_readable(self, record: CommitRecord) -> list[BlobRef]:
+        """
+        Add what *record* needs but for damaged blobs, of which nobody knows what they name; return what is new.
+
+        Such a blob is left out itself: kept at its place it would promise that what it names is there.
+        """
+        new = []
+        for blob in record.blobs:
+            with contextlib.suppress(IntegrityError, NotFound):
+                new += self.add_blob(blob)
         return new
 
     def add(self, refs: Iterable[BlobRef], *, number: int = 0) -> list[BlobRef]:

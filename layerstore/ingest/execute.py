@@ -40,7 +40,7 @@ from layerstore.layers import check_name, compile_pattern
 from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
 from layerstore.policy import Latest, Policy
 from layerstore.progress import Progress
-from layerstore.publish import Published, Transaction, check_pin_free, check_pin_name, make_pin, retire
+from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
@@ -234,8 +234,17 @@ class _Ingest:
     def stored(self) -> Ingested:
         """Find out whether this was saved before, and store it."""
         rival = self._rival()
-        done = None if rival is None else self._beside(rival)
-        return done or self._as_new(rival)
+        replaced_rows = self._replaced(rival)
+        is_ambiguous = len(replaced_rows) > 1  # then one that has this content is replaced, too
+        done = None if rival is None or is_ambiguous else self._beside(rival)
+        return done or self._as_new(replaced_rows, known_before=rival is not None)
+
+    def _replaced(self, rival: RecordRow | None) -> list[RecordRow]:
+        """Return the commits that are to be replaced: those at the step of *rival*, if that is in the history."""
+        if rival is None or not self.asked.replace or self.asked.opens_attempt or not self._is_meant(rival):
+            return []
+        assert self.view is not None, "the rival is of the view"
+        return [row for row in self.view.of_attempt(rival.attempt) if row.step == rival.step]
 
     def _rival(self) -> RecordRow | None:
         """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
@@ -281,14 +290,13 @@ class _Ingest:
             )
         return None
 
-    def _as_new(self, rival: RecordRow | None) -> Ingested:
-        """Store a commit of its own, which replaces *rival* if that was asked for."""
+    def _as_new(self, replaced_rows: list[RecordRow], *, known_before: bool) -> Ingested:
+        """Store a commit of its own in place of *replaced_rows*."""
         asked, view = self.asked, self.view
-        replaced_row = rival if asked.replace and not asked.opens_attempt else None
-        if replaced_row is not None:
-            retire(self.repo, self.repo.catalog.commit(replaced_row.name))  # else what it replaced would reappear
+        for row in replaced_rows:
+            retire(self.repo, self.repo.catalog.commit(row.name))  # else what it replaced would reappear
         with contextlib.ExitStack() as opened:
-            place = self._place(view, [] if replaced_row is None else [replaced_row])
+            place = self._place(view, replaced_rows)
             if asked.opens_attempt:
                 found = reserve(self.repo, self.run, lambda taken: place_free(view, place, taken))
                 opened.enter_context(found.lock)
@@ -299,7 +307,7 @@ class _Ingest:
                 due, decisions = layers_due(self.repo, self.checkpoint, place, asked.policy, run=self.run)
             use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
-            content = transfer(self.checkpoint, tx.objects, self.progress, due=due, known_before=rival is not None)
+            content = transfer(self.checkpoint, tx.objects, self.progress, due=due, known_before=known_before)
             record = self._record(place, use, content, due)
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
@@ -308,6 +316,8 @@ class _Ingest:
                         f"{problem}; it may be this very save, so nothing was changed",
                         hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
                     )
+            if asked.pin is not None:
+                check_pin_means(self.repo, asked.pin, commit_id(record))
             for entry in record.layers:
                 if entry.layer not in due:
                     tx.inherit(entry)

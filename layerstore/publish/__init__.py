@@ -1,6 +1,6 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
 
-from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin
+from layerstore.publish.pins import check_pin_free, check_pin_means, check_pin_name, delete_pin, make_pin
 from layerstore.publish.rank_parts import (
     FrozenWeights,
     GivenUp,
@@ -30,6 +30,7 @@ __all__ = [
     "Transaction",
     "Witness",
     "check_pin_free",
+    "check_pin_means",
     "check_pin_name",
     "crc32_of",
     "delete_pin",

@@ -25,6 +25,14 @@ def check_pin_free(repo: Repository, name: str, *, run: str, step: int) -> None:
             raise _taken(repo, name, old)
 
 
+def check_pin_means(repo: Repository, name: str, commit: CommitId) -> None:
+    """Raise AlreadyExists if the pin *name* is there and means another commit than *commit*, which is about to be."""
+    if name in repo.records.pin_names():
+        old = repo.records.read_pin(name)
+        if old.base != commit:
+            raise _taken(repo, name, old.record)
+
+
 def _taken(repo: Repository, name: str, old: CommitRecord) -> AlreadyExists:
     return AlreadyExists(
         f"pin {name!r} means {reference_to(repo, old)} already",

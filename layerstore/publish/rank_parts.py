@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
-from layerstore.errors import LayerstoreError, LayoutMismatch, Overtaken
+from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.history import Place
 from layerstore.model import (
     BlobRef,
@@ -183,7 +183,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             for entry in record.layers:
                 if entry.layer not in joint.due:
                     tx.inherit(entry)
-        except Overtaken as exc:
+        except (IntegrityError, Overtaken) as exc:
             raise InheritedLayerLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
         observed = Observed(
             time_ns=time.time_ns(),

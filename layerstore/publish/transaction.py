@@ -14,7 +14,7 @@ A transaction that finds a gap undoes its own record and says "repeat the comman
 import time
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError, Overtaken
+from layerstore.errors import IntegrityError, LayerstoreError, Overtaken
 from layerstore.format import make_commit
 from layerstore.history import named_by
 from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
@@ -57,8 +57,17 @@ class Transaction:
 
         Raises:
             Overtaken: It is gone, or an object of it is.
+            IntegrityError: It is damaged.
         """
-        if not (self.objects.claim(entry.version) or self._reuse(entry.version)):
+        try:
+            is_there = self.objects.claim(entry.version) or self._reuse(entry.version)
+        except IntegrityError as exc:
+            raise IntegrityError(
+                f"the version of {entry.layer!r} of {entry.origin.run}@{entry.origin.step} is damaged: {exc}; "
+                "nothing was saved",
+                hint="layerstore repair --from COPY, or ingesting the checkpoint of that step again, heals it",
+            ) from exc
+        if not is_there:
             raise Overtaken(
                 f"the version of {entry.layer!r} that was to be inherited is gone; nothing was saved",
                 hint="repeat the command",
@@ -76,12 +85,15 @@ class Transaction:
                 )
 
     def _reuse(self, blob: BlobRef) -> bool:
-        """Reuse each object that *blob* names: it is not in its place, so a collection may be taking them all."""
-        try:
-            # The blob last: in its place it means that its objects are there.
-            return all(map(self.objects.reuse, named_by(self._repo, blob))) and self.objects.reuse(blob)
-        except IntegrityError:
+        """
+        Reuse each object that *blob* names: it is not in its place, so a collection may be taking them all.
+
+        Return whether all are there; raise IntegrityError if one of them is damaged.
+        """
+        if self._repo.objects.find(blob) is None:
             return False
+        # The blob last: in its place it means that its objects are there.
+        return all(map(self.objects.reuse, named_by(self._repo, blob))) and self.objects.reuse(blob)
 
     def commit(self, record: CommitRecord, *, observed: Observed | None = None) -> Published:
         """
@@ -100,7 +112,7 @@ class Transaction:
         identity = repo.records.link(commit)
         try:
             self._check_all_there(f"{record.run}@{record.step}")
-        except Overtaken:
+        except LayerstoreError:
             if identity is not None:
                 repo.records.withdraw(commit, identity)
                 repo.catalog.forget([repo.records.name_of(commit)])
@@ -115,7 +127,7 @@ class Transaction:
         self._repo.parts.publish(part)
         try:
             self._check_all_there(f"the share of rank {part.rank}")
-        except Overtaken:
+        except LayerstoreError:
             self._repo.parts.withdraw(part.session, part.save, part.rank)
             raise
 
@@ -126,7 +138,7 @@ class Transaction:
         self._repo.records.link_pin(pin)
         try:
             self._check_all_there(f"pin {pin.name!r}")
-        except Overtaken:
+        except LayerstoreError:
             self._repo.records.delete_pin(pin.name)
             raise
 

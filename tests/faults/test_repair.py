@@ -19,9 +19,10 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, St
 from layerstore.format import digest, make_commit, pack, unpack
 from layerstore.format.records import seal, unseal
 from layerstore.history import resolve
-from layerstore.model import Observed, Part
+from layerstore.model import ObjectId, Observed, Part
 from layerstore.progress import Silent
 from layerstore.storage import Files, IndexNotice, OpenFile, open_repository
+from layerstore.storage.objects import ObjectStore
 from layerstore.store import restore_identity
 from tests.faults.harness import composed, flip, masters, object_of, snapshot, truth
 from tests.generated import generate
@@ -339,6 +340,46 @@ def test_a_record_is_fetched_bit_for_bit(store: Store, folder: Path, harm: Calla
         assert not fresh.repair(read_data=True).has_done
         fresh.gc(grace_seconds=0)
         assert masters(fresh, "r@20") == sound
+
+
+def test_a_record_is_fetched_though_an_object_of_it_is_cut_short(store: Store, folder: Path) -> None:
+    """No readable record names the object, so nothing else would find it."""
+    shutil.copytree(store.path, folder / "copy")
+    path, cut = record_of(store, "r@20"), object_of(store, "r@20", "lm_head")
+    before = cut.read_bytes()
+    flip(path)
+    cut.chmod(0o644)
+    cut.write_bytes(before[:-1])
+
+    with layerstore.open(store.path) as fresh:
+        done = fresh.repair(sources=[folder / "copy"])
+
+        assert {Path(each.path).name for each in done.fetched} == {path.name, cut.name}
+        assert cut.read_bytes() == before
+        assert fresh.verify(read_data=True).ok
+
+
+def test_what_an_ingest_puts_back_meanwhile_is_not_taken_away(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair reads a damaged object for seconds; the sound one that is in its place by then stays."""
+    lost = object_of(store, "r@20", "lm_head")
+    before = lost.read_bytes()
+    flip(lost)
+    is_whole = ObjectStore.is_whole
+
+    def slow(objects: ObjectStore, path: Path, object_id: ObjectId) -> bool:
+        found = is_whole(objects, path, object_id)
+        if path == lost and lost.read_bytes() != before:
+            with layerstore.open(store.path) as other:
+                other.ingest(folder / "20", run="r")
+        return found
+
+    monkeypatch.setattr(ObjectStore, "is_whole", slow)
+
+    assert not store.repair(read_data=True).moved
+    assert lost.read_bytes() == before
+    assert store.verify(read_data=True).ok
 
 
 @pytest.mark.fault(91)

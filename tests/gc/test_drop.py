@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
-from layerstore.errors import Conflict, InvalidInput, NotFound, StorageIO
+from layerstore.errors import Conflict, InvalidInput, NotFound, Overtaken, StorageIO
+from layerstore.storage import RecordName
+from layerstore.storage.commits import RecordStore
 from tests.gc.test_gc import collect, masters, steps
 from tests.unit.checkpoints import Checkpoints, snapshot
 
@@ -194,3 +196,66 @@ def test_a_record_that_cannot_be_read_is_given_up(three: Store) -> None:
     assert len(list((three.path / "trash" / "damaged").rglob("4.*"))) == 1
     assert collect(three).trash.count == 1
     assert three.verify(read_data=True).ok
+
+
+def test_a_record_that_is_only_unreadable_now_is_not_given_up(three: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of somebody else's, say: drop says so, and nothing is moved."""
+    before, read = snapshot(three), RecordStore.read_bytes
+
+    def refused(records: RecordStore, name: RecordName) -> bytes:
+        if name.step == 4:
+            raise StorageIO("r@4 cannot be read: Permission denied", errno=errno.EACCES, filename="4")
+        return read(records, name)
+
+    monkeypatch.setattr(RecordStore, "read_bytes", refused)
+    three.reindex()
+
+    assert three.give_up("r@4") == ()
+    with pytest.raises(StorageIO, match="Permission denied"):
+        three.drop("r@4")
+    assert snapshot(three) == before
+
+
+def test_rot_in_a_dropped_commit_costs_no_other_layer(three: Store) -> None:
+    """What the sound blobs of it name is kept for as long as it lies in the trash, and is not loose."""
+    layers = three.compose("r@4").layers
+    rotten = layers["lm_head"].version
+    blob = three.path / "objects" / rotten[:2] / rotten
+    kept = [three.path / "objects" / each.version[:2] / each.version for each in layers.values()]
+    three.drop("r@4")
+    blob.chmod(0o644)
+    blob.write_bytes(b"rotten")
+
+    collect(three)
+
+    assert [path for path in kept if not path.exists()] == [blob]
+    with pytest.raises(Overtaken, match="r@4 cannot come back"):
+        three.undrop("r@4")
+
+
+def test_what_was_replaced_does_not_come_back_beside_its_successor(store: Store, saved: Checkpoints) -> None:
+    """It would stay hidden: the refusal names the commit that makes room for it."""
+    saved.into(store, 2, 4)
+    old = store.show("r@4").commit
+    new = store.ingest(saved(4, seed=40), run="r", replace=True).commit
+    store.ingest(saved(2, seed=20), run="r", rollback=True)
+
+    with pytest.raises(Conflict, match=new[:12]):
+        store.undrop(old)
+    store.drop(new)
+    assert store.undrop(old).id == old
+
+
+def test_a_run_does_not_come_back_under_a_pins_name(store: Store, saved: Checkpoints) -> None:
+    """Runs and pins share their names; and a few digits name no commit."""
+    saved.into(store, 2)
+    saved.into(store, 2, run="a")
+    commit = store.drop("a@2").commit
+    store.pin("a", "r@2")
+
+    with pytest.raises(Conflict, match="'a' is the name of a pin"):
+        store.undrop(commit)
+    store.delete_pin("a")
+    with pytest.raises(NotFound):
+        store.undrop(commit[:2])
+    assert store.undrop(commit).id == commit

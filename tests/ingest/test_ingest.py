@@ -176,6 +176,68 @@ def test_replacing_moves_the_old_commit_to_the_trash(store: Store, tmp_path: Pat
     assert store.verify(read_data=True).ok
 
 
+def test_replacing_ends_what_was_ambiguous(store: Store, tmp_path: Path) -> None:
+    """Two commits that writers of two stores left at one step: whichever is meant takes the place of both."""
+    first, second = checkpoint(tmp_path / "a", seed=0), checkpoint(tmp_path / "b", seed=1)
+    shutil.copytree(store.path, tmp_path / "other")
+    store.ingest(first)
+    with layerstore.open(tmp_path / "other") as other:
+        other.ingest(second)
+    for folder in ("objects", "commits"):
+        shutil.copytree(tmp_path / "other" / folder, store.path / folder, dirs_exist_ok=True)
+    with pytest.raises(Conflict, match=r"ambiguous|two commits"):
+        store.show("sft@2")
+
+    new = store.ingest(first, replace=True)
+
+    assert store.show("sft@2").commit == new.commit == store.ingest(first, replace=True).commit
+    assert len(store.dropped()) == 2
+
+
+def test_replacing_leaves_other_attempts_alone(store: Store, tmp_path: Path) -> None:
+    """A step that only an abandoned attempt has is no step of the history: it is saved, and nothing replaced."""
+    for step in (2, 4):
+        store.ingest(checkpoint(tmp_path / "a", step=step))
+    store.ingest(checkpoint(tmp_path / "b", seed=1), rollback=True)
+
+    store.ingest(checkpoint(tmp_path / "b", step=4, seed=1), replace=True)
+
+    assert sorted((line.attempt, line.step) for line in store.log()) == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    assert store.dropped() == []
+
+
+def test_a_pin_that_means_what_is_replaced_is_told_of_before(store: Store, tmp_path: Path) -> None:
+    """Nothing is replaced; the same command again is no error once the pin means what it saves."""
+    store.ingest(checkpoint(tmp_path / "a", seed=0), pin="best")
+    before = snapshot(store)
+
+    with pytest.raises(AlreadyExists, match="best"):
+        store.ingest(checkpoint(tmp_path / "b", seed=1), pin="best", replace=True)
+
+    assert snapshot(store) == before
+    store.delete_pin("best")
+    for _ in range(2):
+        store.ingest(checkpoint(tmp_path / "b", seed=1), pin="best", replace=True)
+
+
+def test_rot_in_an_inherited_layer_is_told_as_rot(store: Store, tmp_path: Path) -> None:
+    """Repeating the command would not help: the layer and the way on are named, and nothing is written."""
+    store.ingest(checkpoint(tmp_path))
+    store.ingest(checkpoint(tmp_path, step=4), policy="parity")
+    layer, entry = next((layer, each) for layer, each in store.compose("sft@4").layers.items() if each.step == 2)
+    store.drop("sft@2")
+    blob = store.path / "objects" / entry.version[:2] / entry.version
+    blob.chmod(0o644)
+    blob.write_bytes(b"rotten")
+
+    for save in (
+        lambda: store.pin("best", "sft@4"),
+        lambda: store.ingest(checkpoint(tmp_path, step=4), policy="parity"),
+    ):
+        with pytest.raises(IntegrityError, match=f"version of '{layer}' of sft@2 is damaged"):
+            save()
+
+
 @pytest.mark.fault(103)
 def test_a_pin_outlives_its_record(store: Store, tmp_path: Path) -> None:
     """A pin is a whole record: the commit it was made from may be gone."""

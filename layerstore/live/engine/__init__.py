@@ -18,7 +18,7 @@ from layerstore.live.engine.inert import Memory, NotPlain
 from layerstore.live.engine.pointer_files import checkpoint
 from layerstore.live.engine.randomness import random_state
 from layerstore.live.engine.resume import Resumed, check_run, resume
-from layerstore.live.engine.savers import filled_with, note_closed, origin_of, place_resumed
+from layerstore.live.engine.savers import check_not_half_loaded, filled_with, note_closed, note_left, place_resumed
 
 __all__ = [
     "ENGINE_KEYS",
@@ -32,6 +32,7 @@ __all__ = [
     "StoreCheckpointEngine",
     "capture",
     "check_client_state",
+    "check_not_half_loaded",
     "check_run",
     "checkpoint",
     "checkpoint_engine_of",
@@ -39,7 +40,7 @@ __all__ = [
     "engines_are_made_with",
     "filled_with",
     "note_closed",
-    "origin_of",
+    "note_left",
     "place_resumed",
     "random_state",
     "resume",

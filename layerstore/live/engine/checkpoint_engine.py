@@ -15,7 +15,15 @@ from layerstore.errors import Conflict, IntegrityError, Unsupported
 from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
 from layerstore.live.engine.load import Loaded, whole_weights
 from layerstore.live.engine.pointer_files import composition_of, write_pointer
-from layerstore.live.engine.savers import OPEN_SAVERS, AttachedSaver, filled_with, note_filled, wait_for_saves
+from layerstore.live.engine.savers import (
+    OPEN_SAVERS,
+    AttachedSaver,
+    filled_with,
+    note_emptied,
+    note_filled,
+    note_half_loaded,
+    wait_for_saves,
+)
 from layerstore.live.ranks import Exchange
 from layerstore.store import Store, open_store
 from layerstore.zero3 import Pointer, read_pointer
@@ -32,8 +40,6 @@ class StoreCheckpointEngine:
         self.saver: AttachedSaver | None = None
         self._engine: Engine | None = None
         self._uninstall: Callable[[], None] = lambda: None
-        self.trouble = ""
-        """Why the engine's state must not be saved: a load has failed half-way."""
         self._held: dict[str, tuple[Any, Path]] = {}
         self._load: tuple[Pointer | None, Loaded] | None = None
         self._is_whole = True
@@ -97,9 +103,13 @@ class StoreCheckpointEngine:
     def fill(self, engine: Engine, loaded: Loaded) -> None:
         """Let *engine* load *loaded* by its own loader, as if a pointer led to it."""
         # The engine is given empty files, and finds what was found already for "no pointer".
-        self._engine, self._load = engine, (None, loaded)
+        self._engine, self._load, self._has_begun = engine, (None, loaded), False
         try:
             engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)
+        except BaseException:
+            if self._has_begun:
+                note_half_loaded(engine.engine)
+            raise
         finally:
             self._load = None
 
@@ -113,17 +123,14 @@ class StoreCheckpointEngine:
         self._is_whole, self._has_begun = is_whole, False
         try:
             yield
-        except BaseException:
-            if self._has_begun:
-                self.trouble = "the last load_checkpoint failed half-way, so the engine holds parts of two states"
-            raise
-        else:
             if note and self._load is not None:
                 self._known_engine().warn(self._load[1].name, note)
+            if self._has_begun and self.saver is not None:
+                self.saver.went_to(filled_with(self._raw_engine(), self.saver.store))
+        except BaseException:
             if self._has_begun:
-                self.trouble = ""
-                if self.saver is not None:
-                    self.saver.went_to(filled_with(self._raw_engine()))
+                note_half_loaded(self._raw_engine())
+            raise
         finally:
             self._is_whole, self._load = True, None
 
@@ -133,7 +140,7 @@ class StoreCheckpointEngine:
             self.settle()  # loading changes masters without an update, so no gate would hold it
             self._load = self._agreed(Path(path))
             self._has_begun = True
-            note_filled(self._raw_engine(), None)
+            note_emptied(self._raw_engine())
         if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
             return self.real.load(path, map_location=map_location)
         _, loaded = self._load
@@ -141,7 +148,7 @@ class StoreCheckpointEngine:
             return loaded.model()
         optimizer = loaded.optimizer()
         self._load = None  # the optimizer's state is asked for last; now it is the engine's alone
-        note_filled(self._raw_engine(), loaded.composition)
+        note_filled(self._raw_engine(), loaded.store, loaded.composition)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:

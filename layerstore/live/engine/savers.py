@@ -2,9 +2,10 @@
 
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from layerstore.compose import Composition, compose_latest
+from layerstore.errors import Conflict
 from layerstore.history import Place, Resolved, place_after, place_begun
 from layerstore.limits import LOAD_WAIT_SECONDS
 from layerstore.live.engine.deepspeed import SavedStates
@@ -55,39 +56,58 @@ def wait_for_saves(store_id: str, run: str) -> None:
             saver.publish(LOAD_WAIT_SECONDS)
 
 
-_FILLED: "WeakKeyDictionary[Any, Composition]" = WeakKeyDictionary()
-"""What each engine was last filled with from a store."""
+_FILLED: "WeakKeyDictionary[Any, tuple[str, Composition]]" = WeakKeyDictionary()
+"""What each engine's next save follows: what it was filled with, or has saved since; with the store's id."""
 
-_CLOSED: "WeakKeyDictionary[Any, dict[tuple[str, str], Composition]]" = WeakKeyDictionary()
-"""The newest commit of each saver that was closed since then, by store and run."""
+_HALF_LOADED: "WeakSet[Any]" = WeakSet()
+"""Engines whose last load has failed after it began."""
 
 
-def note_filled(engine: Any, composition: Composition | None) -> None:
-    """Note that *engine* was filled with *composition*; None if that came from no store."""
-    _CLOSED.pop(engine, None)
-    if composition is None:
-        _FILLED.pop(engine, None)
-    else:
-        _FILLED[engine] = composition
+def note_filled(engine: Any, store: Store, composition: Composition) -> None:
+    """Note that *engine* holds *composition* of *store*."""
+    _HALF_LOADED.discard(engine)
+    _FILLED[engine] = store.id, composition
+
+
+def note_emptied(engine: Any) -> None:
+    """Note that a load of *engine* begins: until it is complete, or if it is of no store, no commit is known."""
+    _HALF_LOADED.discard(engine)
+    _FILLED.pop(engine, None)
+
+
+def note_half_loaded(engine: Any) -> None:
+    """Note that a load of *engine* has failed half-way: nothing is saved until another one succeeds."""
+    _FILLED.pop(engine, None)
+    _HALF_LOADED.add(engine)
 
 
 def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
-    """Let the next saver of *run* continue *attempt*, whose saver is closed now."""
+    """Let the next saver of *engine* continue from the tip of *attempt*, whose saver is closed now."""
     view = store.repo.catalog.find(run)
     rows = [] if view is None else view.of_attempt(attempt)
     if rows:
         tip = Resolved.of_commit(store.repo.catalog.commit(rows[-1].name))
-        _CLOSED.setdefault(engine, {})[store.id, run] = compose_latest(tip)
+        note_filled(engine, store, compose_latest(tip))
 
 
-def filled_with(engine: Any) -> Composition | None:
-    """Return what *engine* was last filled with from a store; None if it never was."""
-    return _FILLED.get(engine)
+def note_left(engine: Any) -> None:
+    """Note that a saver of *engine* was left by an error: which of its saves became commits is not known."""
+    _FILLED.pop(engine, None)
 
 
-def origin_of(engine: Any, store: Store, run: str) -> Composition | None:
-    """Return what the next save of *engine* as *run* follows; None if nothing."""
-    return _CLOSED.get(engine, {}).get((store.id, run)) or filled_with(engine)
+def check_not_half_loaded(engine: Any) -> None:
+    """Raise Conflict if the last load of *engine* has failed half-way."""
+    if engine in _HALF_LOADED:
+        raise Conflict(
+            "the last load failed half-way, so the engine holds parts of two states",
+            hint="load once more before anything is saved",
+        )
+
+
+def filled_with(engine: Any, store: Store | None = None) -> Composition | None:
+    """Return what the next save of *engine* follows; None if nothing, or with *store* if that is of another store."""
+    store_id, composition = _FILLED.get(engine, (None, None))
+    return composition if store is None or store.id == store_id else None
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> Place:

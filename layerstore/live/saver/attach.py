@@ -8,7 +8,14 @@ from typing import Any
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.live.engine import Engine, check_run, checkpoint_engine_of, origin_of, place_resumed
+from layerstore.live.engine import (
+    Engine,
+    check_not_half_loaded,
+    check_run,
+    checkpoint_engine_of,
+    filled_with,
+    place_resumed,
+)
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
@@ -43,9 +50,9 @@ def attach(
     *on_saved* is called on rank 0, in its training thread, with the timing of each finished save.
 
     On a run that has commits this begins a new attempt, whose first save is full. To continue a run, call
-    ``layerstore.resume`` first, or load through the engine before the first save. An engine that had a saver of this
-    run continues that one's attempt. If another job is saving the attempt that would continue, the next one begins,
-    and a warning says who that is.
+    ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
+    continues from the newest commit of that one; if an error has ended its ``with`` block, a new attempt begins.
+    If another job is saving the attempt that would continue, the next one begins, and a warning says who that is.
     An engine has one saver at a time, which also gets what the engine saves by itself.
 
     Raises:
@@ -92,7 +99,8 @@ def _agreed(
         attached = checkpoint_engine_of(engine).saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
-        resumed = origin_of(engine.engine, opened, run)
+        check_not_half_loaded(engine.engine)
+        resumed = filled_with(engine.engine, opened)
         opened.repo.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")
     for rank, other in enumerate(stores):

@@ -35,8 +35,10 @@ from layerstore.live.engine import (
     SavedStates,
     capture,
     check_client_state,
+    check_not_half_loaded,
     checkpoint_engine_of,
     note_closed,
+    note_left,
     place_resumed,
 )
 from layerstore.live.log import LOG
@@ -338,8 +340,9 @@ class Saver:
         check_client_state(request.client_state)
         captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
         self._check_cuttable(captured.share)
-        if self._checkpoint_engine.trouble:
-            raise Conflict(self._checkpoint_engine.trouble)
+        check_not_half_loaded(self._engine.engine)
+        if self._is_first:
+            self._attempt.warn_if_not_resumed(self._place)
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample
@@ -373,8 +376,6 @@ class Saver:
             layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
             pin=files.request.pin,
         )
-        if self._is_first:
-            self._attempt.warn_if_not_resumed(self._place)
         snapshot = Snapshot(captured, changing(objects_due(share, due)))
         job = Job(joint=joint, snapshot=snapshot, files=files, queued=len(self._running()))
         self._saves += 1
@@ -437,6 +438,7 @@ class Saver:
 
     def _leave(self) -> None:
         """End without asking the other ranks, which may never come to where they could be waited for."""
+        note_left(self._engine.engine)
         self._at_exit()
         self._end(at_once=True)
 

@@ -65,17 +65,27 @@ STORAGE_CLASSES: Final = frozenset(
     {*(f"torch.{row.storage_class}" for row in DTYPES if row.storage_class), UNTYPED_STORAGE}
 )
 
+# Element types that no tensor here may have.
+_OTHER_DTYPES = (
+    *("complex128", "complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+)
+
 # Arguments of calls that may also stand alone, such as a dtype in a loss scaler.
 VALUES: Final = frozenset(
-    {TENSOR, PARAMETER, "numpy.ndarray", *STORAGE_CLASSES, *(f"torch.{row.torch_name}" for row in DTYPES)}
+    {
+        *(TENSOR, PARAMETER, "numpy.ndarray", *STORAGE_CLASSES),
+        *(f"torch.{name}" for name in (*(row.torch_name for row in DTYPES), *_OTHER_DTYPES)),
+    }
 )
 
 KNOWN: Final = CALLED | INERT | VALUES
 
-# What torch names for tensors alone: storages, quantization schemes, functions that rebuild a tensor.
-_OF_TENSORS = re.compile(r"torch\.(per_\w+|\w+Storage|_utils\._rebuild_\w+|serialization\._get_layout)")
-# An element type may stand alone as well, also one that no tensor here may have.
-_ELEMENT_TYPE = re.compile(r"torch\.(complex|float|q?u?int)[0-9]\w*")
+# What torch names for tensors alone: element types, storages, quantization schemes, functions that rebuild a tensor.
+_OF_TENSORS = re.compile(
+    r"torch\.((complex|float|q?u?int)[0-9]\w*|per_\w+|\w+Storage|_utils\._rebuild_\w+|serialization\._get_layout)"
+)
 
 # Pickle protocol 2 uses the names that modules had in Python 2.
 _RENAMED_MODULES = {"__builtin__": "builtins"}
@@ -90,12 +100,7 @@ def dotted(module: str, name: str) -> str | None:
 
 def is_unsupported(name: str) -> bool:
     """Whether *name* is harmless but without a node: it makes a kind of tensor that is not supported."""
-    return name not in KNOWN and (is_element_type(name) or _OF_TENSORS.fullmatch(name) is not None)
-
-
-def is_element_type(name: str) -> bool:
-    """Whether *name* is called as torch calls its element types."""
-    return _ELEMENT_TYPE.fullmatch(name) is not None
+    return name not in KNOWN and _OF_TENSORS.fullmatch(name) is not None
 
 
 def module_and_name(dotted_name: str) -> tuple[str, str]:

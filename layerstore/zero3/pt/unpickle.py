@@ -64,11 +64,7 @@ def read_pickle(
             raise damaged(path, str(exc)) from exc
         raise untrusted(path, f"its pickle is not one that torch.save writes: {exc}") from exc
     _refuse_globals(path, machine.globals_named, trusted, places=found.names)
-    strange = [
-        (place, name)
-        for name, place in found.names.items()
-        if name not in trusted and not picklenames.is_element_type(name)
-    ]
+    strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them of tensors
     for place, what in (*found.unreadable, *sorted(strange)):
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
     for name in sorted(found.names.keys() & picklenames.CALLED):
