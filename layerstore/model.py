@@ -227,9 +227,9 @@ class CommitRecord:
     step: int
     save_number: int
     """
-    One more than that of the commit before it in its history, or 0; never worked out again.
+    One more than that of the commit before it in its history, plus the saves that a saver skipped or gave up between.
 
-    A saver's skipped and given-up saves use up numbers, too.
+    Counted from 0, and never worked out again.
     """
     world_size: int
     stage: int

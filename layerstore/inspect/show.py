@@ -40,7 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """Counts the run's saves in their order of arrival."""
+    """As the record has it."""
     turn: int
     """The number that policies count it by: full saves in the order of their steps."""
     commit: str
