@@ -226,7 +226,11 @@ class CommitRecord:
     """Where the attempt forked off an earlier one, where that one did, and so on; empty if it began from nothing."""
     step: int
     save_number: int
-    """One more than that of the save before it in its history, 0 for the first; never worked out again."""
+    """
+    One more than that of the commit before it in its history, plus the saves that a saver skipped or gave up between.
+
+    Counted from 0, and never worked out again.
+    """
     world_size: int
     stage: int
     """Of ZeRO: 3."""

@@ -259,7 +259,7 @@ def race(
     yield _promise("race", not problems, kept, f"{processes}: {'; '.join(problems)}")
     if wrong["missing"]:
         text = f"a file that is replaced by renaming is missing for a moment ({wrong['missing']} times)"
-        hint = "a pin that is made anew may not be found at that moment; nothing else is replaced"
+        hint = "a record that is saved again may not be found at that moment; repeat what reads it"
         yield Finding("race", "note", text, hint)
     if flock == "is absent" or (mount is not None and mount.is_network):
         yield Finding("locks", "ok", f"leases; flock {flock}")

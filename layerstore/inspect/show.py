@@ -40,7 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """One more than that of the save before it, when it was saved; a save that came to nothing used one up."""
+    """As the record has it."""
     commit: str
     pin: str | None
     time_ns: int

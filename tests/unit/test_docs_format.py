@@ -11,6 +11,9 @@ import pytest
 
 from layerstore import limits, model
 from layerstore.dtypes import DTYPES
+from layerstore.format import records, store_json
+from layerstore.layout import Layout
+from layerstore.storage import manifest
 from layerstore.store import init
 from layerstore.zero3.pt import read_pt
 from tests.deepspeed.scenarios import HUGGING_FACE_SCENARIO_OF, SCENARIO_OF
@@ -77,6 +80,7 @@ def test_element_types_are_in_their_table() -> None:
         ("is the smallest multiple of 4096", limits.PAGE_BYTES == 4096),
         ("MUST NOT have more than 64 MiB", limits.RECORD_BYTES_MAX == 64 << 20),
         ("fields; at most 256 MiB", limits.BLOB_BYTES_MAX == 256 << 20),
+        ("in `trash/` that are younger than 7 days", limits.TRASH_SECONDS == 7 * 24 * 3600),
         ("have 1 to 200 bytes of UTF-8", limits.NAME_BYTES_MAX == 200),
     ],
 )
@@ -84,6 +88,48 @@ def test_numbers_on_the_page_are_the_codes(text: str, value: bool) -> None:
     """Sizes and bounds that the page states are those in force."""
     assert text in FORMAT
     assert value
+
+
+@pytest.mark.parametrize(
+    ("pattern", "number"),
+    [
+        (r"# The store format, version (\d+)", store_json.FORMAT),
+        (r"\b[Ff]ormat (\d+)", store_json.FORMAT),
+        (r"\| `format` \| integer \| (\d+)\.", store_json.FORMAT),
+        (r"MUST look at `format` first, and MUST stop, having changed nothing, if it is not (\d+)", store_json.FORMAT),
+        (r"`format` in `store.json` is not (\d+)", store_json.FORMAT),
+        (r"schema, big-endian: (\d+)", records.SCHEMA),
+        (r"the envelope \| its schema is not (\d+)", records.SCHEMA),
+        (r'`\{"format": (\d+), "schema": \d+, "store": STORE_ID\}`', store_json.FORMAT),
+        (r'`\{"format": \d+, "schema": (\d+), "store": STORE_ID\}`', manifest.SCHEMA),
+    ],
+)
+def test_versions_on_the_page_are_the_codes(pattern: str, number: int) -> None:
+    """The page describes the format and the schemas that are written; older ones stand in its last section alone."""
+    found = re.findall(pattern, FORMAT.partition("## 14. Changes")[0])
+
+    assert set(map(int, found)) == {number}
+
+
+def test_the_last_change_is_the_format() -> None:
+    """The table of changes ends with the format that is written."""
+    rows = re.findall(r"^\| (\d+) \| [\d.]+ \|", FORMAT.partition("## 14. Changes")[2], re.MULTILINE)
+
+    assert list(map(int, rows)) == list(range(1, store_json.FORMAT + 1))
+
+
+def test_the_layout_is_the_codes() -> None:
+    """The page's tree has every file and folder of a store and no other, and knows which ones ``init`` makes."""
+    layout = Layout(Path("STORE"))
+    places = [getattr(layout, name) for name, value in vars(Layout).items() if isinstance(value, property)]
+    ours = {layout.name(place) for place in places if isinstance(place, Path)}
+    (tree,) = re.findall(r"```text\nSTORE/\n(.*?)```", FORMAT, flags=re.DOTALL)
+    listed = re.findall(r"^  (\S+)", tree, flags=re.MULTILINE)
+    (made,) = re.findall(r"`init` makes `(.*?)`", FORMAT)
+
+    assert {path.partition("/")[0] for path in listed} == {place.partition("/")[0] for place in ours}
+    assert "gc/aside/ID" in listed
+    assert made.split() == [layout.name(folder) for folder in layout.folders]
 
 
 # -- the support page ----------------------------------------------------------------------------------------------
