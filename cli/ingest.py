@@ -2,7 +2,8 @@
 ``layerstore ingest``: checkpoints on disk become commits.
 
 Checkpoints come one by one from a source, which is the command line, a look at some folders, or a watch of them,
-and each goes to `Store.ingest`. One that is not whole ends the first kind, and is noted in the others.
+and each goes to `Store.ingest`. A broken checkpoint stops the command if it was named; --all and --watch warn and
+continue.
 """
 
 import os

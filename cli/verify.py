@@ -126,7 +126,7 @@ def _say_damage(damage: "Damage") -> None:
 
 def _stands(hurt: "Hurt") -> str:
     if hurt.everything:
-        return "nothing stands, what a rank has beside the layers is lost"
+        return "cannot be composed: a rank's state is lost"
     lost = f"{counted(len(hurt.layers), 'layer')} lost"
     if hurt.stands is None:
         return lost

@@ -268,7 +268,7 @@ class Store:
         """
         Delete the pin *name*, readable or not; a visible commit stays.
 
-        Returns whether what it meant is visible; None where the pin could not be read.
+        Returns whether the pinned commit is still visible; None where the pin could not be read.
         """
         from layerstore.publish import delete_pin
 

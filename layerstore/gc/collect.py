@@ -173,7 +173,7 @@ _ByCommit = dict[int | None, Gone]
 
 
 def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple[_ByCommit, _ByCommit]:
-    """Look at every object, aside too; return which are old and which young. Each goes with the first that names it."""
+    """Sum up unneeded objects, old and young. Each object is charged to the first commit that names it."""
     taken = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:

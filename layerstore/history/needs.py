@@ -85,7 +85,7 @@ class Needs:
     """
     Every object that some records and parts need; a blob that many share is read once.
 
-    Each object keeps the number that it was first added with. What is in *besides* is left out, and not read.
+    Each object keeps the number that it was first added with. Skip whatever *besides* already covers.
     """
 
     def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:

@@ -227,7 +227,7 @@ class Reserved:
     passed: tuple[Locked, ...]
     """Why earlier attempts were passed over."""
     doubt: StorageIO | None
-    """Why it could not be locked, so that another job may save it too."""
+    """Why it could not be locked; another job may save it too. None if it is locked."""
 
 
 def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Place], *, held: int = 0) -> Reserved:

@@ -156,7 +156,7 @@ def crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> 
 
 
 Witness = Callable[[SliceSource, int, memoryview], None]
-"""Is shown all bytes that are read: the slice, its element at which they start, and the bytes."""
+"""Callback for every chunk read: the slice, the element that the chunk starts at, and its bytes."""
 
 _KINDS = tuple(Kind)
 

@@ -128,7 +128,7 @@ class Files:
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
-        Return what tells the file or folder *path* from one that replaces it; None where nothing is there.
+        Return a fingerprint that changes when *path* is replaced; None where nothing is there.
 
         A new one may reuse the inode of a removed one, but not the time of its last change.
         """
@@ -167,7 +167,7 @@ class Files:
 
     def stamp(self, directory: Path) -> tuple[int, ...] | None:
         """
-        Return what tells this state of the names in *directory* from any later one.
+        Return a fingerprint that changes when a name in *directory* does.
 
         None where it is not there, or changed so recently that another change might not show.
         """

@@ -141,7 +141,7 @@ class Background:
         try:
             fail_share(self._repo, job.joint, job.failure)
         except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says it
-            LOG.warning("nor could that be noted in the store: %s", exc)
+            LOG.warning("could not record the failure in the store: %s", exc)
 
     def _commit(self, job: Job) -> None:
         try:
