@@ -173,7 +173,7 @@ def ingest(
 
 
 def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
-    """Raise InvalidInput if something was given with several checkpoints that can only be meant for one."""
+    """Raise InvalidInput if several checkpoints came with an option that fits only one."""
     if tag is not None:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
@@ -197,7 +197,7 @@ def _take(
     pin: str | None,
     as_json: bool,
 ) -> None:
-    """Ingest one checkpoint; with *problems* note there what is wrong with it, and raise only what concerns all."""
+    """Ingest one checkpoint. Given *problems*, add its error there; raise only errors that all would meet."""
     path = folder if tag is None else folder / tag
     was_there = path.exists()
     try:
@@ -262,7 +262,7 @@ def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
 
 
 def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
-    """Yield every checkpoint below *folders*, and each that comes, once it rests; again when it has changed. No end."""
+    """Yield every checkpoint below *folders* once nothing in it changes, and again after a change; never end."""
     for top in folders:
         if not top.exists():
             say_warning(f"{shown(top)} is not there yet; it is waited for")

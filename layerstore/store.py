@@ -327,7 +327,7 @@ class Store:
         progress: Progress | None = None,
     ) -> "GcOutcome":
         """
-        Remove the commits that *keep* does not name, of *runs* or of all, and what nothing needs then.
+        Remove the commits that *keep* does not name, of *runs* or of all runs, and every object that nothing needs.
 
         Without *keep* every visible commit stays. Pins stay with all that they need, and so does the newest commit
         of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.

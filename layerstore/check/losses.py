@@ -160,7 +160,7 @@ class Costs:
         return tuple(costs)
 
 
-# So many of a run's newest damaged commits are asked what still stands; each costs some milliseconds.
+# How many of a run's newest damaged commits are tested for what still composes; each takes some milliseconds.
 _COMMITS_MAX = 20
 WEIGHTS = "weights"
 

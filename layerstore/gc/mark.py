@@ -50,7 +50,7 @@ class Marks:
         self, progress: Progress, *, without: Set[RecordName] = frozenset(), has_to_be_whole: bool = False
     ) -> None:
         """
-        Add what is needed by everything not seen yet, but for the records *without*.
+        Mark what everything not seen yet needs, except for the records *without*.
 
         Parts, records, pins, and the trash last: the order in which a save moves, so that none is missed on its way.
 

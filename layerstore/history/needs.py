@@ -19,7 +19,7 @@ class NumberedRefs:
     """References, each with the numbers of all that named it; about 110 bytes each."""
 
     def __init__(self) -> None:
-        # Of most references only one number is known, and a list of one would take as much as all else.
+        # Most references have one number; a list around it would double their memory.
         self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(PARTS)]
 
     def add(self, ref: BlobRef, number: int = 0) -> None:

@@ -208,7 +208,7 @@ def reference_to(repo: Repository, save: Saving) -> str:
     """
     Return the reference of the commit *save*: ``RUN@STEP``, or ``RUN~1@STEP`` for one of an earlier attempt.
 
-    A hidden commit whose step has another one now gets its attempt in words instead.
+    If another commit has the step of a hidden one by now, the hidden one gets its attempt in words.
     """
     return references_to(repo, [save])[0]
 

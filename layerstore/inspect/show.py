@@ -40,9 +40,9 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """Counts the run's saves in their order of arrival."""
+    """One more than that of the save before it in its history; written once."""
     turn: int
-    """The number that policies count it by: full saves in the order of their steps."""
+    """The same as *save_number*; for programs that read the older field."""
     commit: str
     pin: str | None
     time_ns: int

@@ -26,10 +26,10 @@ from layerstore.storage.handles import Hook, NewFile, OpenFile, mapped_errors, n
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
 
-# What filesystems without hard links answer, and the kernel where a file of another owner's may get no second name.
+# Errors of filesystems without hard links, and of a kernel that forbids links to other users' files.
 _NO_HARD_LINKS = {errnos.EPERM, errnos.ENOTSUP, errnos.ENOSYS}
 
-# What the kernel answers where the filesystem, or it itself, knows no rename that replaces nothing.
+# Errors of a kernel or filesystem that has no rename that refuses to replace.
 _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 
 # Two changes of a folder within one tick of the filesystem's clock have the same time. The coarsest clock ticks every
@@ -102,7 +102,7 @@ class Files:
             raise
 
     def look(self, path: Path) -> os.stat_result | None:
-        """Return what the system says of *path*, None where nothing is there; links are not followed."""
+        """Return the stat of *path*, None where nothing is there; links are not followed."""
         with mapped_errors(path, doing="look at"):
             try:
                 return path.lstat()
@@ -120,7 +120,7 @@ class Files:
         return None if state is None else state.st_mtime_ns
 
     def state(self, path: Path) -> os.stat_result | None:
-        """Return what the system says of the regular file *path*, None where nothing is there."""
+        """Return the stat of the regular file *path*, None where nothing is there."""
         state = self.look(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
@@ -252,7 +252,7 @@ class Files:
 
     def link_exclusive(self, source: Path, target: Path) -> bool:
         """
-        Let *target* name the file *source* too; return whether *target* was free.
+        Link the file *source* as *target*, too; return whether *target* was free.
 
         Not rename: that would silently replace what another writer published first. Where there are no hard links,
         *source* is moved, by the one kind of rename that replaces nothing.

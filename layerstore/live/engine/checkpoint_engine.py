@@ -106,7 +106,7 @@ class StoreCheckpointEngine:
     @contextmanager
     def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
         """
-        Surround one load of the engine; not *is_whole*: without the optimizer's state.
+        Surround one load of the engine; without *is_whole* it leaves out the optimizer's state.
 
         The saver continues from what was loaded; after a partial load it begins from nothing.
         """

@@ -15,7 +15,7 @@ from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
 PlaceFinder = Callable[[RunView | None], Place]
-"""Returns where a job would save if no other job did, by the commits of its run."""
+"""Returns where a job saves, given the commits of its run, if no other job holds that attempt."""
 
 _TRIES = 10
 

@@ -37,7 +37,7 @@ EXIT_SECONDS_MAX = 600.0
 """How long an ending process waits until its own share is on disk."""
 
 PATIENCE_SECONDS = 10.0
-"""How long rank 0 then waits at least for the others' parts; live ranks write about as much as it does."""
+"""How long rank 0 then waits for the others' parts, or longer if its own share took longer to write."""
 
 
 def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
