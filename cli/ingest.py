@@ -265,7 +265,7 @@ def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
     """Yield every checkpoint below *folders* once nothing in it changes, and again after a change; never end."""
     for top in folders:
         if not top.exists():
-            say_warning(f"{shown(top)} is not there yet; it is waited for")
+            say_warning(f"{shown(top)} is not there yet; waiting for it")
     if not as_json:
         say(f"watching {', '.join(shown(top) for top in folders)}; Ctrl-C ends it")
     seen: dict[Path, int] = {}

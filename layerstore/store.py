@@ -372,7 +372,7 @@ class Store:
         from layerstore.check import parse_sample, verify_store
 
         if read_data and read_data_subset is not None:
-            raise InvalidInput("all of the data and a part of it are to be read", hint="leave one of the two out")
+            raise InvalidInput("read_data and read_data_subset were both given", hint="leave one of the two out")
         only = None if ref is None else self._resolved(ref)
         return verify_store(
             self._repo,

@@ -284,7 +284,7 @@ def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
     for fate in plan.fates:
         if (fate.goes and fate.commit not in removed) or (fate.loses_moments and fate.commit not in trimmed):
             raise Conflict(
-                f"{fate.run}@{fate.step} was to stay when the plan was shown, and is to go by now; nothing was removed",
+                f"the plan that was shown keeps {fate.run}@{fate.step}, and by now it would go; nothing was removed",
                 hint="look at the new plan: repeat the command",
             )
 

@@ -375,7 +375,7 @@ def _renamed(source: Path, target: Path) -> bool:
         if exc.errno not in _NO_EXCLUSIVE_RENAME:
             raise
         raise StorageIO(
-            f"cannot give a file the name {target}: here is neither a hard link nor a rename that replaces nothing",
+            f"cannot name a file {target}: this filesystem has no hard links, and no rename that refuses to replace",
             errno=errnos.ENOTSUP,
             filename=str(target),
             hint="a store needs one of them; layerstore doctor tells what a filesystem has: choose another one",

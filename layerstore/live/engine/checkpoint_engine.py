@@ -216,7 +216,7 @@ class StoreCheckpointEngine:
         store = open_store(pointer.store)
         if store.id != pointer.store_id:
             raise Conflict(
-                f"the pointer leads to {pointer.name} of another store than {pointer.store} is now",
+                f"the pointer leads to {pointer.name}, but {pointer.store} is another store by now",
                 hint="attach a saver to the right store first",
             )
         return store

@@ -61,7 +61,7 @@ class AttemptLock:
                 self._hold(attempt, unless_agreed.pop_all())
                 self._has_saved = False
                 return place
-        raise Conflict(f"run {self._run!r} is changed by others again and again", hint="try again, or wait for them")
+        raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def warn_if_not_resumed(self, place: Place) -> None:
         """At the first save at *place*, warn if the run has commits that training was not resumed from."""
