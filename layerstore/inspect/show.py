@@ -40,7 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """One more than that of the save before it in its history; written once."""
+    """Its place in its history, from 0, written once; a save that was skipped or given up uses one up, too."""
     turn: int
     """The same as *save_number*; for programs that read the older field."""
     commit: str
