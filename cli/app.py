@@ -69,7 +69,7 @@ COMMANDS = (
 )
 
 
-# Those in another one's module.
+# Commands that live in another command's module.
 _HOMES = {"undrop": "drop"}
 
 # Commands whose output is the answer to a question, which ``--quiet`` does not silence; a plan and a list are too.
@@ -245,7 +245,7 @@ def _main(words: list[str]) -> int:
         return 0
     with contextlib.suppress(OSError):  # nobody is left to tell
         if failure.message:
-            # The words themselves tell: a usage error is raised before options are parsed.
+            # From the words, not from parsed options: a usage error is raised before those exist.
             say_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()
     return failure.code

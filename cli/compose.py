@@ -163,7 +163,7 @@ def _policy(policy: str, settings: Mapping[str, object]) -> "str | Policy":
 
 
 def _check_alone(given: Mapping[str, object]) -> None:
-    """Raise InvalidInput if any of what was *given* beside a recipe decides what the recipe does."""
+    """Raise InvalidInput if an option was *given* that decides what the recipe already decides."""
     for name, value in given.items():
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
@@ -175,7 +175,7 @@ def _check_alone(given: Mapping[str, object]) -> None:
 def _tell_programs(
     composite: "Composite", notes: tuple[str, ...], fields: Mapping[str, object], *, as_json: bool
 ) -> bool:
-    """Print *notes* as warnings, and with ``--json`` what programs read; return whether that was all to be said."""
+    """Print *notes* as warnings, and with ``--json`` what programs read; return whether nothing is left to print."""
     for note in notes:
         say_warning(note)
     if as_json:

@@ -28,7 +28,7 @@ _DAY = 86400.0
 _TIMES = ((365.25 * _DAY, "years"), (_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 _NUMBERS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
-# A size without a unit is in bytes; fewer than these are a forgotten unit.
+# A size without a unit is in bytes; below this, somebody forgot the unit.
 _BARE_BYTES_MIN = 10**6
 
 # Those that apply are listed as assumed.

@@ -64,7 +64,7 @@ def gc(
     only what was dropped or replaced 7 days ago goes, and what killed writers left.
     The newest commit of a run always stays, and pins with all that they need.
     A kept commit has all its layers, whichever commit they were saved by.
-    FREES counts once what several need that go, run by run, newest first; "later" is too young yet.
+    FREES charges each object to the first listed commit that needs it; "later" means too young yet.
     Safe beside training, ingest and compose; may be stopped and repeated at any time.
 
     \b
@@ -137,7 +137,7 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
 
 
 def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
-    """Warn of composites that kept steps cannot give any more: once for all policies that this is so of."""
+    """Warn of composites that change at kept steps; policies that change at the same steps share a warning."""
     policies: dict[tuple[str, ...], list[str]] = {}
     for policy in dict.fromkeys(each.policy for each in outcome.unserved):
         steps = tuple(each.reference for each in outcome.unserved if each.policy == policy)

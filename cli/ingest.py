@@ -2,7 +2,8 @@
 ``layerstore ingest``: checkpoints on disk become commits.
 
 Checkpoints come one by one from a source, which is the command line, a look at some folders, or a watch of them,
-and each goes to `Store.ingest`. One that is not whole ends the first kind, and is noted in the others.
+and each goes to `Store.ingest`. A broken checkpoint stops the command if it was named; --all and --watch warn and
+continue.
 """
 
 import os
@@ -173,7 +174,7 @@ def ingest(
 
 
 def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
-    """Raise InvalidInput if something was given with several checkpoints that can only be meant for one."""
+    """Raise InvalidInput if several checkpoints came with an option that fits only one."""
     if tag is not None:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
@@ -197,7 +198,7 @@ def _take(
     pin: str | None,
     as_json: bool,
 ) -> None:
-    """Ingest one checkpoint; with *problems* note there what is wrong with it, and raise only what concerns all."""
+    """Ingest one checkpoint. Given *problems*, add its error there; raise only errors that all would meet."""
     path = folder if tag is None else folder / tag
     was_there = path.exists()
     try:
@@ -262,10 +263,10 @@ def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
 
 
 def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
-    """Yield every checkpoint below *folders*, and each that comes, once it rests; again when it has changed. No end."""
+    """Yield every checkpoint below *folders* once nothing in it changes, and again after a change; never end."""
     for top in folders:
         if not top.exists():
-            say_warning(f"{shown(top)} is not there yet; it is waited for")
+            say_warning(f"{shown(top)} is not there yet; waiting for it")
     if not as_json:
         say(f"watching {', '.join(shown(top) for top in folders)}; Ctrl-C ends it")
     seen: dict[Path, int] = {}

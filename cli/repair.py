@@ -72,7 +72,7 @@ def repair(
     identity = {"dry_run": dry_run, "identity": restored is not None, "flags_assumed": is_assumed}
     if is_assumed:
         say_warning("which features the store needs is not known; none is assumed")
-    if restored is not None and dry_run:  # what else would be found, only a store that opens can tell
+    if restored is not None and dry_run:  # the rest can be checked only in a store that opens
         say_json(identity) if as_json else say("would write store.json again")
         return
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:

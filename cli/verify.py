@@ -74,7 +74,7 @@ def verify(
         if not reads:
             say_note("the tensors' own bytes were not read: --read-data reads those too")
     if verdict.damaged:
-        option = " --read-data" if reads else ""  # a repair that does not read would not see what this has seen
+        option = " --read-data" if reads else ""  # without reading, repair would not find this damage
         raise IntegrityError(
             _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run says what can be done"
         )
@@ -126,7 +126,7 @@ def _say_damage(damage: "Damage") -> None:
 
 def _stands(hurt: "Hurt") -> str:
     if hurt.everything:
-        return "nothing stands, what a rank has beside the layers is lost"
+        return "cannot be composed: a rank's state is lost"
     lost = f"{counted(len(hurt.layers), 'layer')} lost"
     if hurt.stands is None:
         return lost

@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def parts(self) -> Path:
-        """Halves of commits that are not complete."""
+        """What ranks have written for commits that are not complete."""
         return self.root / "parts"
 
     @property
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def gc(self) -> Path:
-        """What belongs to collections."""
+        """Working files of collections."""
         return self.root / "gc"
 
     @property
@@ -83,16 +83,16 @@ class Layout:
 
     @property
     def migrating(self) -> Path:
-        """What belongs to a migration that is under way."""
+        """Working files of a migration that is under way."""
         return self.root / "migrating"
 
     def migrated(self, number: int) -> Path:
-        """Return where a migration to format *number* makes what is new, and keeps it until it is at its place."""
+        """Return the folder where a migration to format *number* prepares its files."""
         return self.migrating / f"format-{number}"
 
     @property
     def backups(self) -> Path:
-        """What migrations have replaced: one folder for each, and nothing in it is ever removed by layerstore."""
+        """What migrations have replaced, one folder for each; layerstore never removes anything here."""
         return self.root / "backups"
 
     @property
@@ -118,7 +118,7 @@ class Layout:
         return self.objects.joinpath(object_id[:2], object_id)
 
     def object_name(self, object_id: str) -> str:
-        """Return how an object is called inside the store, for messages: also what is no id, and lies nowhere."""
+        """Return an object's path inside the store, for messages; *object_id* may be malformed."""
         return f"{self.objects.name}/{object_id[:2]}/{object_id}"
 
     def run(self, run: str) -> Path:
@@ -127,11 +127,11 @@ class Layout:
 
     @property
     def gc_lock(self) -> Path:
-        """What keeps two collections apart."""
+        """The lock file that keeps two collections apart."""
         return self.locks / "gc.lock"
 
     def attempt_lock(self, run: str, attempt: int) -> Path:
-        """Return what is locked by the job that saves *attempt* of *run*."""
+        """Return the lock file of the job that saves *attempt* of *run*."""
         return self.locks / f"saver-{run}-{attempt}.lock"
 
     def record(self, run: str, step: int, commit_id: "CommitId") -> Path:

@@ -96,15 +96,15 @@ LOCK_DEADLINE_SECONDS = 60.0
 # How long a load waits for what savers of its own process still write; gloo's groups wait for three times that.
 LOAD_WAIT_SECONDS = 600.0
 
-# A lease on a network filesystem runs out so long after it was last renewed: longer than a busy server takes to answer,
-# and shorter than anybody waits for a lock, so that a dead holder's is free before the deadline.
+# How long after its last renewal a lease on a network filesystem runs out: longer than a busy server takes to answer,
+# shorter than the wait for a lock, so that a dead holder's lease runs out before a waiter gives up.
 LEASE_SECONDS = 30.0
 LEASE_RENEWED_SECONDS = 5.0
 
 # Threads that read, hash and write objects; more of them only fight for the disk.
 WORKERS_MAX = 4
 
-# What nothing names is collected only once it is so old: whoever is about to name it has until then.
+# The age at which an object that nothing names is collected; until then a writer may still name it.
 # A writer refreshes the times of all that it names just before its record; between the two lie moments, not minutes.
 # Listings of network filesystems may be a minute late.
 GC_GRACE_SECONDS = 5 * 60.0

@@ -167,7 +167,7 @@ class LayerEntry:
 
 
 class Saving(Protocol):
-    """What tells one commit from the others: its record has this, and whatever stands for the record."""
+    """What identifies a save: its run, attempt and step, as records, rows and origins have them."""
 
     @property
     def run(self) -> str:

@@ -268,7 +268,7 @@ class Store:
         """
         Delete the pin *name*, readable or not; a visible commit stays.
 
-        Returns whether what it meant is visible; None where the pin could not be read.
+        Returns whether the pinned commit is still visible; None where the pin could not be read.
         """
         from layerstore.publish import delete_pin
 
@@ -325,7 +325,7 @@ class Store:
         progress: Progress | None = None,
     ) -> "GcOutcome":
         """
-        Remove the commits that *keep* does not name, of *runs* or of all, and what nothing needs then.
+        Remove the commits that *keep* does not name, of *runs* or of all runs, and every object that nothing needs.
 
         Without *keep* every visible commit stays. Pins stay with all that they need, and so does the newest commit
         of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.
@@ -370,7 +370,7 @@ class Store:
         from layerstore.check import parse_sample, verify_store
 
         if read_data and read_data_subset is not None:
-            raise InvalidInput("all of the data and a part of it are to be read", hint="leave one of the two out")
+            raise InvalidInput("read_data and read_data_subset were both given", hint="leave one of the two out")
         only = None if ref is None else self._resolved(ref)
         return verify_store(
             self._repo,

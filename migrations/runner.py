@@ -112,7 +112,7 @@ def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) ->
     todo = [step for step in steps if step.source >= found]
     if found < newest and (not todo or todo[0].source != found):
         raise Unsupported(
-            f"{what} is a store of format {found}, from which this layerstore knows no step on; nothing was changed",
+            f"{what} is a store of format {found}, which this layerstore cannot migrate; nothing was changed",
             hint="layerstore migrate --list",
         )
     # A step that was interrupted before the exchange starts again: the store still has its source format.

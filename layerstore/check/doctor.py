@@ -77,7 +77,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
 
 
 def _found(check: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return *findings*; that *check* failed is a finding too."""
+    """Return *findings*; if *check* fails, its error is a finding too."""
     try:
         return list(findings)
     except LayerstoreError as exc:

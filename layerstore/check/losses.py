@@ -32,7 +32,7 @@ class Damage:
     """One thing that is not as it was written."""
 
     kind: str
-    """``record``, ``pin``, ``version``, ``state``, ``object``, ``part``, ``collection``, ``index`` or ``stranger``."""
+    """``record``, ``pin``, ``version``, ``state``, ``object``, ``part``, ``index`` or ``stranger``."""
     id: str
     path: str
     reason: str
@@ -137,7 +137,7 @@ def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
 
 
 class Costs:
-    """Answer what the loss of blobs costs *holders*; made once for many questions."""
+    """What the loss of blobs costs *holders*; build it once, ask it often."""
 
     def __init__(self, holders: Mapping[str, Holder]) -> None:
         self._holders = list(holders.items())
@@ -160,7 +160,7 @@ class Costs:
         return tuple(costs)
 
 
-# So many of a run's newest damaged commits are asked what still stands; each costs some milliseconds.
+# How many of a run's newest damaged commits are tested for what still composes; each takes some milliseconds.
 _COMMITS_MAX = 20
 WEIGHTS = "weights"
 

@@ -287,7 +287,7 @@ def _answers(racers: "Sequence[subprocess.Popen[str]]", word: str) -> list[Any]:
     """Ask all *racers* at once."""
     for racer in racers:
         assert racer.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its answer is missing then, which tells
+        with contextlib.suppress(BrokenPipeError):  # it died: reading its answer fails below
             racer.stdin.write(f"{word}\n")
             racer.stdin.flush()
     answers = []
@@ -312,7 +312,7 @@ def _contestant(command: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
         stderr=subprocess.DEVNULL,
         text=True,
         env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,  # Ctrl-C is for whoever started it, who then ends it
+        start_new_session=True,  # only we get Ctrl-C, and end it
     )
     timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
     with process:

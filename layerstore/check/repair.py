@@ -120,7 +120,7 @@ def opened_sources(repo: Repository, paths: Iterable[Path]) -> Iterator[tuple[Re
                 other = open_repository(path, Files())
             except NotFound as exc:
                 raise InvalidInput(
-                    f"{path} is no store, and copies are taken from stores",
+                    f"{path} is no store, and --from takes stores",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
             stack.callback(other.catalog.close)
@@ -350,7 +350,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
         raise InvalidInput(f"{store_id!r} is no store's id", hint="ids are 32 lower-case hex digits")
     if files.exists(layout.migrating):
         raise InvalidInput(
-            f"a migration of {layout.root} was interrupted, and which format it has now store.json alone knew; "
+            f"a migration of {layout.root} was interrupted, and only store.json said which format it has now; "
             "nothing was changed",
             hint="put back a copy of store.json, then layerstore migrate",
         )

@@ -58,7 +58,7 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
     if match := _SLICE.fullmatch(text):
         number, of = int(match["number"]), int(match["of"])
         if seed is not None:
-            raise InvalidInput(f"{text} is always the same objects; a seed is for percentages", hint="leave it out")
+            raise InvalidInput(f"{text} always reads the same objects; a seed is for percentages", hint="leave it out")
         if 1 <= number <= of:
             begin = (number - 1) * _ALL // of
             return ObjectSample(begin=begin, length=number * _ALL // of - begin, words=text)
@@ -69,7 +69,7 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
             begin = random.Random(seed).randrange(_ALL)
             return ObjectSample(begin=begin, length=max(1, round(share * _ALL)), words=f"{text}, seed {seed}")
     raise InvalidInput(
-        f"{text!r} is no part of the objects", hint="10% reads any tenth; 1/10 to 10/10 read everything in ten nights"
+        f"{text!r} is no sample of the objects", hint="10% reads any tenth; 1/10 to 10/10 read everything in ten nights"
     )
 
 

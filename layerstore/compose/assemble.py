@@ -159,7 +159,7 @@ def assembling(
     progress: Progress,
 ) -> Iterator["Assembly"]:
     """
-    Lend what writes files to *folder*; once the body is done they are complete, and with *durable* on the disk.
+    Yield an `Assembly` that writes files to *folder*; after the body they are complete, and with *durable* on disk.
 
     *last* are small files that must not appear before all others are complete, in their order. In an export,
     conversions are the work itself: they get a thread more, count as progress, and new infinities are counted.
@@ -226,7 +226,7 @@ class Assembly:
 
     def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
         """
-        Write *outputs*, and into files that are kept open their *shared* pieces: an object is read once for all.
+        Write *outputs*, and the *shared* pieces of files that stay open; each object is read once for all of them.
 
         Raises:
             IntegrityError: An object is damaged or missing; the folder is of no use then.

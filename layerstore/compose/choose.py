@@ -197,7 +197,7 @@ def check_members(repo: Repository, composition: Composition) -> list[LayerVersi
         try:
             problem = difference(repo.version_of(bases), version)
         except IntegrityError:
-            # A run has one model: its older version will do without the base's, and is measured when it is written.
+            # A run has one model, so its older version needs no comparison; lengths are checked when it is written.
             if entry.origin.run != bases.origin.run:
                 raise
             problem = None
@@ -269,7 +269,7 @@ def _facts(item: Parameter | Buffer) -> str:
 @contextmanager
 def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
     """
-    Read what *composition* consists of in the body.
+    Name the layer in errors of the body, which reads what *composition* consists of.
 
     Raises:
         Conflict: A commit that it was chosen from is gone: it was collected or dropped meanwhile.
@@ -291,7 +291,7 @@ def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
 
 
 def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
-    """Let *exc* begin with the layer that has *lost* an object, and name the ways on."""
+    """Begin *exc* with the layer that has *lost* an object, and end it with what to do."""
     base, entry = composition.base, next((each for each in composition.layers if _has(repo, each.version, lost)), None)
     [called] = of_base = references_to(repo, [base])
     if entry is not None:
@@ -299,7 +299,7 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     exc.locate(called if entry is None else f"{entry.layer} of {called}")
     if entry is not None and saved_at(repo, entry.origin) is None:
         [called] = of_base  # the layer has outlived the commit that saved it
-    option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # what is missing is found without
+    option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # a missing object is found without reading
     # Of a pin the base may be gone: then there is no reference to narrow it by.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     older = "" if entry is None else "compose --without-damaged takes older versions; "
@@ -310,7 +310,7 @@ def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
     try:
         return version.id == lost or any(ref.id == lost for ref in named_by(repo, version))
     except IntegrityError:
-        return False  # lost itself: nobody has come to its objects
+        return False  # the blob is lost itself, so its objects were never read
 
 
 def without_damaged(repo: Repository, composition: Composition) -> Composition:

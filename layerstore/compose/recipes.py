@@ -62,7 +62,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
             back = _back_of(repo, record)
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
-        notes.append(f"the recipe speaks of run {recipe.run_hint!r}, which is not in the store: {name!r} is meant")
+        notes.append(f"run {recipe.run_hint!r} of the recipe is not in the store; using {name!r}")
     found = _found(repo, taken, notes, run=record.run, back=back)
     layers = {entry.layer: entry for entry in record.layers}
     for _, entries in found:
@@ -139,7 +139,7 @@ def _back_of(repo: Repository, record: CommitRecord) -> int:
     attempts = repo.catalog.view(record.run).attempts
     if record.attempt not in attempts:
         raise NotFound(
-            f"attempt {record.attempt} of {record.run}, which the base is of, has no visible commit",
+            f"attempt {record.attempt} of {record.run}, the base's own, has no visible commit",
             hint=f"name every step's run: {record.run}@STEP",
         )
     return len(attempts) - 1 - attempts.index(record.attempt)

@@ -180,7 +180,7 @@ def _check_nothing_else_is_lost(path: Path, aside: Path, partial: Path, is_older
 
 def _came_meanwhile(path: Path) -> AlreadyExists:
     return AlreadyExists(
-        f"{path} has come to be there meanwhile; it was left as it is, and nothing was written",
+        f"{path} appeared while we were writing; it was left alone",
         hint="choose another place with -o, or move that one away and repeat the command",
     )
 

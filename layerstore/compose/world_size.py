@@ -113,7 +113,7 @@ def plan_ranks(
     slices = Slices(versions)
     count = base.world_size if world_size is None else world_size
     if count < 1:
-        raise InvalidInput(f"a checkpoint cannot be of {count} ranks", hint="choose a world size of 1 or more")
+        raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint="choose a world size of 1 or more")
     if adam_step not in ADAM_STEPS:
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
     first = repo.state(base.states[0])

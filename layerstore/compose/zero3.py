@@ -151,7 +151,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, *, own: frozenset[str]) -> 
 
 
 def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path], bool]:
-    """Return what tells the files of the checkpoint at *target*, which may be of another step or of more ranks."""
+    """Return a test for files of the older checkpoint at *target*, whose step and number of ranks may differ."""
     latest = target / LATEST
     named = repo.files.read(latest, size_bytes_max=LATEST_BYTES_MAX) if latest.exists() else b""
     tags = {tag, named.decode(errors="replace").strip()}

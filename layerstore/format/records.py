@@ -174,7 +174,7 @@ _BEFORE_BODY, _AFTER_BODY = b"\x82\xa4body", b"\xa8observed"
 
 
 def _id_within(packed: bytes, observed: Plain, name: str) -> CommitId:
-    """Return the id of the body in *packed*, from its bytes as they stand: a map of two, whose first value it is."""
+    """Return the id of the body in *packed*, a map of two with the body first, without decoding it."""
     tail = _AFTER_BODY + pack_again(observed)
     if not (packed.startswith(_BEFORE_BODY) and packed.endswith(tail)):
         raise IntegrityError(f"{name} is not in canonical form", path=name)

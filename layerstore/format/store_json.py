@@ -18,7 +18,7 @@ FORMAT = 2
 HASH = "xxh3_128"
 # A writer must know all flags of a store; a reader may go on if it does not.
 KNOWN_FLAGS: frozenset[str] = frozenset()
-# A version, and no longer text: another layerstore wrote it, and it is printed.
+# Room for a version, no more: another layerstore wrote this text, and we print it.
 _NEEDS_SIGNS_MAX = 40
 
 

@@ -122,7 +122,7 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
-    # A short grace says nothing of what is being written for hours; only 0 s does, when nobody writes.
+    # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     runs = _chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
@@ -140,7 +140,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
             with named(f"{fate.run}@{fate.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.name))
             marks.check_whole(add_needs(marks.needs, planned), of=fate)
-    # A collection that removes no commit takes nothing that could replace what is lost.
+    # If no commit goes, nothing that could replace a lost object goes either, so nothing has to be whole.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     old, young = _tally(repo, fates, marks)
     leftovers = repo.aside.leftovers(before_ns=marks.dead_before_ns)
@@ -173,7 +173,7 @@ _ByCommit = dict[int | None, Gone]
 
 
 def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple[_ByCommit, _ByCommit]:
-    """Look at every object, aside too; return which are old and which young. Each goes with the first that names it."""
+    """Sum up unneeded objects, old and young. Each object is charged to the first commit that names it."""
     taken = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
@@ -284,7 +284,7 @@ def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
     for fate in plan.fates:
         if (fate.goes and fate.commit not in removed) or (fate.loses_moments and fate.commit not in trimmed):
             raise Conflict(
-                f"{fate.run}@{fate.step} was to stay when the plan was shown, and is to go by now; nothing was removed",
+                f"the plan that was shown keeps {fate.run}@{fate.step}, and by now it would go; nothing was removed",
                 hint="look at the new plan: repeat the command",
             )
 

@@ -199,7 +199,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
             )
         if any(row.lineage != record.lineage for row in own):
             raise Conflict(
-                f"attempt {record.attempt} of {record.run!r} is another one by now; nothing was changed",
+                f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
                 hint=f"layerstore compose {commit.id[:12]} -o DIR composes it from the trash",
             )
         try:

@@ -50,7 +50,7 @@ class Marks:
         self, progress: Progress, *, without: Set[RecordName] = frozenset(), has_to_be_whole: bool = False
     ) -> None:
         """
-        Add what is needed by everything not seen yet, but for the records *without*.
+        Mark what everything not seen yet needs, except for the records *without*.
 
         Parts, records, pins, and the trash last: the order in which a save moves, so that none is missed on its way.
 
@@ -86,7 +86,7 @@ class Marks:
                     called = references_to(self._repo, [of])[0]
                     command = f"layerstore drop {typed(called)}"
                 raise IntegrityError(
-                    f"{called} is to stay and is not whole: {exc}",
+                    f"{called} stays, but is incomplete: {exc}",
                     hint=f"layerstore repair --from COPY may heal it; {command} gives it up",
                 ) from exc
 
@@ -241,7 +241,7 @@ def named(called: str, *, gives_up: str | None = None) -> Iterator[None]:
         yield
     except IntegrityError as exc:
         hint = "layerstore repair --from COPY may heal it" + (f"; {gives_up} gives it up" if gives_up else "")
-        raise IntegrityError(f"what {called} needs is not known: {exc}", hint=hint) from exc
+        raise IntegrityError(f"cannot tell what {called} needs: {exc}", hint=hint) from exc
 
 
 def commit_named(commit: RecordName | RecordRow) -> contextlib.AbstractContextManager[None]:

@@ -78,7 +78,7 @@ def _fates(
     aged = _aged(rows, keep)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
     ahead, busy = _ahead(view, goes_on), _being_saved(repo, view)
-    # Rules are per run: one that logged another metric has no best commit, so none is worse.
+    # Rules are per run: if a run never logged the metric, none of its commits is worse than the best, so all stay.
     is_blind = best is not None and all(best.reason not in each for each in reasons.values())
     blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
     for row in rows:

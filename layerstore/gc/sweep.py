@@ -43,22 +43,23 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
 
 def list_aside(repo: Repository) -> dict[ObjectId, bool]:
     """
-    Return all that lies aside, each not yet known to be unneeded.
+    List the objects aside; none is cleared for removal yet.
 
-    An object that comes there after the second look was moved by another collection, after one of the two lost its
-    lock: only that other one knows whether it may go.
+    One that is moved there later was moved by another collection, after one of the two lost its lock: only that other
+    collection knows whether it may go.
     """
     return {object_id: False for object_id, _ in repo.aside.objects()}
 
 
 def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool]) -> tuple[Gone, Gone]:
     """
-    Put back what is needed of what lies aside, and unlink the rest of *listed*; return what went, and what waits.
+    Put back the objects aside that are needed, and unlink the rest of *listed*; return what went, and what waits.
 
-    Of *listed* those that are no blobs and unneeded at the first look become True, and only they go after the blobs.
+    Blobs go first. An object of *listed* that is no blob is cleared (True) if the first look finds it unneeded; only
+    cleared objects follow the blobs.
 
-    What a killed collection left is settled by the same rule. On a network filesystem another node's listing may be
-    late: only what was moved before the grace is removed there, and the rest waits for the next collection.
+    The same rule settles what a killed collection left aside. On a network filesystem another node's listing may be
+    late: there only objects moved before the grace are removed, and the rest waits for the next collection.
     """
     for each in marks.aside():
         if each.is_young:

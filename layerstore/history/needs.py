@@ -20,7 +20,7 @@ class NumberedRefs:
     """References, each with the numbers of all that named it; about 110 bytes each."""
 
     def __init__(self) -> None:
-        # Of most references only one number is known, and a list of one would take as much as all else.
+        # Most references have one number; a list around it would double their memory.
         self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(PARTS)]
 
     def add(self, ref: BlobRef, number: int = 0) -> None:
@@ -86,7 +86,7 @@ class Needs:
     """
     Every object that some records and parts need; a blob that many share is read once.
 
-    Each object keeps the number that it was first added with. What is in *besides* is left out, and not read.
+    Each object keeps the number that it was first added with. Skip whatever *besides* already covers.
     """
 
     def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:

@@ -24,7 +24,7 @@ def has_shrunk(repo: Repository, view: RunView) -> bool:
 
 
 def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
-    """Return the view of *run*, with the records at *step* read: one damaged since it was indexed counts as damaged."""
+    """Return the view of *run* after rereading the records at *step*: some may be damaged since they were indexed."""
     view = repo.catalog.find(run)
     if view is None:
         return None
@@ -55,8 +55,8 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
     for row in view.history(attempt, step=step - 1):
         if newer is not None and (newer.step, newer.attempt) == (row.step, row.attempt):
             raise Conflict(
-                f"{view.run}@{row.step} is ambiguous: commits {newer.id[:12]}, {row.id[:12]} stand side by side",
-                hint=f"layerstore drop {newer.id[:12]} takes one of them away",
+                f"{view.run}@{row.step} is ambiguous: this step has two commits: {newer.id[:12]}, {row.id[:12]}",
+                hint=f"layerstore drop {newer.id[:12]} moves one of them to the trash",
             )
         yield row
         newer = row

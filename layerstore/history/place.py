@@ -38,7 +38,7 @@ class Place:
 
     @classmethod
     def of(cls, record: CommitRecord) -> Self:
-        """Return the place that *record* has: a commit that is made there anew may turn out to be the same."""
+        """Return the place of *record*. Saving the same content there again gives the same commit."""
         return cls(
             attempt=record.attempt,
             lineage=record.lineage,
@@ -227,11 +227,11 @@ class Reserved:
     passed: tuple[Locked, ...]
     """Why earlier attempts were passed over."""
     doubt: StorageIO | None
-    """Why it could not be locked, so that another job may save it too."""
+    """Why it could not be locked; another job may save it too. None if it is locked."""
 
 
 def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Place], *, held: int = 0) -> Reserved:
-    """Lock the attempt of the place that *placed* returns for the attempts that others hold; *held* is ours already."""
+    """Lock an attempt: *placed* picks a place, given the attempts that others hold. *held* is ours already."""
     taken: dict[int, Locked] = {}
     while True:
         place, lock, doubt = placed(taken.keys()), ExitStack(), None

@@ -175,8 +175,8 @@ def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
     if len(newest) > 1:
         ids = ", ".join(row.id[:12] for row in newest)
         raise Conflict(
-            f"{view.run}@{newest[0].step} is ambiguous: commits {ids} stand side by side",
-            hint=f"layerstore drop {newest[0].id[:12]} hides one of them; a commit's id names it everywhere",
+            f"{view.run}@{newest[0].step} is ambiguous: this step has {len(newest)} commits: {ids}",
+            hint=f"layerstore drop {newest[0].id[:12]} moves one to the trash; a commit's id names it everywhere",
         )
     return newest[0]
 
@@ -208,7 +208,7 @@ def reference_to(repo: Repository, save: Saving) -> str:
     """
     Return the reference of the commit *save*: ``RUN@STEP``, or ``RUN~1@STEP`` for one of an earlier attempt.
 
-    A hidden commit whose step has another one now gets its attempt in words instead.
+    If another commit has the step of a hidden one by now, the hidden one gets its attempt in words.
     """
     return references_to(repo, [save])[0]
 

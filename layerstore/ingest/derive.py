@@ -66,7 +66,7 @@ class GatheredCheck:
                 yield tensors[0]
 
     def witness(self, source: ObjectSource) -> Witness | None:
-        """Return what compares the slices of *source* with the gathered tensors, if they supply any."""
+        """Return a callback that compares the slices of *source* with gathered tensors; None if there is nothing to."""
         is_of_rank_0 = source.shard == 0  # the one that gathered
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None

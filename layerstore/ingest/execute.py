@@ -169,7 +169,7 @@ def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Chec
 def _notes(
     asked: IngestRequest, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
 ) -> Iterator[str]:
-    """Say what is stored otherwise than the command suggests, and that the store had rotted."""
+    """Say where the stored commit differs from what the command suggests, and which objects had rotted."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
     tip = None if view is None else next(view.history(record.attempt), None)
     is_whole = saved == len(record.layers)
@@ -200,7 +200,7 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except StorageIO as exc:
         if exc.errno == errnos.ENOENT and repo.layout.root in Path(exc.filename).parents:
-            repo.records.check_store()  # a migration moves folders, and is the better word for that
+            repo.records.check_store()  # raises if a migration moved the folders, which explains more
             if not all(folder.is_dir() for folder in (repo.layout.tmp, repo.layout.objects)):
                 raise  # no collection removes folders
             raise Overtaken(
@@ -269,7 +269,7 @@ class _Ingest:
         old = self.repo.catalog.commit(rival.name)
         place, trimmed = Place.of(old.record), WITHOUT_MOMENTS in old.record.flags
         if asked.replace and (trimmed or old.record.policy.name != asked.policy.name):
-            return None  # that is how its moments are asked for, or more of its layers
+            return None  # the user wants its moments back, or more of its layers
         if asked.opens_attempt and not self._opens_the_same(rival):
             return None
         due = frozenset(rival.layer_names) - place.inherited.keys()

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a commit consists of, but for its numbers."""
+    """What a commit consists of, except for its place in the run."""
 
     versions: dict[str, BlobRef]
     """Of every layer that was due."""
@@ -158,7 +158,7 @@ class _Transfer:
         inherited |= {of.name for layer in older for of in layer.buffers}
 
         def read(tensor: GatheredSource) -> GatheredTensor:
-            # An inherited layer supplies its older version: a composite has that in the file, too.
+            # A tensor of an inherited layer comes from its older version, as in a composite.
             return self._gathered_tensor(tensor, in_layer=tensor in in_layers or tensor.supplier in inherited)
 
         for file in self.checkpoint.gathered:

@@ -21,7 +21,7 @@ class _Branch:
     rows: list[RecordRow]
     """Newest first."""
     joins: CommitId | None
-    """The commit on another branch that its oldest came from."""
+    """The commit on another branch that the oldest of *rows* continues from."""
 
 
 def draw_graph(view: RunView) -> Iterator[GraphLine]:

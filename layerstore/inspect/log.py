@@ -83,7 +83,7 @@ def read_log(
         NotFound: There is no such run, or no such commit.
     """
     if limit is not None and limit < 1:
-        raise InvalidInput(f"a page of {limit} commits is none", hint="give a limit of 1 or more, or none")
+        raise InvalidInput(f"a page cannot have {limit} commits", hint="give a limit of 1 or more, or none")
     if run is not None and run not in repo.catalog.runs():
         repo.catalog.view(run)  # raises, and lists the runs that there are
     views = [repo.catalog.view(name) for name in ([run] if run else repo.catalog.runs())]
@@ -111,7 +111,7 @@ def _commit_named(views: list[RunView], before: str) -> RecordRow:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise NotFound(f"there is no commit {before!r} to go on after", hint="name one as `layerstore log` shows it")
+        raise NotFound(f"there is no commit {before!r} to continue after", hint="name one as `layerstore log` shows it")
     raise InvalidInput(f"{len(found)} commits begin with {before!r}", hint="write more of the id")
 
 

@@ -40,7 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """As the record has it."""
+    """Its place in its history, from 0, written once; a save that was skipped or given up uses one up, too."""
     commit: str
     pin: str | None
     time_ns: int

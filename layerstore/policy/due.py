@@ -24,7 +24,7 @@ class Save:
     ages: Mapping[str, int]
     """How many saves ago each layer was last written; a layer that never was is absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
-    """How far each layer has moved since, relative to its length; empty unless the policy ``measures``."""
+    """How far each layer has moved since, relative to its length; only at a save, and if the policy ``measures``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The bytes that writing each layer takes; likewise."""
 
@@ -34,10 +34,14 @@ class Policy(Protocol):
     """
     Which layers are due at a save.
 
-    A user's own is any object with a name, parameters and this method. Two attributes are optional: ``by_number =
-    True`` says that the answer depends on the save's number alone, so that only the newest saves of a long history are
-    looked at. ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what
-    the policy itself saved there, None for a full checkpoint.
+    A user's own is any object with a name, parameters and this method. Three attributes are optional:
+
+    - ``by_number = True``: over a history, ``due`` needs no ``ages``. They are then empty, and a composite looks back
+      only until every layer has its save. At a save they are filled in all the same. A save that the policy itself
+      made, and that was not full, is not asked about again: its record says what was due.
+    - ``measures = True``: at a save, ``movements`` and ``sizes`` are filled in. Over a history they are always empty.
+    - ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what the
+      policy itself saved there, None for a full checkpoint. At a save it is called with 0 and None.
     """
 
     @property

@@ -26,7 +26,7 @@ from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointCommit:
-    """A commit to be, as one rank knows it: each writes its share, and the first one, which knows tied names, joins."""
+    """One rank's view of a joint commit: each rank writes its share; rank 0, which knows tied names, joins them."""
 
     session: str
     save: int
@@ -39,12 +39,12 @@ class JointCommit:
     """Identifies an object of frozen weights without reading it."""
     run: str
     place: Place
-    """Of the attempt; the save number is *save_number*."""
+    """The place where the attempt began; this save's number is *save_number*."""
     step: int
     save_number: int
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
-    """Returns that of the folder, once the folder is complete."""
+    """Returns the layout of the folder, once the folder is complete."""
     pin: str | None = None
     """The pin that it gets."""
 

@@ -156,7 +156,7 @@ def crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> 
 
 
 Witness = Callable[[SliceSource, int, memoryview], None]
-"""Is shown all bytes that are read: the slice, its element at which they start, and the bytes."""
+"""Callback for every chunk read: the slice, the element that the chunk starts at, and its bytes."""
 
 _KINDS = tuple(Kind)
 
@@ -204,7 +204,7 @@ class Staging:
         """
         *source* names the checkpoint in errors.
 
-        What is *known_before* is looked at before it is written; with *reads_once* nothing can be read a second time.
+        With *known_before*, look objects up before writing them; with *reads_once*, the source cannot be read twice.
         """
         self._writer = writer
         self._reader = reader
@@ -257,7 +257,7 @@ class Staging:
         return ref
 
     def _with_bytes(self, tensor: Tensor) -> Tensor:
-        """Exchange the place of a tensor's bytes for the bytes, or for an object that holds them."""
+        """Replace the place of a tensor's bytes by the bytes, or by an object that holds them."""
         located = tensor.storage.content
         if isinstance(located, Located):
             tensor.storage.content = self._content_at(located.path, located.offset_bytes, located.size_bytes)

@@ -148,7 +148,7 @@ class Transaction:
         )
 
     def _check_all_there(self, called: str) -> None:
-        """Look at all that was named once more; a blob that lies aside is linked back after what it names."""
+        """Check that all that was named is still there; link a blob that lies aside back, after what it names."""
         lost = self.objects.look_again()
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:

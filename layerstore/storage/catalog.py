@@ -171,15 +171,15 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of a run, and from which state of its folder."""
+    """What is known of a run, and a fingerprint of its folder at that time."""
 
     rows: dict[str, RecordRow]
     """Of every readable record, by its file's name."""
     strangers: frozenset[str]
-    """What else is in the folder and is no record."""
+    """Other files in the folder."""
     view: RunView
     stamp: tuple[int, ...] | None
-    """None where nothing tells whether the folder has changed since."""
+    """The fingerprint; None if it cannot prove that the folder is unchanged."""
 
 
 class Catalog:
@@ -430,7 +430,7 @@ class Catalog:
 
 
 def _errno_of(problem: ManifestUnusable) -> int | None:
-    """Return the system's own number for *problem*, None where it was none of the system's."""
+    """Return the errno behind *problem*; None if the system raised none."""
     cause = problem.__cause__
     while cause is not None:
         # LMDB's errors have the second.

@@ -68,7 +68,7 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
 
 
 def sign_of_a_store(layout: Layout, files: Files) -> str | None:
-    """Return what shows that there was a store although ``store.json`` is missing; None if nothing does."""
+    """Return a trace of a store that has lost its ``store.json``, such as commits; None if there is none."""
     signs = (
         (layout.commits, "", "commits"),
         (layout.objects, "[0-9a-f]{2}$", "objects"),
@@ -91,7 +91,7 @@ def lost_identity(path: Path, sign: str) -> IntegrityError:
 
 
 def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
-    """Return the stores that the readable records and pins say they belong to, each with how many say so."""
+    """Count the store ids that readable records and pins name."""
     folders = [*(layout.commits / run for run in files.names_in_folder(layout.commits)), layout.pins]
     paths = (folder / name for folder in folders for name in files.names_in_folder(folder))
     stated = (found for path in paths if (found := _stated(files, path)) is not None)
@@ -106,7 +106,7 @@ def _stated(files: Files, path: Path) -> str | None:
 
 
 def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
-    """Return *problem* with a damaged or missing ``store.json``, and the command that writes it again, if one can."""
+    """Return *problem*, a damaged or missing ``store.json``, with a hint: the command that rewrites it, if one can."""
     if files.exists(layout.migrating):
         return problem  # in the middle of a migration nothing but a copy will do
     stated = stated_ids(layout, files, limit=_ASKED)
@@ -181,7 +181,7 @@ class RecordStore:
         return names
 
     def stamp(self, run: str) -> tuple[int, ...] | None:
-        """Return what tells this state of the folder of *run* from any later one, None where nothing can."""
+        """Return a fingerprint that changes with the folder of *run*; None where nothing proves that it did not."""
         return None if self.is_on_network else self._files.stamp(self._layout.run(run))
 
     @cached_property
@@ -279,7 +279,7 @@ class RecordStore:
 
     def link(self, commit: Commit) -> tuple[int, ...] | None:
         """
-        Make *commit* visible and durable; return what tells its record from one written later, or None if it was there.
+        Make *commit* visible and durable; return its file's identity, for `withdraw`, or None if it was there already.
 
         Only `layerstore.publish` calls this.
 

@@ -1,5 +1,5 @@
 """
-One LMDB environment, kept from everything that it may not do, and the only user of lmdb.
+One LMDB environment, guarded against misuse; the only user of lmdb.
 
 LMDB maps its file and believes what it finds there. Its pages have no checksums: a truncated file, or an offset that
 points out of its page, ends the process by a signal instead of an error. So every page that its trees reach is checked

@@ -26,10 +26,10 @@ from layerstore.storage.handles import Hook, NewFile, OpenFile, mapped_errors, n
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
 
-# What filesystems without hard links answer, and the kernel where a file of another owner's may get no second name.
+# Errors of filesystems without hard links, and of a kernel that forbids links to other users' files.
 _NO_HARD_LINKS = {errnos.EPERM, errnos.ENOTSUP, errnos.ENOSYS}
 
-# What the kernel answers where the filesystem, or it itself, knows no rename that replaces nothing.
+# Errors of a kernel or filesystem that has no rename that refuses to replace.
 _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 
 # Two changes of a folder within one tick of the filesystem's clock have the same time. The coarsest clock ticks every
@@ -102,7 +102,7 @@ class Files:
             raise
 
     def look(self, path: Path) -> os.stat_result | None:
-        """Return what the system says of *path*, None where nothing is there; links are not followed."""
+        """Return the stat of *path*, None where nothing is there; links are not followed."""
         with mapped_errors(path, doing="look at"):
             try:
                 return path.lstat()
@@ -120,7 +120,7 @@ class Files:
         return None if state is None else state.st_mtime_ns
 
     def state(self, path: Path) -> os.stat_result | None:
-        """Return what the system says of the regular file *path*, None where nothing is there."""
+        """Return the stat of the regular file *path*, None where nothing is there."""
         state = self.look(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
@@ -128,7 +128,7 @@ class Files:
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
-        Return what tells the file or folder *path* from one that replaces it; None where nothing is there.
+        Return a fingerprint that changes when *path* is replaced; None where nothing is there.
 
         A new one may reuse the inode of a removed one, but not the time of its last change.
         """
@@ -167,7 +167,7 @@ class Files:
 
     def stamp(self, directory: Path) -> tuple[int, ...] | None:
         """
-        Return what tells this state of the names in *directory* from any later one.
+        Return a fingerprint that changes when a name in *directory* does.
 
         None where it is not there, or changed so recently that another change might not show.
         """
@@ -252,7 +252,7 @@ class Files:
 
     def link_exclusive(self, source: Path, target: Path) -> bool:
         """
-        Let *target* name the file *source* too; return whether *target* was free.
+        Link the file *source* as *target*, too; return whether *target* was free.
 
         Not rename: that would silently replace what another writer published first. Where there are no hard links,
         *source* is moved, by the one kind of rename that replaces nothing.
@@ -375,7 +375,7 @@ def _renamed(source: Path, target: Path) -> bool:
         if exc.errno not in _NO_EXCLUSIVE_RENAME:
             raise
         raise StorageIO(
-            f"cannot give a file the name {target}: here is neither a hard link nor a rename that replaces nothing",
+            f"cannot name a file {target}: this filesystem has no hard links, and no rename that refuses to replace",
             errno=errnos.ENOTSUP,
             filename=str(target),
             hint="a store needs one of them; layerstore doctor tells what a filesystem has: choose another one",

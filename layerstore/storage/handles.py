@@ -63,7 +63,7 @@ def _hint(number: int | None, path: Path) -> str | None:
 
 
 def _whose(path: Path) -> str | None:
-    """Say who owns the file, or the folder on the way to it, that keeps this process out."""
+    """Say who owns *path*, or the folder above it that this process may not use; None if access is no problem."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):  # not there, or behind a folder that may not be looked into
             state = place.lstat()

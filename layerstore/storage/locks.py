@@ -92,10 +92,10 @@ class _Wanted:
 
     def wait(self, seconds: float, *, holder: Path, hint: str) -> None:
         """
-        Wait for *seconds*, or what is left of the time.
+        Wait for *seconds*, but not past the deadline.
 
         Raises:
-            Locked: None is left; the message says who the holder is, according to the file *holder*.
+            Locked: The deadline has passed; the message names the holder, as the file *holder* does.
         """
         left = self.started + self.deadline_seconds - time.monotonic()
         if left <= 0:
@@ -104,7 +104,7 @@ class _Wanted:
         time.sleep(min(seconds, left))
 
     def lost_to(self, holder: Path) -> Locked:
-        """Return the error for a holder that finds another one, that of the file *holder*, in its place."""
+        """Return the error for a lost lock; the file *holder* names the process that has it now."""
         return Locked(
             f"the lock of {self.what} was lost to {_holder_in(holder)}: this process was suspended, "
             "or its disk did not answer",
@@ -166,7 +166,7 @@ def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> HeldLock | None:
                 return None
             if is_ours:
                 attempt.callback(_unlock, fd, os.getpid())
-                if _is_at(fd, wanted.path):  # else somebody removed the file by hand: another one is the lock now
+                if _is_at(fd, wanted.path):  # else the file was removed by hand, and a new file is the lock
                     introduce(fd)
                     stack.push(attempt.pop_all())
                     return _Flock(wanted, fd)
@@ -194,9 +194,9 @@ def try_flock(fd: int, path: Path) -> bool | None:
 
 
 def _unlock(fd: int, pid: int) -> None:
-    """Unlock *fd*, which the process *pid* has locked: closing it would not while a forked child has it open, too."""
+    """Unlock *fd*, locked by the process *pid*; closing is not enough while a forked child has it open, too."""
     if os.getpid() == pid:
-        with contextlib.suppress(OSError):  # then closing it has to do
+        with contextlib.suppress(OSError):  # closing the file will have to do
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
@@ -260,7 +260,7 @@ class _Lease:
                 self._renew()
 
     def _renew(self) -> None:
-        # First touch, then look: whoever takes the lease looks at ours after having made the next one.
+        # Touch first, then look: a process that takes the lease makes the next one first, then looks at ours.
         with self._guard:
             is_there = _is_at(self._fd, self._path)
             if is_there:
@@ -281,7 +281,7 @@ def _acquire(wanted: _Wanted) -> tuple[int, int]:
             now_ns = _now_ns(wanted.path)
             newest = _newest(wanted.path)
             state = _look(_file(wanted.path, newest))
-            # A lease from the future, whose clock was set back since, has run out once it was watched for long enough.
+            # If a clock was set back, a lease may have a future time: it has run out once nothing touched it for long.
             if not _is_unchanged(seen, state):
                 seen, seen_since = state, time.monotonic()
             is_free = (
@@ -306,7 +306,7 @@ def _succeed(base: Path, newest: int, state: os.stat_result | None) -> int | Non
     except FileExistsError:
         return None
     introduce(fd)
-    # The holder may have come back to life after it was looked at, and others may have gone on without us.
+    # Meanwhile the old holder may have renewed its lease, or a third process may have made a later one.
     if _is_unchanged(state, _look(_file(base, newest))) and _newest(base) == newest + 1:
         return fd
     os.close(fd)
@@ -315,7 +315,7 @@ def _succeed(base: Path, newest: int, state: os.stat_result | None) -> int | Non
 
 
 def _discard(path: Path) -> None:
-    """Remove a lease that does not count; if it stays, it still does not."""
+    """Remove a lease that does not count; no harm is done if it stays."""
     with contextlib.suppress(OSError):
         path.unlink()
 

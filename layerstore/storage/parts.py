@@ -86,7 +86,7 @@ class PartStore:
         return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
 
     def remove_session(self, session: str, *, before_ns: int) -> None:
-        """Remove the files of *session* that are older than that, and the folder if nothing is left."""
+        """Remove the files of *session* last changed before *before_ns*, and the folder if it is empty then."""
         folder = self._layout.parts / session
         for name in self._files.names(folder):
             modified_ns = self._files.modified_ns(folder / name)

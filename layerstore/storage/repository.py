@@ -78,14 +78,14 @@ class Repository:
         """
         Hold *attempt* of *run*, so that no other job saves it.
 
-        A job that died must not keep its successor from the attempt: on a network filesystem its lease is waited for,
-        unless the answer must come *at_once*.
+        A dead job must not block its successor: on a network filesystem, wait for its lease to run out, unless the
+        answer must come *at_once*.
         """
         is_patient = self.aside.is_on_network and not at_once
         return lock(
             self.layout.attempt_lock(run, attempt),
             what=f"attempt {attempt} of run {run!r}",
-            # At least a moment: a collection that looks who saves what holds it for no longer.
+            # Wait at least a moment: gc holds this lock that long when it checks which attempts are being saved.
             deadline_seconds=0 if at_once else LEASE_SECONDS + LEASE_RENEWED_SECONDS if is_patient else 1,
         )
 
@@ -137,7 +137,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     files.make_directories(layout.root.parent)
     for folder in (layout.root, *layout.folders):
         files.make_directory(folder)
-    # A collection that is to make room on a full disk finds none for this file.
+    # Made now: on a full disk, gc could not make it.
     os.close(open_lock_file(layout.gc_lock))
     identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp, encode_identity(identity)) as source:

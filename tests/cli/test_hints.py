@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.cli.app import COMMANDS, command_line
 from layerstore.cli.render import name_store, with_store
 from tests.cli.conftest import Run
 
@@ -36,6 +37,19 @@ def test_a_hint_names_the_store_that_was_named(run: Run, checkpoints: Path, tmp_
         assert command == f"layerstore --store '{path}' repair --dry-run"
         assert "lost" in run(*shlex.split(command)[1:]).out
     assert "--store" not in run("show").err
+
+
+def test_suggestions_of_every_command_with_a_store_name_it() -> None:
+    """A new command belongs in `_COMMAND`; init and doctor are suggested with a place, estimate with its own option."""
+    taking = {name for name in COMMANDS if any(param.name == "store" for param in command_line().load(name).params)}
+    name_store("elsewhere")
+
+    try:
+        named = {name for name in COMMANDS if "elsewhere" in with_store(f"layerstore {name}")}
+    finally:
+        name_store(None)
+
+    assert taking - {"init", "doctor", "estimate"} == named
 
 
 @pytest.mark.parametrize(("words", "meant"), [("restore", "compose"), ("save", "ingest"), ("prune", "gc")])

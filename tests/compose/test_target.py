@@ -173,7 +173,7 @@ def test_what_comes_to_the_target_meanwhile_stays(
     neighbours = sorted([*tmp_path.iterdir(), *([] if was_there else [out])])
     with (
         Store(store.path, hook=just_before(last_rename(out), lambda: come(out))) as hooked,
-        pytest.raises(AlreadyExists, match="has come to be there meanwhile") as caught,
+        pytest.raises(AlreadyExists, match="appeared while we were writing") as caught,
     ):
         write(hooked, out, force=force)
 
@@ -193,7 +193,7 @@ def test_force_replaces_only_the_folder_that_was_looked_at(store: Store, tmp_pat
         make_latest(out)
 
     hook = just_before(lambda operation, path: ".replaced-" in path.name, exchange)
-    with Store(store.path, hook=hook) as hooked, pytest.raises(AlreadyExists, match="has come to be there meanwhile"):
+    with Store(store.path, hook=hook) as hooked, pytest.raises(AlreadyExists, match="appeared while we were writing"):
         hooked.compose("sft").write(out, force=True)
 
     assert [path.name for path in out.iterdir()] == ["latest"]
@@ -208,7 +208,7 @@ def test_what_force_has_moved_away_is_named_where_it_cannot_be_put_back(store: S
     with (
         Store(store.path, hook=just_before(last_rename(out), lambda: make_latest(out))) as hooked,
         pytest.warns(UserWarning, match=r"is whole at .*out\.replaced-"),
-        pytest.raises(AlreadyExists, match="has come to be there meanwhile"),
+        pytest.raises(AlreadyExists, match="appeared while we were writing"),
     ):
         hooked.compose("sft").write(out, force=True)
 
@@ -230,7 +230,7 @@ def test_a_report_replaces_only_the_file_that_was_looked_at(store: Store, tmp_pa
         out.write_text("mine")
 
     hook = just_before(lambda operation, path: operation == "fsync" and ".partial-" in path.name, come)
-    with Store(store.path, hook=hook) as hooked, pytest.raises(AlreadyExists, match="has come to be there meanwhile"):
+    with Store(store.path, hook=hook) as hooked, pytest.raises(AlreadyExists, match="appeared while we were writing"):
         hooked.report(out)
 
     assert out.read_text() == "mine"

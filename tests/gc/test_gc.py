@@ -580,7 +580,7 @@ def test_the_whole_do_not_go_while_what_stays_is_hurt(
     before = objects(store)
 
     with pytest.raises(
-        IntegrityError, match=rf"^r@30 is to stay and is not whole: object {lost}.*nothing was remov"
+        IntegrityError, match=rf"^r@30 stays, but is incomplete: object {lost}.*nothing was remov"
     ) as at:
         collect(store, Keep(last=1), dry_run=dry_run)
 
@@ -618,7 +618,7 @@ def test_the_whole_do_not_go_while_a_pin_is_hurt(store: Store, saved: Checkpoint
     lose(store, "best", "missing")
     before = objects(store)
 
-    with pytest.raises(IntegrityError, match=r"^pin 'best' is to stay and is not whole: ") as at:
+    with pytest.raises(IntegrityError, match=r"^pin 'best' stays, but is incomplete: ") as at:
         collect(store, Keep(last=1))
 
     assert "layerstore pin --delete best gives it up" in str(at.value.hint)
@@ -639,7 +639,7 @@ def test_a_sweep_goes_on_beside_a_hurt_commit(store: Store, saved: Checkpoints) 
     done = collect(store)
 
     assert (done.removed, done.orphans.count, orphan.exists()) == ([], 1, False)
-    with pytest.raises(IntegrityError, match=r"^r@30 is to stay"):
+    with pytest.raises(IntegrityError, match=r"^r@30 stays, but is incomplete"):
         collect(store, Keep(last=1))
     assert [damage.kind for damage in store.verify().damaged] == ["object"]
 
@@ -650,7 +650,7 @@ def test_moments_that_are_to_go_may_be_lost(store: Store, saved: Checkpoints) ->
     lose(store, "r@10", "missing", kind=Kind.OPTIMIZER)
     lost = lose(store, "r@20", "missing")
 
-    with pytest.raises(IntegrityError, match=f"^r@20 is to stay and is not whole: object {lost}"):
+    with pytest.raises(IntegrityError, match=f"^r@20 stays, but is incomplete: object {lost}"):
         collect(store, Keep(last=3, drop_optimizer_older_than=5))
     store.ingest(saved(20), run="r")
     done = collect(store, Keep(last=3, drop_optimizer_older_than=5))
@@ -726,7 +726,7 @@ def test_only_what_was_shown_goes(three: Store, saved: Checkpoints) -> None:
     shown = collect(three, Keep(last=1), dry_run=True)
     three.ingest(saved(40), run="r")
 
-    with pytest.raises(Conflict, match=r"r@30 was to stay when the plan was shown"):
+    with pytest.raises(Conflict, match=r"the plan that was shown keeps r@30"):
         collect(three, Keep(last=1), confirmed=shown)
     assert steps(three) == [40, 30, 20, 10]
 

@@ -53,7 +53,7 @@ def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> N
     assert [line.split(":")[0] for line in printed(left, name)] == [f"step {step}" for step in range(1, 9)]
     assert [entry.step for entry in entries] == [8, 6, 4, 2]
     assert {entry.attempt for entry in entries} == {1}
-    assert "begins anew" not in (left / "8.log").read_text()
+    assert "from scratch" not in (left / "8.log").read_text()
 
 
 def test_examples_mark_what_is_layerstores() -> None:

@@ -15,7 +15,7 @@ WORDS = {
     "capture, by the engine": ("InvalidInput", "step 2 cannot be saved: made up (on rank 1)"),
     "other": ("LayoutMismatch", "parameter embed.weight and 18 more: [32, 5] in the checkpoint, [64, 5] in the engine"),
     "cut": ("IntegrityError", "rank 0 finds a pointer to "),
-    "undecided": ("Conflict", "policy 'wayward' says on one rank that other layers are due than on another"),
+    "undecided": ("Conflict", "policy 'wayward' chooses different layers on different ranks"),
 }
 
 

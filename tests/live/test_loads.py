@@ -96,7 +96,8 @@ def test_nothing_is_saved_after_a_load_that_failed_half_way(attempts: Launch) ->
 def test_an_attempt_that_begins_anew_is_told_of_at_its_first_save(attempts: Launch) -> None:
     """Not when a saver is attached: it may still be loaded from what the run has."""
     told = re.findall(
-        r"run 'anew' has commits up to step (\d), .* not resumed.*: attempt (\d) begins anew", attempts.log.read_text()
+        r"run 'anew' has commits up to step (\d), .* not resumed.*: starting attempt (\d) from scratch",
+        attempts.log.read_text(),
     )
 
     assert told == [("2", "2"), ("2", "5")]

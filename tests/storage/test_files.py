@@ -229,7 +229,7 @@ def test_without_links_and_without_such_a_rename_it_is_said(
     files = Files()
     (tmp_path / "one").write_bytes(b"1")
 
-    with pytest.raises(StorageIO, match="neither a hard link nor a rename that replaces nothing") as caught:
+    with pytest.raises(StorageIO, match="no hard links, and no rename that refuses to replace") as caught:
         files.link_exclusive(tmp_path / "one", tmp_path / "name")
     assert "layerstore doctor" in (caught.value.hint or "")
     assert [path.name for path in tmp_path.iterdir()] == ["one"]

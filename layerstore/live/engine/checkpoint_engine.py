@@ -116,7 +116,7 @@ class StoreCheckpointEngine:
     @contextmanager
     def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
         """
-        Surround one load of the engine; not *is_whole*: without the optimizer's state.
+        Surround one load of the engine; without *is_whole* it leaves out the optimizer's state.
 
         The saver continues from what was loaded; after a partial load it begins from nothing.
         """
@@ -223,7 +223,7 @@ class StoreCheckpointEngine:
         store = open_store(pointer.store)
         if store.id != pointer.store_id:
             raise Conflict(
-                f"the pointer leads to {pointer.name} of another store than {pointer.store} is now",
+                f"the pointer leads to {pointer.name}, but {pointer.store} is another store by now",
                 hint="attach a saver to the right store first",
             )
         return store

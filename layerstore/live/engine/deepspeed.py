@@ -55,7 +55,7 @@ class LoadHandler(Protocol):
     """A checkpoint engine that takes part in its engine's loads."""
 
     def loading(self, *, is_whole: bool, note: str) -> AbstractContextManager[None]:
-        """Surround one load; not *is_whole*: without the optimizer's state. *note* is logged if pointers are loaded."""
+        """Surround one load; without *is_whole* it leaves out the optimizer's state. *note* is logged for pointers."""
 
     def whole_weights(self, path: Path) -> "dict[str, torch.Tensor] | None":
         """Return all weights of the checkpoint with the ``model_states`` *path*; None if these are real shards."""
@@ -247,7 +247,7 @@ class Engine:
     @contextmanager
     def _settled(self) -> Iterator[None]:
         """
-        Partition all parameters, as the engine's own save does, if their slices could be on NVMe otherwise.
+        Partition all parameters, as the engine's own save does, if slices might be on NVMe.
 
         In all other cases the slices are in memory, gathered or not. Partitioning and gathering the persistent
         parameters takes one collective each, which would be most of the time of a save.

@@ -72,7 +72,7 @@ class Loaded:
         """
         Read and verify all that is loaded, and compare it with *engine*; return what does not carry over.
 
-        Not *is_whole*: the optimizer's state is not loaded, and need not fit.
+        Without *is_whole* the optimizer's state is not loaded, and need not fit.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.

@@ -90,7 +90,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
         found = due()
     if not exchange.is_same(object_id("\n".join(sorted(found)).encode())):
         raise Conflict(
-            f"policy {policy.name!r} says on one rank that other layers are due than on another; nothing is saved",
+            f"policy {policy.name!r} chooses different layers on different ranks; nothing is saved",
             hint="let due(save) decide by its argument alone",
         )
     return found

@@ -15,7 +15,7 @@ from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
 PlaceFinder = Callable[[RunView | None], Place]
-"""Returns where a job would save if no other job did, by the commits of its run."""
+"""Returns where a job saves, given the commits of its run, if no other job holds that attempt."""
 
 _TRIES = 10
 
@@ -61,7 +61,7 @@ class AttemptLock:
                 self._hold(attempt, unless_agreed.pop_all())
                 self._has_saved = False
                 return place
-        raise Conflict(f"run {self._run!r} is changed by others again and again", hint="try again, or wait for them")
+        raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def warn_if_not_resumed(self, place: Place) -> None:
         """At the first save at *place*, warn if the run has commits that training was not resumed from."""
@@ -71,8 +71,8 @@ class AttemptLock:
         view = self._repo.catalog.find(self._run)
         if view is not None and view.visible and place.fork is None and not place.inherited:
             LOG.warning(
-                "run %r has commits up to step %d, and this engine was not resumed from them: attempt %d begins anew; "
-                "layerstore.resume(engine, store, run=%r) before training goes on with them",
+                "run %r has commits up to step %d, and this engine was not resumed from them: starting attempt %d "
+                "from scratch; call layerstore.resume(engine, store, run=%r) to continue them",
                 self._run,
                 max(row.step for row in view.of_attempt(view.attempts[-1])),
                 place.attempt,
@@ -101,5 +101,5 @@ class AttemptLock:
         if found.passed:
             LOG.warning("%s: this job saves attempt %d", found.passed[0].message, attempt)
         if found.doubt is not None:
-            LOG.warning("nobody is kept from saving attempt %d beside this job: %s", attempt, found.doubt)
+            LOG.warning("attempt %d could not be locked; another job may save it too: %s", attempt, found.doubt)
         return attempt

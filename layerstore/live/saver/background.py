@@ -37,7 +37,7 @@ EXIT_SECONDS_MAX = 600.0
 """How long an ending process waits until its own share is on disk."""
 
 PATIENCE_SECONDS = 10.0
-"""How long rank 0 then waits at least for the others' parts; live ranks write about as much as it does."""
+"""How long rank 0 then waits for the others' parts, or longer if its own share took longer to write."""
 
 
 def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
@@ -141,7 +141,7 @@ class Background:
         try:
             fail_share(self._repo, job.joint, job.failure)
         except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says it
-            LOG.warning("nor could that be noted in the store: %s", exc)
+            LOG.warning("could not record the failure in the store: %s", exc)
 
     def _commit(self, job: Job) -> None:
         try:

@@ -207,7 +207,7 @@ class LastSave:
         if pin is not None:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
         if has_extras:
-            LOG.warning("step %d was saved already: what client_state and files it has, it keeps", step)
+            LOG.warning("step %d was saved already; its client_state and files stay as they are", step)
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
@@ -233,7 +233,7 @@ def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveT
     try:
         note_timing(repo, session, timing)
     except LayerstoreError as exc:
-        LOG.warning("what step %d took is not noted: %s", joint.step, exc)
+        LOG.warning("could not record the timing of step %d: %s", joint.step, exc)
     try:
         if on_saved is not None:
             on_saved(timing)

@@ -201,7 +201,7 @@ class Saver:
             sizes=captured.bytes_by_layer,
         )
         due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
-        # Outcomes are reported for so many saves only, also where each is small enough to fit.
+        # A rank's report has room for the outcomes of SAVES_MAX saves, however small these are.
         if (agreed.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             number = self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)

@@ -53,7 +53,7 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
 
     pin, told = (record.getMessage() for record in caplog.records)
     assert pin == "step 7 was saved already, without a pin: layerstore pin best"
-    assert told == "step 7 was saved already: what client_state and files it has, it keeps"
+    assert told == "step 7 was saved already; its client_state and files stay as they are"
 
 
 def test_a_step_whose_save_was_given_up_may_be_saved_again() -> None:
