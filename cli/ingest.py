@@ -134,12 +134,11 @@ def ingest(
       layerstore ingest --all out --policy parity
       layerstore ingest --watch out
     """
-    is_open = all_ or watch
+    is_open, chosen = all_ or watch, described_policy(policy, settings)
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
-    chosen = described_policy(policy, settings)
     with opened(store) as opened_store:
         save = partial(
             opened_store.ingest,

@@ -63,8 +63,8 @@ class Transaction:
             is_there = self.objects.claim(entry.version) or self._reuse(entry.version)
         except IntegrityError as exc:
             raise IntegrityError(
-                f"the version of {entry.layer!r} of {entry.origin.run}@{entry.origin.step} is damaged: {exc}; "
-                "nothing was saved",
+                f"the version of {entry.layer!r} of {entry.origin.run}@{entry.origin.step} cannot be named "
+                f"once more: {exc}; nothing was saved",
                 hint="layerstore repair --from COPY, or ingesting the checkpoint of that step again, heals it",
             ) from exc
         if not is_there:
