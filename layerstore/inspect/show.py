@@ -40,7 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """Its place in its history, from 0, written once; a save that was skipped or given up uses one up, too."""
+    """As the record has it."""
     turn: int
     """The same as *save_number*; for programs that read the older field."""
     commit: str
