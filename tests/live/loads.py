@@ -107,9 +107,9 @@ def anew(options: Any) -> None:
             path.write_bytes(path.read_bytes()[:100])
         hinted(lambda: engine.load_checkpoint(str(Path(out) / "cut")), "cut")
         hinted(lambda: saver.save(3), "held back")
-    hinted(lambda: layerstore.attach(engine, options["store"], run="anew"), "closed and attached again")
-    engine.load_checkpoint(out)
     with layerstore.attach(engine, options["store"], run="anew") as saver:
+        hinted(lambda: saver.save(3), "closed and attached again")
+        engine.load_checkpoint(out)
         attempt(lambda: saver.save(3), "whole again")
     done()
 

@@ -85,7 +85,7 @@ def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
     """Let the next saver of *engine* continue from the tip of *attempt*, whose saver is closed now."""
     view = store.repo.catalog.find(run)
     rows = [] if view is None else view.of_attempt(attempt)
-    if rows:
+    if rows and engine not in _HALF_LOADED:
         tip = Resolved.of_commit(store.repo.catalog.commit(rows[-1].name))
         note_filled(engine, store, compose_latest(tip))
 
@@ -100,7 +100,7 @@ def check_not_half_loaded(engine: Any) -> None:
     if engine in _HALF_LOADED:
         raise Conflict(
             "the last load failed half-way, so the engine holds parts of two states",
-            hint="load once more before anything is saved",
+            hint="load once more while a saver is attached, or call layerstore.resume",
         )
 
 

@@ -10,7 +10,6 @@ from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.live.engine import (
     Engine,
-    check_not_half_loaded,
     check_run,
     checkpoint_engine_of,
     filled_with,
@@ -99,7 +98,6 @@ def _agreed(
         attached = checkpoint_engine_of(engine).saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
-        check_not_half_loaded(engine.engine)
         resumed = filled_with(engine.engine, opened)
         opened.repo.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")
