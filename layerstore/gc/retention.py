@@ -129,15 +129,18 @@ def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
 def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
     with commit_named(row):
         commit = repo.catalog.commit(row.name)
-        if row_of(commit) != row:
-            raise IntegrityError("the index tells of it differently than its record", hint="layerstore reindex")
-        return Candidate(
+        found = Candidate(
             id=row.id,
             step=row.step,
             time_ns=saved_ns(repo, commit),
             is_in_history=is_in_history,
             metrics=_metrics(repo, commit.record) if needs_metrics else {},
         )
+    if row_of(commit) != row:  # the record is sound: nobody should be told to give it up
+        raise IntegrityError(
+            f"the index tells {row.run}@{row.step} differently than its record does", hint="layerstore reindex"
+        )
+    return found
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:

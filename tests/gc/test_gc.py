@@ -17,7 +17,7 @@ from layerstore.format import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
 from layerstore.model import Kind
 from layerstore.storage import Files, Hook, IndexNotice, open_repository
-from tests.unit.checkpoints import Checkpoints
+from tests.unit.checkpoints import Checkpoints, snapshot
 
 
 def collect(store: Store, keep: Keep | None = None, *, grace_seconds: float | None = 0.0, **options: Any) -> GcOutcome:
@@ -765,3 +765,20 @@ def test_a_run_without_the_metric_keeps_what_it_has(store: Store, saved: Checkpo
     assert {fate.kept_by for fate in outcome.commits if (fate.run, fate.step) == ("dpo", 10)} == {
         ("no commit has eval_loss",)
     }
+
+
+def test_an_index_that_contradicts_a_record_stops_it(store: Store, saved: Checkpoints) -> None:
+    """The way on is a new index: nobody is told to give the sound commit up, and nothing is removed."""
+    saved.into(store, 2, 4)
+    view = store.repo.catalog.view("r")
+    [row] = [row for row in view.rows.values() if row.step == 2]
+    view.rows[row.id] = row._replace(save_number=7)
+    before = snapshot(store)
+
+    with pytest.raises(IntegrityError, match="the index tells r@2 differently") as caught:
+        store.gc(Keep(last=1), grace_seconds=0)
+
+    assert caught.value.hint == "layerstore reindex"
+    assert snapshot(store) == before
+    store.reindex()
+    assert len(store.gc(Keep(last=1), grace_seconds=0).removed) == 1
