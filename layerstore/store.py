@@ -102,7 +102,7 @@ class Store:
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
         from layerstore.ingest import IngestRequest, ingest
-        from layerstore.policy import checked, policy_named
+        from layerstore.policy import chosen_policy
 
         asked = IngestRequest(
             run=run,
@@ -111,7 +111,7 @@ class Store:
             layer_pattern=layer_pattern,
             allowed_globals=frozenset(allowed_globals),
             follow=follow,
-            policy=policy_named(policy) if isinstance(policy, str) else checked(policy),
+            policy=chosen_policy(policy),
             rollback=rollback,
             resumed_from=resumed_from,
             pin=pin,
@@ -140,7 +140,7 @@ class Store:
         from layerstore.compose import compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
         from layerstore.composite import Composite
-        from layerstore.policy import EXACT, checked, policy_named
+        from layerstore.policy import EXACT, chosen_policy
 
         if recipe is not None:
             if ref is not None or policy != "latest":
@@ -153,7 +153,7 @@ class Store:
                 raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
             composition = compose_exact(self._repo, self._resolved(ref))
         else:
-            chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+            chosen = chosen_policy(policy)
             composition = compose_by_policy(self._repo, self._resolved(ref), chosen)
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 

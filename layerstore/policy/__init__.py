@@ -5,7 +5,7 @@ from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers
 from layerstore.policy.filter import Filter
 from layerstore.policy.keep import Best, Candidate, Keep, duration
 from layerstore.policy.parity import Parity
-from layerstore.policy.registry import EXACT, checked, is_ours, names, policy_named
+from layerstore.policy.registry import EXACT, chosen_policy, is_ours, names, policy_named
 from layerstore.policy.replay import replay_policy
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Policy",
     "Save",
     "anchored",
-    "checked",
+    "chosen_policy",
     "due_layers",
     "duration",
     "is_ours",

@@ -47,16 +47,12 @@ def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Pol
         policy = make(**settings)
     except TypeError as exc:
         raise InvalidInput(f"policy {name!r} cannot be made: {exc}", hint="look at its settings") from exc
-    return checked(policy)
+    return _checked(policy)
 
 
-def checked(policy: object) -> Policy:
-    """Return *policy*; raise InvalidInput if it is not one."""
-    if not isinstance(policy, Policy):
-        raise InvalidInput(
-            f"{type(policy).__name__} is no policy", hint="a policy has a name, parameters and a method due(save)"
-        )
-    return policy
+def chosen_policy(given: object) -> Policy:
+    """Return the policy that *given* is, or names; raise InvalidInput if it is none."""
+    return policy_named(given) if isinstance(given, str) else _checked(given)
 
 
 def is_ours(policy: Policy) -> bool:
@@ -67,6 +63,14 @@ def is_ours(policy: Policy) -> bool:
 def names() -> list[str]:
     """Return the names of all policies, installed ones included."""
     return sorted({*_OWN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+
+
+def _checked(policy: object) -> Policy:
+    if not isinstance(policy, Policy):
+        raise InvalidInput(
+            f"{type(policy).__name__} is no policy", hint="a policy has a name, parameters and a method due(save)"
+        )
+    return policy
 
 
 def _check_settings(name: str, settings: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.settings import Frozen, Mode, Pressure, Settings
-from layerstore.policy import Keep, Policy, checked, policy_named
+from layerstore.policy import Keep, Policy, chosen_policy
 from layerstore.publish import SaveTiming
 from layerstore.store import Store, StrPath, as_store
 
@@ -72,7 +72,7 @@ def attach(
     if known.ungated and mode == "async":
         settings = replace(settings, mode="sync")
         LOG.warning("saves are synchronous: %s", known.ungated)
-    chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+    chosen = chosen_policy(policy)
     exchange = Exchange()
     try:
         opened, resumed = _agreed(exchange, store, known, run=run, settings=settings, policy=chosen)
