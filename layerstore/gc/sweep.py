@@ -4,7 +4,7 @@ Sweep: move what nothing needs aside, look again, and unlink it.
 Readers and writers need not wait meanwhile (docs/internals/durability.md); `tests/gc/model.py` is a model of this.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,21 +41,22 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
     return None
 
 
-def list_aside(repo: Repository) -> frozenset[ObjectId]:
+def list_aside(repo: Repository) -> dict[ObjectId, bool]:
     """
-    List the objects aside.
+    List the objects aside; none is cleared for removal yet.
 
     One that is moved there later was moved by another collection, after one of the two lost its lock: only that other
     collection knows whether it may go.
     """
-    return frozenset(object_id for object_id, _ in repo.aside.objects())
+    return {object_id: False for object_id, _ in repo.aside.objects()}
 
 
-def settle(repo: Repository, marks: Marks, listed: Set[ObjectId]) -> tuple[Gone, Gone]:
+def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool]) -> tuple[Gone, Gone]:
     """
     Put back the objects aside that are needed, and unlink the rest of *listed*; return what went, and what waits.
 
-    Blobs go first, and after them only what was unneeded before any of them went.
+    Blobs go first. An object of *listed* that is no blob is cleared (True) if the first look finds it unneeded; only
+    cleared objects follow the blobs.
 
     The same rule settles what a killed collection left aside. On a network filesystem another node's listing may be
     late: there only objects moved before the grace are removed, and the rest waits for the next collection.
@@ -64,7 +65,6 @@ def settle(repo: Repository, marks: Marks, listed: Set[ObjectId]) -> tuple[Gone,
         if each.is_young:
             marks.spare(each.ref)
     blobs: list[BlobRef] = []
-    others: set[ObjectId] = set()
     back: list[BlobRef] = []
     for object_id, path in repo.aside.objects():
         ref = BlobRef(id=object_id, size_bytes=repo.files.size(path) or 0)
@@ -73,7 +73,7 @@ def settle(repo: Repository, marks: Marks, listed: Set[ObjectId]) -> tuple[Gone,
         elif object_id in listed and _is_blob(repo, ref):
             blobs.append(ref)
         elif object_id in listed:
-            others.add(object_id)
+            listed[object_id] = True
     _put_back(repo, back)
     sums = {True: Gone(), False: Gone()}
     for ref in blobs:
@@ -88,7 +88,7 @@ def settle(repo: Repository, marks: Marks, listed: Set[ObjectId]) -> tuple[Gone,
             _put_back(repo, _named_by(repo, ref) or ())
     for object_id, path in repo.aside.objects():
         size_bytes = repo.files.size(path) or 0
-        if object_id in others and not marks.is_needed(object_id, path):
+        if listed.get(object_id) and not marks.is_needed(object_id, path):
             sums[_remove(repo, marks, object_id, path)] += Gone(1, size_bytes)
     repo.aside.sync()
     return sums[True], sums[False]
