@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,73 +16,73 @@ OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The paths of the store at *root*, which was resolved once, when it was opened."""
 
     root: Path
 
-    @property
+    @cached_property
     def identity(self) -> Path:
         """The file that makes a folder a store."""
         return self.root / "store.json"
 
-    @property
+    @cached_property
     def objects(self) -> Path:
         """Immutable content, in 256 folders by the first two digits."""
         return self.root / "objects"
 
-    @property
+    @cached_property
     def commits(self) -> Path:
         """One folder per run, one file per record."""
         return self.root / "commits"
 
-    @property
+    @cached_property
     def pins(self) -> Path:
         """One file per pin."""
         return self.root / "pins"
 
-    @property
+    @cached_property
     def manifest(self) -> Path:
         """The index, unless it lives on another disk."""
         return self.root / "manifest"
 
-    @property
+    @cached_property
     def parts(self) -> Path:
         """What ranks have written for commits that are not complete."""
         return self.root / "parts"
 
-    @property
+    @cached_property
     def stats(self) -> Path:
         """The savers' own timings: advisory, never truth."""
         return self.root / "stats"
 
-    @property
+    @cached_property
     def tmp(self) -> Path:
         """Files that nothing names yet."""
         return self.root / "tmp"
 
-    @property
+    @cached_property
     def locks(self) -> Path:
         """Courtesy locks."""
         return self.root / "locks"
 
-    @property
+    @cached_property
     def gc(self) -> Path:
         """Working files of collections."""
         return self.root / "gc"
 
-    @property
+    @cached_property
     def aside(self) -> Path:
         """Objects on their way out."""
         return self.gc / "aside"
 
-    @property
+    @cached_property
     def trash(self) -> Path:
         """What users dropped or replaced, and what repairs took out of the way."""
         return self.root / "trash"
 
-    @property
+    @cached_property
     def migrating(self) -> Path:
         """Working files of a migration that is under way."""
         return self.root / "migrating"
@@ -90,12 +91,12 @@ class Layout:
         """Return the folder where a migration to format *number* prepares its files."""
         return self.migrating / f"format-{number}"
 
-    @property
+    @cached_property
     def backups(self) -> Path:
         """What migrations have replaced, one folder for each; layerstore never removes anything here."""
         return self.root / "backups"
 
-    @property
+    @cached_property
     def folders(self) -> tuple[Path, ...]:
         """Every folder that ``init`` makes."""
         return (
@@ -125,7 +126,7 @@ class Layout:
         """Return the folder of a run's records; a checked name is a safe path component as it stands."""
         return self.commits / run
 
-    @property
+    @cached_property
     def gc_lock(self) -> Path:
         """The lock file that keeps two collections apart."""
         return self.locks / "gc.lock"

@@ -26,7 +26,7 @@ class UnneededObject:
     ref: BlobRef
     path: Path
     is_young: bool
-    """Whether a writer may be about to name it."""
+    """Whether a writer may be about to name it, or something has named it meanwhile."""
 
 
 _NAMED, _SPARED = 0, 1
@@ -141,24 +141,23 @@ class Marks:
                 yield each
 
     def _loose(self) -> Iterator[UnneededObject]:
-        for object_id, path in self._repo.objects.ids():
-            if self.needs.number(object_id) != _NAMED and (found := self._look_at(object_id, path)):
+        for object_id in self._repo.objects.ids():
+            if self.needs.number(object_id) == _NAMED:
+                continue
+            if found := self.look_at(object_id, self._repo.layout.object(object_id)):
                 yield found
 
     def aside(self) -> Iterator[UnneededObject]:
-        """Yield the unneeded objects that lie aside."""
+        """Yield the objects that lie aside; those that are needed by now count as young."""
         for object_id, path in self._repo.aside.objects():
-            if object_id not in self.needs and (found := self._look_at(object_id, path)):
+            if found := self.look_at(object_id, path):
                 yield found
 
-    def is_needed(self, object_id: ObjectId, path: Path) -> bool:
-        """Whether the object aside at *path* has to go back: it is needed, or was touched since."""
-        return object_id in self.needs or (self._repo.files.modified_ns(path) or 0) >= self.old_before_ns
-
-    def _look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:
+    def look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:
+        """Look at the object at *path*; None if it is gone meanwhile."""
         state = self._repo.files.state(path)
         if state is None:
-            return None  # gone meanwhile
+            return None
         return UnneededObject(
             ref=BlobRef(id=object_id, size_bytes=state.st_size),
             path=path,

@@ -66,35 +66,33 @@ def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool]) -> tupl
             marks.spare(each.ref)
     blobs: list[BlobRef] = []
     back: list[BlobRef] = []
-    for object_id, path in repo.aside.objects():
-        ref = BlobRef(id=object_id, size_bytes=repo.files.size(path) or 0)
-        if marks.is_needed(object_id, path):
-            back.append(ref)
-        elif object_id in listed and _is_blob(repo, ref):
-            blobs.append(ref)
-        elif object_id in listed:
-            listed[object_id] = True
+    for each in marks.aside():
+        if each.is_young:
+            back.append(each.ref)
+        elif each.ref.id in listed and _is_blob(repo, each.ref):
+            blobs.append(each.ref)
+        elif each.ref.id in listed:
+            listed[each.ref.id] = True
     _put_back(repo, back)
     sums = {True: Gone(), False: Gone()}
     for ref in blobs:
-        path = repo.layout.aside / ref.id
-        if marks.is_needed(ref.id, path):
+        found = marks.look_at(ref.id, repo.layout.aside / ref.id)
+        if found is not None and found.is_young:
             _put_back(repo, [ref])
-        else:
-            sums[_remove(repo, marks, ref.id, path)] += Gone(1, ref.size_bytes)
+        elif found is not None:
+            sums[_remove(repo, marks, found.path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
             # A writer has put it back: a blob at its place says that everything it names is there.
             marks.spare(ref)
             _put_back(repo, _named_by(repo, ref) or ())
-    for object_id, path in repo.aside.objects():
-        size_bytes = repo.files.size(path) or 0
-        if listed.get(object_id) and not marks.is_needed(object_id, path):
-            sums[_remove(repo, marks, object_id, path)] += Gone(1, size_bytes)
+    for each in marks.aside():
+        if listed.get(each.ref.id) and not each.is_young:
+            sums[_remove(repo, marks, each.path)] += Gone(1, each.ref.size_bytes)
     repo.aside.sync()
     return sums[True], sums[False]
 
 
-def _remove(repo: Repository, marks: Marks, object_id: ObjectId, path: Path) -> bool:
+def _remove(repo: Repository, marks: Marks, path: Path) -> bool:
     """Unlink an object aside, unless it has to wait for the next collection; return whether it is gone."""
     if repo.aside.is_on_network and repo.aside.moved_ns(path) >= marks.old_before_ns:
         return False

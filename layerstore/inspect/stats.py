@@ -275,7 +275,8 @@ def _look_at_disk(repo: Repository, tally: _Tally) -> None:
         seen.add((found.st_dev, found.st_ino))
         return found.st_blocks * 512  # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are
 
-    for object_id, path in repo.objects.ids():
+    for object_id in repo.objects.ids():
+        path = repo.layout.object(object_id)
         if object_id in tally.users:
             present += 1
             stats.physical_bytes += take(path)

@@ -173,11 +173,10 @@ class ObjectStore:
                 check_hash(ref, hashed(file))
             return file.map()
 
-    def ids(self) -> Iterator[tuple[ObjectId, Path]]:
+    def ids(self) -> Iterator[ObjectId]:
         """Yield every object at its place, by id."""
         for prefix in self._files.names(self._layout.objects):
-            for object_id in self.ids_in(prefix):
-                yield object_id, self._layout.objects / prefix / object_id
+            yield from self.ids_in(prefix)
 
     def ids_in(self, prefix: str) -> list[ObjectId]:
         """Return the objects at their places whose ids begin with the two digits *prefix*, by id."""

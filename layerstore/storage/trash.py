@@ -14,6 +14,7 @@ import contextlib
 import errno as errnos
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, NotFound, StorageIO
@@ -181,7 +182,7 @@ class Aside:
         """Make durable what was unlinked."""
         self._files.sync_directory(self._layout.aside)
 
-    @property
+    @cached_property
     def is_on_network(self) -> bool:
         """Whether another node may see an old state of the folders for a while."""
         return network_filesystem(self._layout.root) is not None
