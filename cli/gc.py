@@ -96,10 +96,10 @@ def gc(
 
 def _is_confirmed(plan: "GcOutcome") -> bool:
     """Show *plan* and ask; anything but a yes is a no, the end of the input too."""
+    if not (plan.removed or plan.trimmed or plan.trash.count):
+        return True
     let_through()  # who is asked has to see what, also with --quiet
     _tell(plan, is_done=False)
-    if not (plan.removed or plan.trimmed):
-        return True
     sys.stdout.write("Remove them? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()

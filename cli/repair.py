@@ -82,9 +82,9 @@ def repair(
     else:
         if restored is not None:
             say(f"wrote store.json again, for store {shown(store_id)}")
-        _tell(repaired, dry_run=dry_run)
+        _tell(repaired, dry_run=dry_run, read_data=read_data)
     if repaired.has_lost:
-        raise IntegrityError(_lost_in_words(repaired, dry_run=dry_run), hint=_hint(repaired))
+        raise IntegrityError(_lost_in_words(repaired, dry_run=dry_run), hint=_hint(repaired, read_data=read_data))
 
 
 def _is_pin(name: str) -> bool:
@@ -99,8 +99,11 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
     return f"{' and '.join(kinds)} {could} be healed: {some(names)}; nothing was {done}"
 
 
-def _hint(repaired: "Repaired") -> str:
-    ways = ["layerstore repair --from COPY"]
+def _hint(repaired: "Repaired", *, read_data: bool) -> str:
+    """Name the ways on; of a damaged pin `_tell` has said all that a copy knows."""
+    looked = " --read-data" if read_data else ""
+    pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
+    ways = [] if pins_only and repaired.pins_elsewhere else [f"layerstore repair{looked} --from COPY"]
     if repaired.reingest:
         ways.append(f"ingest the checkpoint of {some(repaired.reingest, limit=3)} again")
     if any(not cost.everything for cost in repaired.lost):
@@ -110,7 +113,7 @@ def _hint(repaired: "Repaired") -> str:
     return "; ".join(ways)
 
 
-def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
+def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
     move, fetch = ("would move", "would fetch") if dry_run else ("moved", "fetched")
     say_each([f"{move} damaged {of.kind}  {shown(of.path)} to trash/\n  {shown(of.reason)}" for of in repaired.moved])
     say_each(
@@ -133,7 +136,8 @@ def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
         say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
     say_each([f"{shown(name)} is for a newer layerstore, and was left as it is" for name in repaired.newer])
     if not repaired.has_done:
-        say("nothing more can be done here" if repaired.has_lost else "nothing to repair")
+        unread = "" if read_data else "; the tensors' own bytes were not read: --read-data reads those too"
+        say("nothing more can be done here" if repaired.has_lost else f"nothing to repair{unread}")
     elif dry_run:
         say("nothing was changed")
     elif repaired.reindexed:

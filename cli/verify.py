@@ -133,7 +133,7 @@ def _stands(hurt: "Hurt") -> str:
     policies = [f"--policy {name}" for name in hurt.stands if name != "weights"]
     stands = [*policies, *(["--format hf"] if "weights" in hurt.stands else [])]
     return (
-        f"{lost}; {', '.join(stands)} stands"
+        f"{lost}; {some(stands)} {'stands' if len(stands) == 1 else 'stand'}"
         if stands
         else f"{lost}; no policy avoids that, compose --without-damaged may"
     )

@@ -18,7 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, standing
-from layerstore.errors import PROCESS_ERRNOS, IntegrityError, InvalidInput, LayerstoreError, StorageIO
+from layerstore.errors import (
+    PERMISSION_ERRNOS,
+    PROCESS_ERRNOS,
+    IntegrityError,
+    InvalidInput,
+    LayerstoreError,
+    StorageIO,
+)
 from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
@@ -188,8 +195,8 @@ def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, call
 
 
 def _reason(problem: LayerstoreError) -> str:
-    """Return why something counts as damaged; raise if our own process is out of a resource."""
-    if isinstance(problem, StorageIO) and problem.errno in PROCESS_ERRNOS:
+    """Return why something counts as damaged; raise if this process may not read, or is out of a resource."""
+    if isinstance(problem, StorageIO) and problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS:
         raise problem
     return str(problem)
 

@@ -223,9 +223,11 @@ def pinned_commits(repo: Repository) -> dict[CommitId, str]:
 def readable_pins(repo: Repository) -> Iterator[Pin]:
     """Yield every pin; raise IntegrityError at a damaged one."""
     for name, pin in repo.records.pins():
-        with named(f"pin {name!r}", gives_up=_deletes(name)):
-            if isinstance(pin, LayerstoreError):
-                raise pin
+        if isinstance(pin, IntegrityError):
+            hint = f"layerstore repair --from COPY says what it means there; {_deletes(name)} gives it up"
+            raise IntegrityError(f"cannot tell what pin {name!r} needs: {pin}", hint=hint) from pin
+        if isinstance(pin, LayerstoreError):
+            raise pin
         yield pin
 
 

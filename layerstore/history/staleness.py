@@ -66,9 +66,13 @@ def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
         step=origin.step,
         steps=steps if is_own else None,
         # A step that was filled in later has a number that says nothing about its age.
-        saves=saves if is_own and (saves >= 0 or steps < 0) else None,
+        saves=saves if is_own and _sign(saves) == _sign(steps) else None,
         optimizer_step=entry.optimizer_step,
     )
+
+
+def _sign(count: int) -> int:
+    return (count > 0) - (count < 0)
 
 
 def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int) -> None:

@@ -61,10 +61,18 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
         sign = sign_of_a_store(layout, files)
         if sign is not None:
             raise lost_identity(path, sign)
-        raise NoStore(
-            f"there is no store at {path}", hint=f"layerstore init {typed(str(path))}, or name yours with --store"
-        )
+        raise NoStore(f"there is no store at {path}", hint=_where_a_store_is(path, layout, files))
     return files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+
+
+def _where_a_store_is(path: Path, layout: Layout, files: Files) -> str:
+    """Say what helps whoever looked for a store at *path*: `init` makes none where something else is."""
+    for name in ("store", ".layerstore"):
+        if files.exists(layout.root / name / layout.identity.name):
+            return f"name the one inside it: --store {typed(str(path / name))}"
+    if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
+        return f"layerstore init {typed(str(path))}, or name yours with --store"
+    return "name yours with --store; layerstore init makes one in a new or empty folder"
 
 
 def sign_of_a_store(layout: Layout, files: Files) -> str | None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, Unsupported
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.format import (
     StoreIdentity,
     decode_identity,
@@ -131,6 +131,9 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     sign = sign_of_a_store(layout, files)
     if sign is not None:
         raise hinted(lost_identity(path, sign), layout, files)
+    for above in layout.root.parents:
+        if _is_store(above, files):
+            raise InvalidInput(f"{path} is inside the store {above}", hint="choose a path elsewhere")
     strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.manifest)})
     if strangers:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
@@ -145,6 +148,14 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
     files.sync_directory(layout.root)
     return identity
+
+
+def _is_store(folder: Path, files: Files) -> bool:
+    try:
+        decode_identity(read_identity(layout_at(folder), files, path=folder), what=str(folder))
+    except LayerstoreError:
+        return False  # none, or none that can be read
+    return True
 
 
 def open_repository(path: Path, files: Files) -> Repository:

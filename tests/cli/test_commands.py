@@ -165,6 +165,18 @@ def test_log_goes_on_after_one_commit_only(run: Run, store: Path, commit: str, c
     assert len(outcome.err.splitlines()) == 2
 
 
+def test_a_store_is_not_made_inside_another(run: Run, store: Path, tmp_path: Path) -> None:
+    """Its files would be strangers there. And who looks beside a store is shown to it."""
+    inside = run("init", store / "commits" / "mine")
+    beside = run("log", "--store", store.parent)
+    elsewhere = run("log", "--store", tmp_path / "new")
+
+    assert (inside.code, "is inside the store" in inside.err) == (2, True)
+    assert f"name the one inside it: --store {store}" in beside.err
+    assert f"layerstore init {tmp_path / 'new'}, or name yours" in elsewhere.err
+    assert run("verify", "--store", store).code == 0
+
+
 def test_log_of_an_empty_store_says_what_to_do_next(run: Run) -> None:
     """An empty answer is no failure."""
     run("init")

@@ -136,8 +136,29 @@ def test_wrong_use_is_one_line(run: Run, store: Path, options: list[str], code: 
 def test_it_asks_at_a_terminal(run: Run, store: Path, keys: bytes, code: int, says: bytes, left: list[int]) -> None:
     """And removes nothing without a yes; a no is no failure, and no answer is a fault of ours."""
     run("pin", "--delete", "best", "--store", store)
+    returncode, said = answered(keys, "gc", "--keep-last", "1", "--store", str(store))
+
+    assert (returncode, says in said) == (code, True), said
+    assert b"Traceback" not in said
+    assert b"report it" not in said
+    assert logged(run, store) == left
+
+
+def test_it_asks_before_the_trash_is_emptied(run: Run, store: Path) -> None:
+    """What was dropped can be had back until then."""
+    run("drop", "sft@2", "--store", store)
+    words = ["gc", "--empty-trash", "--grace", "0s", "--store", str(store)]
+
+    assert b"nothing was removed" in answered(b"n\n", *words)[1]
+    assert [each["step"] for each in run("log", "--dropped", "--json", "--store", store).fields["dropped"]] == [2]
+    assert b"1 file of the trash" in answered(b"y\n", *words)[1]
+    assert run("log", "--dropped", "--json", "--store", store).fields["dropped"] == []
+
+
+def answered(keys: bytes, *words: str) -> tuple[int, bytes]:
+    """Run a command at a terminal, answer its question with *keys*, and return its exit code and what it said."""
     terminal, theirs = pty.openpty()
-    command = [sys.executable, "-c", IN_A_TERMINAL, "gc", "--keep-last", "1", "--store", str(store)]
+    command = [sys.executable, "-c", IN_A_TERMINAL, *words]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as asking:
         os.close(theirs)
         said = heard_until(terminal, b"Remove them? [y/N]: ")
@@ -145,11 +166,7 @@ def test_it_asks_at_a_terminal(run: Run, store: Path, keys: bytes, code: int, sa
         os.write(terminal, keys)
         said += heard_until(terminal, None)
     os.close(terminal)
-
-    assert (asking.returncode, says in said) == (code, True), said
-    assert b"Traceback" not in said
-    assert b"report it" not in said
-    assert logged(run, store) == left
+    return asking.returncode, said
 
 
 def heard_until(terminal: int, end: bytes | None) -> bytes:

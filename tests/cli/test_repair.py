@@ -13,6 +13,8 @@ import layerstore
 from layerstore.format import decode_identity, encode_identity
 from tests.cli.conftest import Run
 
+NOTHING = "nothing to repair; the tensors' own bytes were not read: --read-data reads those too"
+
 
 def last_object(store: Path) -> Path:
     """Return an object that only sft@4 needs."""
@@ -127,6 +129,22 @@ def test_a_pin_that_may_have_been_moved_since_the_copy_is_said(run: Run, store: 
     assert run("verify", "--store", store).code == 0
 
 
+def test_the_way_on_looks_where_the_damage_was_found(run: Run, store: Path, tmp_path: Path) -> None:
+    """A flipped byte is seen by who reads it, so the command that heals it has to read too."""
+    copy = shutil.copytree(store, tmp_path / "copy")
+    path = last_object(store)
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+    told = run("repair", "--read-data", "--dry-run", "--store", store)
+    hint = told.err.splitlines()[-1].removeprefix("hint: ").partition(";")[0]
+    unread = run("repair", "--from", copy, "--store", store)
+    healed = run(*shlex.split(hint.replace("COPY", str(copy)))[1:])
+
+    assert told.code == 20
+    assert unread.out == f"{NOTHING}\n"
+    assert (healed.code, run("verify", "--read-data", "--store", store).code) == (0, 0)
+
+
 def test_the_plan_fails_as_the_deed_would(run: Run, store: Path) -> None:
     """What a script asks first has the answer of what it would do."""
     last_object(store).unlink()
@@ -185,7 +203,7 @@ def test_a_lost_identity_comes_back(run: Run, store: Path) -> None:
     assert words[:-1] == ["--store", str(store), "repair", "--store-id"]
     assert words[-1] in identity
     assert (wrong.code, planned.code, still.code, done.code) == (2, 0, 20, 0)
-    assert done.out.splitlines() == [f"wrote store.json again, for store {words[-1]}", "nothing to repair"]
+    assert done.out.splitlines() == [f"wrote store.json again, for store {words[-1]}", NOTHING]
     assert "warning: which features the store needs is not known; none is assumed" in done.err
     assert "none is assumed" in planned.err
     assert run("verify", "--read-data", "--store", store).code == 0

@@ -172,6 +172,14 @@ def test_the_order_of_arrival_changes_no_composite(
         assert not after.notes
 
 
+def test_saves_in_another_order_than_their_steps_are_not_counted(source: Path, tmp_path: Path) -> None:
+    """The newest step went in first: how many saves lie between is not known."""
+    with ingested(source, tmp_path / "store", (40, 20, 30)) as store:
+        ages = store.compose("sft", policy="parity").staleness.layers
+
+        assert {(age.step, age.steps, age.saves) for age in ages} == {(40, 0, 0), (30, 10, None)}
+
+
 def test_a_save_that_a_policy_decided_keeps_its_number(source: Path, tmp_path: Path) -> None:
     """By that number its layers were chosen, and later saves inherit nothing from it."""
     with ingested(source, tmp_path / "store", (40, 20)) as store:

@@ -26,6 +26,7 @@ from tests.faults.harness import (
     copied,
     descriptors,
     in_child,
+    object_of,
     problems,
     seeded,
     snapshot,
@@ -185,6 +186,30 @@ def test_a_store_without_write_permission_can_be_read(scene: Path, fast_path: Pa
     (fast_path / "place").mkdir()
 
     assert in_child(_read_only, scene, fast_path / "place", "modes").needed() == []
+
+
+def _verified_by_nobody(scene: Path, place: Path) -> Failure | None:
+    made = copied(scene / "plain", place / "store")
+    with Store(made) as store:
+        [run] = store.runs
+        hidden = object_of(store, run, "model.layers.0")
+        store.verify(read_data=True)  # imports what nobody may not
+    open_to_all(scene, place)
+    for path in [place, *place.rglob("*")]:
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    hidden.chmod(0)
+    become_nobody()
+    return attempt(lambda: Store(made).verify(read_data=True))
+
+
+@pytest.mark.fault(27)
+def test_what_may_not_be_read_is_no_damage(scene: Path, fast_path: Path) -> None:
+    """Nobody should give up a sound commit for a file mode."""
+    (fast_path / "place").mkdir()
+    failure = in_child(_verified_by_nobody, scene, fast_path / "place").needed()
+
+    assert failure is not None
+    assert failure.exit_code == 12
 
 
 def _made_with(scene: Path, folder: Path, umask: int) -> list[str]:

@@ -156,6 +156,20 @@ def test_other_content_for_a_step_is_refused(store: Store, tmp_path: Path) -> No
     assert before == snapshot(store)
 
 
+@pytest.mark.parametrize(("saved", "other"), [(2, 3), (3, 2)])
+def test_another_model_at_a_saved_step_is_refused(store: Store, tmp_path: Path, saved: int, other: int) -> None:
+    """With more layers or with fewer; whoever means it may replace the commit."""
+    store.ingest(checkpoint(tmp_path / "a", layers=saved))
+    source = checkpoint(tmp_path / "b", layers=other)
+    before = snapshot(store)
+    with pytest.raises(Conflict, match="sft@2 is saved already, with other content"):
+        store.ingest(source)
+    assert before == snapshot(store)
+
+    assert store.ingest(source, replace=True).is_new
+    assert len(store.ls("sft@2")) == other + 3
+
+
 def test_replacing_moves_the_old_commit_to_the_trash(store: Store, tmp_path: Path) -> None:
     """The new content is what the step means, a pin means what it meant, and replacing back is one more commit."""
     first, second = checkpoint(tmp_path / "a", seed=0), checkpoint(tmp_path / "b", seed=1)
