@@ -272,17 +272,16 @@ class _Ingest:
             return None  # the user wants its moments back, or more of its layers
         if asked.opens_attempt and not self._opens_the_same(rival):
             return None
-        if set(rival.layer_names) == {layer.layer for layer in self.checkpoint.layers}:
-            due = frozenset(rival.layer_names) - place.inherited.keys()
-            with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
-                content = transfer(
-                    self.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
-                )
-                record = self._record(place, old.record.policy, content, due)
-                if commit_id(record) == rival.id:
-                    for entry in place.inherited.values():
-                        tx.inherit(entry)
-                    return self._outcome(tx, tx.commit(record, observed=old.observed), content)
+        due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
+        with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
+            content = transfer(
+                self.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
+            )
+            record = self._record(place, old.record.policy, content, due)
+            if commit_id(record) == rival.id:
+                for entry in place.inherited.values():
+                    tx.inherit(entry)
+                return self._outcome(tx, tx.commit(record, observed=old.observed), content)
         if not asked.replace and not asked.opens_attempt and self._is_meant(rival):
             raise Conflict(
                 f"{self.run}@{self.checkpoint.step} is saved already, with other content (commit {rival.id[:12]}); "
