@@ -223,11 +223,9 @@ def pinned_commits(repo: Repository) -> dict[CommitId, str]:
 def readable_pins(repo: Repository) -> Iterator[Pin]:
     """Yield every pin; raise IntegrityError at a damaged one."""
     for name, pin in repo.records.pins():
-        if isinstance(pin, IntegrityError):
-            hint = f"layerstore repair --from COPY says what it means there; {_deletes(name)} gives it up"
-            raise IntegrityError(f"cannot tell what pin {name!r} needs: {pin}", hint=hint) from pin
-        if isinstance(pin, LayerstoreError):
-            raise pin
+        with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="says what it means there"):
+            if isinstance(pin, LayerstoreError):
+                raise pin
         yield pin
 
 
@@ -236,12 +234,12 @@ def _deletes(pin: str) -> str:
 
 
 @contextlib.contextmanager
-def named(called: str, *, gives_up: str | None = None) -> Iterator[None]:
-    """Add to an IntegrityError whose damage it is, and the two ways on: heal it, or give it up by name."""
+def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may heal it") -> Iterator[None]:
+    """Add to an IntegrityError whose damage it is, and the two ways on: a copy, or giving it up by name."""
     try:
         yield
     except IntegrityError as exc:
-        hint = "layerstore repair --from COPY may heal it" + (f"; {gives_up} gives it up" if gives_up else "")
+        hint = f"layerstore repair --from COPY {copy_helps}" + (f"; {gives_up} gives it up" if gives_up else "")
         raise IntegrityError(f"cannot tell what {called} needs: {exc}", hint=hint) from exc
 
 
