@@ -309,7 +309,9 @@ def _check_objects(
                 named.note(_lost_object(repo, "object", ref, exc, owners))
 
     waiting: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+    # Looking at local files is over sooner than another thread would wake.
+    workers = WORKERS_MAX if counted.bytes_read or repo.aside.is_on_network else 1
+    with ThreadPoolExecutor(workers) as pool:
         for at in range(PARTS):
             # The blobs themselves have just been read; with the data they count like all others.
             own = {ref: None for each in (named.versions, named.states) for ref in each.part(at)}

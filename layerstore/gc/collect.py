@@ -14,7 +14,7 @@ from pathlib import Path
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.gc.mark import Marks, concluding, named, pinned_commits
 from layerstore.gc.retention import CommitFate, Unserved, choose, unserved, views_of
-from layerstore.gc.sweep import Gone, list_aside, settle, take_aside
+from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
@@ -183,7 +183,7 @@ def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple
     old, young = (defaultdict[int | None, Gone](Gone) for _ in range(2))
     for each in marks.unneeded():
         (young if each.is_young else old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
-    for each in marks.aside():
+    for each in marks.aside(repo.aside.ids()):
         if not each.is_young:
             old[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
     return old, young
@@ -262,7 +262,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         freed = Gone()
         while True:
             full = take_aside(repo, plan.marks, progress)
-            listed = list_aside(repo)
+            listed = repo.aside.ids()  # what comes there after this look, another collection has moved and settles
             _look_again(plan)
             hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)

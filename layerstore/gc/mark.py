@@ -147,10 +147,10 @@ class Marks:
             if found := self.look_at(object_id, self._repo.layout.object(object_id)):
                 yield found
 
-    def aside(self) -> Iterator[UnneededObject]:
-        """Yield the objects that lie aside; those that are needed by now count as young."""
-        for object_id, path in self._repo.aside.objects():
-            if found := self.look_at(object_id, path):
+    def aside(self, ids: Iterable[ObjectId]) -> Iterator[UnneededObject]:
+        """Yield those of *ids* that lie aside; those that are needed by now count as young."""
+        for object_id in ids:
+            if found := self.look_at(object_id, self._repo.layout.aside / object_id):
                 yield found
 
     def look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:

@@ -41,41 +41,28 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
     return None
 
 
-def list_aside(repo: Repository) -> dict[ObjectId, bool]:
+def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[Gone, Gone]:
     """
-    List the objects aside; none is cleared for removal yet.
+    Put back what is needed of *listed*, which lay aside before the last mark, and unlink the rest.
 
-    One that is moved there later was moved by another collection, after one of the two lost its lock: only that other
-    collection knows whether it may go.
-    """
-    return {object_id: False for object_id, _ in repo.aside.objects()}
-
-
-def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool]) -> tuple[Gone, Gone]:
-    """
-    Put back the objects aside that are needed, and unlink the rest of *listed*; return what went, and what waits.
-
-    Blobs go first. An object of *listed* that is no blob is cleared (True) if the first look finds it unneeded; only
-    cleared objects follow the blobs.
+    Return what went, and what waits. Blobs go first; each object is looked at once more right before it goes.
 
     The same rule settles what a killed collection left aside. On a network filesystem another node's listing may be
     late: there only objects moved before the grace are removed, and the rest waits for the next collection.
     """
-    for each in marks.aside():
+    back: list[BlobRef] = []
+    old: list[BlobRef] = []
+    for each in marks.aside(listed):
         if each.is_young:
             marks.spare(each.ref)
-    blobs: list[BlobRef] = []
-    back: list[BlobRef] = []
-    for each in marks.aside():
-        if each.is_young:
             back.append(each.ref)
-        elif each.ref.id in listed and _is_blob(repo, each.ref):
-            blobs.append(each.ref)
-        elif each.ref.id in listed:
-            listed[each.ref.id] = True
-    _put_back(repo, back)
+        else:
+            old.append(each.ref)
+    _put_back(repo, [*back, *(ref for ref in old if ref.id in marks.needs)])
+    old = [ref for ref in old if ref.id not in marks.needs]
+    blobs = {ref.id: ref for ref in old if _is_blob(repo, ref)}
     sums = {True: Gone(), False: Gone()}
-    for ref in blobs:
+    for ref in blobs.values():
         found = marks.look_at(ref.id, repo.layout.aside / ref.id)
         if found is not None and found.is_young:
             _put_back(repo, [ref])
@@ -85,8 +72,8 @@ def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool]) -> tupl
             # A writer has put it back: a blob at its place says that everything it names is there.
             marks.spare(ref)
             _put_back(repo, _named_by(repo, ref) or ())
-    for each in marks.aside():
-        if listed.get(each.ref.id) and not each.is_young:
+    for each in marks.aside(ref.id for ref in old if ref.id not in blobs):
+        if not each.is_young:
             sums[_remove(repo, marks, each.path)] += Gone(1, each.ref.size_bytes)
     repo.aside.sync()
     return sums[True], sums[False]

@@ -103,11 +103,13 @@ class Files:
 
     def look(self, path: Path) -> os.stat_result | None:
         """Return the stat of *path*, None where nothing is there; links are not followed."""
-        with mapped_errors(path, doing="look at"):
-            try:
-                return path.lstat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        try:
+            return os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:
+            with mapped_errors(path, doing="look at"):
+                raise
 
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None where nothing is there."""

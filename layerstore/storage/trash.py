@@ -167,11 +167,9 @@ class Aside:
             if exc.errno != errnos.ENOENT:
                 raise
 
-    def objects(self) -> Iterator[tuple[ObjectId, Path]]:
-        """Yield what lies aside."""
-        for name in self._files.names_unsorted(self._layout.aside):
-            if OBJECT_ID.fullmatch(name):
-                yield ObjectId(name), self._layout.aside / name
+    def ids(self) -> list[ObjectId]:
+        """Return the objects that lie aside."""
+        return [ObjectId(name) for name in self._files.names_unsorted(self._layout.aside) if OBJECT_ID.fullmatch(name)]
 
     def moved_ns(self, path: Path) -> int:
         """Return when *path* came here, by the filesystem's clock: a rename sets the time of change."""

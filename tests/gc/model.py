@@ -196,23 +196,28 @@ def _list_aside(disk: Disk, me: Actor) -> Move:
 
 
 def _mark_again(disk: Disk, me: Actor) -> Move:
-    return disk, me.go("spare", needs=_marked(disk, me))
-
-
-def _spare(disk: Disk, me: Actor) -> Move:
-    spared = {TENSOR} if BLOB in disk.aside and BLOB in disk.young else frozenset()
-    return disk, me.go("list back", needs=me.needs | spared)
+    return disk, me.go("look aside", needs=_marked(disk, me))
 
 
 def _is_needed(disk: Disk, me: Actor, name: str) -> bool:
     return name in me.needs or name in disk.young
 
 
+def _look_aside(disk: Disk, me: Actor) -> Move:
+    """Look at the time of the next object that it listed; what is young goes back, with what it names."""
+    if me.index == len(me.order):
+        return disk, me.go("list back")
+    name = me.order[me.index]
+    if name in disk.aside & me.listed and _is_needed(disk, me, name):
+        needs = me.needs | ({TENSOR, BLOB} if name == BLOB else {TENSOR})
+        return disk, replace(me, index=me.index + 1, needs=needs)
+    return disk, replace(me, index=me.index + 1)
+
+
 def _list_back(disk: Disk, me: Actor) -> Move:
     """Find what goes back; before a blob comes what it names, wherever it is."""
-    back = tuple(name for name in (TENSOR, BLOB) if name in disk.aside and _is_needed(disk, me, name))
-    doomed = frozenset(name for name in me.listed if not _is_needed(disk, me, name))
-    return disk, me.go("put back", todo=(TENSOR, BLOB) if BLOB in back else back, listed=doomed)
+    back = tuple(name for name in (TENSOR, BLOB) if name in me.listed & me.needs)
+    return disk, me.go("put back", todo=(TENSOR, BLOB) if BLOB in back else back, listed=me.listed - me.needs)
 
 
 def _put_back(disk: Disk, me: Actor) -> Move:
@@ -267,7 +272,7 @@ _COLLECTION: dict[str, Callable[[Disk, Actor], Move]] = {
     "take": _take,
     "list aside": _list_aside,
     "mark again": _mark_again,
-    "spare": _spare,
+    "look aside": _look_aside,
     "list back": _list_back,
     "put back": _put_back,
     "put home": _put_home,
