@@ -57,7 +57,11 @@ def folder_kind(names: Iterable[str]) -> str | None:
 
 def is_text(name: str) -> bool:
     """Whether *name* is valid Unicode: a record can hold it, and a terminal show it."""
-    return not any("\ud800" <= sign <= "\udfff" for sign in name)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def rank_of_file(name: str) -> int | None:

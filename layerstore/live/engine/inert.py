@@ -36,6 +36,7 @@ class Memory:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
         self._marks: dict[Path, tuple[int, int]] = {}
@@ -49,7 +50,7 @@ class Memory:
             if known.dtype != dtype.code:
                 raise Unsupported(f"one storage of {self._name} is viewed as {known.dtype} and as {dtype.code}")
             return known
-        place = Path(self._name, str(len(self._storages)))
+        place = self._folder / str(len(self._storages))
         node = Storage(
             dtype=dtype.code,
             elements=untyped.nbytes() // dtype.bytes,
