@@ -35,7 +35,6 @@ class Memory:
     """The storages that trees point at, and where each one's bytes are now."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
@@ -48,7 +47,7 @@ class Memory:
         known = self._storages.get(untyped._cdata)
         if known is not None:
             if known.dtype != dtype.code:
-                raise Unsupported(f"one storage of {self._name} is viewed as {known.dtype} and as {dtype.code}")
+                raise Unsupported(f"one storage of {self._folder} is viewed as {known.dtype} and as {dtype.code}")
             return known
         place = self._folder / str(len(self._storages))
         node = Storage(
@@ -83,7 +82,7 @@ class Memory:
         """Add *data*; return its path."""
         import torch
 
-        place = Path(self._name, "files", name)
+        place = self._folder / "files" / name
         held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         self._held[place] = held.untyped_storage()
         return place
