@@ -262,7 +262,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         freed = Gone()
         while True:
             full = take_aside(repo, plan.marks, progress)
-            listed = repo.aside.ids()  # what comes there after this look, another collection has moved and settles
+            listed = repo.aside.ids()  # what comes later was moved by another collection, which settles it
             _look_again(plan)
             hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)
