@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +36,7 @@ from layerstore.cli.exits import (
 )
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
+from layerstore.cli.shares import follow, is_follower, leave, led
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 
@@ -63,6 +63,10 @@ COMMANDS = (
     "repair",
     "reindex",
     "migrate",
+    "remote",
+    "push",
+    "pull",
+    "clone",
     "doctor",
     "estimate",
     "demo",
@@ -70,7 +74,7 @@ COMMANDS = (
 
 
 # Commands that live in another command's module.
-_HOMES = {"undrop": "drop"}
+_HOMES = {"undrop": "drop", "pull": "push"}
 
 # Commands whose output is the answer to a question, which ``--quiet`` does not silence; a plan and a list are too.
 ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
@@ -155,8 +159,16 @@ def layerstore_(
     context: typer.Context,
     *,
     store: Annotated[
-        Path | None,
-        typer.Option("--store", envvar="LAYERSTORE_STORE", metavar="PATH", help="The store; ./.layerstore by default."),
+        str | None,
+        typer.Option(
+            "--store", envvar="LAYERSTORE_STORE", metavar="STORE", help="A folder or URL; ./.layerstore by default."
+        ),
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            "--cache", metavar="SIZE", help="Keep at most so much of remotes on this host: 20GB; else 100 GiB."
+        ),
     ] = None,
     as_json: AsJson = False,
     quiet: Annotated[
@@ -202,6 +214,8 @@ def layerstore_(
         raise typer.Exit(EXIT_USAGE)
     if context.invoked_subcommand in ANSWERING:
         let_through()
+    if cache is not None:
+        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the one place that it is read from
     shared = {"store": store, "as_json": as_json}
     context.default_map = {context.invoked_subcommand: shared}
 
@@ -244,17 +258,18 @@ def _main(words: list[str]) -> int:
     if failure is None:
         return 0
     with contextlib.suppress(OSError):  # nobody is left to tell
-        if failure.message:
+        if failure.message and not is_follower():
             # From the words, not from parsed options: a usage error is raised before those exist.
             say_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()
+    leave(failure.code)
     return failure.code
 
 
 def _run(words: list[str]) -> Failure | None:
     """Run one command; turn every exception but signals into a `Failure`."""
     try:
-        code = command_line().main(args=words, prog_name="layerstore", standalone_mode=False)
+        code = _command(words)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -283,6 +298,15 @@ def _run(words: list[str]) -> Failure | None:
     if code == EXIT_INTERRUPTED:  # typer's way to pass on Ctrl-C
         raise KeyboardInterrupt
     return Failure(kind="usage", code=code, message="") if code else None
+
+
+def _command(words: list[str]) -> int:
+    """Run the command, or work for the process that does; return the exit code that it asks for."""
+    if is_follower():
+        follow()
+        return 0
+    with led(words) as its_words:
+        return command_line().main(args=its_words, prog_name="layerstore", standalone_mode=False) or 0
 
 
 def _failed(problem: LayerstoreError) -> Failure:

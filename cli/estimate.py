@@ -2,13 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
+from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, opened, with_options
 from layerstore.cli.policy import policy_from
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 from layerstore.errors import InvalidInput, NotFound
@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "--every": 100,
     "--step-seconds": 10.0,
     "--bandwidth": "2GB/s",
+    "--copy-rate": "10GB/s",
     "--disk": "10TB",
 }
 
@@ -64,6 +65,24 @@ Policies = Annotated[
 ]
 
 
+Trainable = Annotated[
+    str, _option("--trainable", "SHARE", "The share that is trained, like 0.5%: LoRA, frozen layers.")
+]
+Movement = Annotated[float | None, _option("--movement", "X", "drift: how far layers move from save to save.")]
+_COSTS: Table = {
+    "keep_last": (int, "N", "Keep the newest N; without this and the next, all."),
+    "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
+    "copy_rate": (str, "RATE", f"What a rank copies while it is held up: {_DEFAULTS['--copy-rate']}."),
+    "price": (
+        str,
+        "GB-MONTH,PUT,GET,GPU-HOUR",
+        "Say what it costs, by a price list in dollars, requests by the thousand: 0.023,0.005,0.0004,2.50.",
+    ),
+}
+"""What says what a run costs."""
+
+
+@with_options("costs", _COSTS)
 def estimate(
     model: ModelName = None,
     *,
@@ -78,12 +97,9 @@ def estimate(
     measure: Annotated[Path | None, _option("--measure", "DIR", "Write there for two seconds, and take that.")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
     dtype: Annotated[str | None, _option("--dtype", "bf16|fp16|fp32", "What is trained in: bf16.")] = None,
-    trainable: Annotated[
-        str, _option("--trainable", "SHARE", "The share that is trained, like 0.5%: LoRA, frozen layers.")
-    ] = "1",
-    movement: Annotated[
-        float | None, _option("--movement", "X", "drift: how far layers move from save to save.")
-    ] = None,
+    trainable: Trainable = "1",
+    movement: Movement = None,
+    costs: Mapping[str, Any],
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,6 +107,7 @@ def estimate(
     Estimate what saving a model takes under each policy.
 
     The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
+    With --price a second one says what the run costs: storage, requests, and the hours of GPUs that stand still.
     The policies decide as they would in training. What is assumed is listed below the table.
     Of a checkpoint or a commit only headers are read. A config.json needs Transformers and PyTorch installed.
     If MODEL is both a path and a REF, the path wins.
@@ -100,46 +117,47 @@ def estimate(
       layerstore estimate Llama-3.1-8B/config.json --world-size 16
       layerstore estimate sft@200 --policy filter:every=10 --measure /scratch
       layerstore estimate --params 70B --layers 80 --every 50 --disk 40TB
+      layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
     """
     from layerstore.dtypes import dtype_code
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
     policies = {text: policy_from(text) for text in policy or _POLICIES}
-    asked = {
+    asked: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,
         "--steps": steps,
         "--every": every,
         "--step-seconds": step_seconds,
         "--bandwidth": bandwidth or measure,
+        "--copy-rate": costs.get("copy_rate"),
         "--disk": disk,
     }
-    assumed = sorted(name for name, value in asked.items() if value is None)
-    used = asked | {name: _DEFAULTS[name] for name in assumed}
     if bandwidth is not None and measure is not None:
         raise InvalidInput("--bandwidth and --measure were both given", hint="choose one")
+    assumed = sorted(name for name, value in asked.items() if value is None)
+    used = asked | {name: _DEFAULTS[name] for name in assumed}
     training = Training(
         world_size=used["--world-size"],
         steps=used["--steps"],
         every=used["--every"],
         step_seconds=used["--step-seconds"],
         bytes_per_second=_rate(used["--bandwidth"]),
+        copy_bytes_per_second=_size(used["--copy-rate"].removesuffix("/s"), "--copy-rate"),
         disk_bytes=_size(used["--disk"], "--disk"),
         dtype=dtype_code(dtype) or chosen.dtype or "BF16",
         trainable=_share(trainable),
         movement=movement,
+        **_rules_and_prices(costs),
     )
-    found = estimate_saves(chosen, training, policies)
-    if as_json:
-        say_json(found | {"assumed": assumed})
-    else:
-        _tell(found, assumed, measured=measure)
+    found = estimate_saves(chosen, training, policies) | {"assumed": assumed}
+    say_json(found) if as_json else _tell(found, measured=measure)
 
 
 # -- what was asked ------------------------------------------------------------------------------------------------
 
 
-def _model(name: str | None, *, params: str | None, layers: int | None, store: Path | None) -> "Model":
+def _model(name: str | None, *, params: str | None, layers: int | None, store: str | None) -> "Model":
     from layerstore.inspect import made_up, model_at
 
     if (name is None) == (params is None and layers is None):
@@ -158,7 +176,7 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: P
     return made_up(_count(params), layers)
 
 
-def _stored_model(name: str, store: Path | None) -> "Model":
+def _stored_model(name: str, store: str | None) -> "Model":
     from layerstore.inspect import model_of_commit
 
     if store is None and not DEFAULT_STORE.exists():
@@ -203,6 +221,13 @@ def _size(text: str, option: str) -> int:
     return size_bytes
 
 
+def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
+    from layerstore.inspect import Prices
+
+    rules = {name: costs.get(name) for name in ("keep_last", "keep_every")}
+    return rules | {"prices": Prices.parse(costs["price"]) if "price" in costs else None}
+
+
 def _rate(given: str | Path) -> float:
     """Return the rate that was *given*, or measured in that folder."""
     from layerstore.check import write_speed
@@ -213,7 +238,7 @@ def _rate(given: str | Path) -> float:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _tell(found: Mapping[str, Any], assumed: Sequence[str], *, measured: Path | None) -> None:
+def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
     model, every = found["model"], _time(found["interval_seconds"])
     kinds = {"config": model["architecture"], "checkpoint": "a checkpoint", "commit": "a commit"}
     kind = f" ({kinds[model['source']]})" if kinds.get(model["source"]) else ""
@@ -235,16 +260,38 @@ def _tell(found: Mapping[str, Any], assumed: Sequence[str], *, measured: Path | 
     )
     share = f"{found['held_share']:.1%}" if found["held_share"] >= 0.001 else "less than 0.1%"
     say_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
+    if found["prices"] is not None:
+        _tell_costs(found)
     if found["movement"] is None:
         say_paragraph("Drift cannot be predicted; with --movement X it is estimated for layers that all move alike.")
     say()
     say("assumed:")
-    for text in (*_unsaid(found, assumed, measured), *found["assumptions"]):
+    for text in (*_unsaid(found, measured), *found["assumptions"]):
         say_paragraph(f"- {text}", indent=2)
     for line in found["lines"]:
         if line["policy"] is not None and line["save_seconds"] > found["interval_seconds"]:
             takes = _time(line["save_seconds"])
             say_warning(f"{_label(line)}: a save takes {takes}, and the next comes after {every}: training would wait")
+
+
+def _tell_costs(found: Mapping[str, Any]) -> None:
+    say()
+    columns = [Column("SAVED BY", folds=True)]
+    columns += [Column(text, "right") for text in ("STORAGE", "REQUESTS", "HELD UP", "IN ALL", "OF DEEPSPEED")]
+    deepspeed = next(line["cost"]["total"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
+    say_table(columns, (_cost_row(line, deepspeed) for line in found["lines"]))
+    say()
+    rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
+    kept = " and ".join(text.format(found[rule]) for rule, text in rules.items() if found[rule] is not None)
+    say_paragraph(
+        f"What the run costs, in a bucket that keeps {kept or 'all saves'}. HELD UP: the hours of GPUs that stand "
+        "still for saves."
+    )
+
+
+def _cost_row(line: Mapping[str, Any], deepspeed: float) -> list[str]:
+    costs = [f"${line['cost'][what]:,.2f}" for what in ("storage", "requests", "held_up", "total")]
+    return [_label(line), *costs, f"{line['cost']['total'] / deepspeed:.0%}" if deepspeed else "-"]
 
 
 def _label(line: Mapping[str, Any]) -> str:
@@ -264,7 +311,7 @@ def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
     ]
 
 
-def _unsaid(found: Mapping[str, Any], assumed: Sequence[str], measured: Path | None) -> Iterator[str]:
+def _unsaid(found: Mapping[str, Any], measured: Path | None) -> Iterator[str]:
     """Yield the figures that were not given, with the options that give them."""
     rate = f"all ranks together write {size(round(found['bytes_per_second']))}/s"
     texts = {
@@ -273,9 +320,12 @@ def _unsaid(found: Mapping[str, Any], assumed: Sequence[str], measured: Path | N
         "--every": f"a save every {counted(found['every'], 'step')}",
         "--step-seconds": f"a step takes {_time(found['interval_seconds'] / found['every'])}",
         "--bandwidth": rate,
+        "--copy-rate": f"a rank copies {size(round(found['copy_bytes_per_second']))}/s",
         "--disk": f"{size(found['disk_bytes'])} of disk",
     }
-    unsaid = [f"{text} ({name})" for name, text in texts.items() if name in assumed]
+    if found["prices"] is None:
+        del texts["--copy-rate"]
+    unsaid = [f"{text} ({name})" for name, text in texts.items() if name in found["assumed"]]
     if unsaid:
         yield "; ".join(unsaid)
     if measured is not None:

@@ -38,8 +38,16 @@ Grace = Annotated[
     typer.Option(
         "--grace",
         metavar="AGE",
-        help="Objects younger than this stay: 5m; what writers left half done, at least 24h. 0s: nobody writes now.",
+        help=(
+            "Objects younger than this stay: 5m; what writers left half done, at least 24h. 0s: nobody writes now. "
+            "Of a remote 24h or more, or 0s: nobody pushes now."
+        ),
     ),
+]
+
+
+Remote = Annotated[
+    str | None, typer.Option(metavar="REMOTE", help="Collect this remote, by name or URL, and not the store.")
 ]
 
 
@@ -52,6 +60,10 @@ def gc(
     empty_trash: Annotated[
         bool, typer.Option("--empty-trash", help="Also what was dropped or replaced less than 7 days ago.")
     ] = False,
+    remote: Remote = None,
+    pushed_to: Annotated[
+        str | None, typer.Option("--pushed-to", metavar="REMOTE", help="Keep what this remote lacks.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask at a terminal.")] = False,
     store: StorePath = None,
@@ -71,6 +83,7 @@ def gc(
     Examples:
       layerstore gc --dry-run --keep-last 3 --keep-every 1000
       layerstore gc sft --keep-within 14d --keep-best eval_loss:2
+      layerstore gc --keep-last 2 --pushed-to origin
       layerstore gc
     """
     from layerstore.policy import duration
@@ -78,7 +91,15 @@ def gc(
     keep = keep_of(rules)
     grace_seconds = None if grace is None else duration(grace).total_seconds()
     with opened(store) as opened_store:
-        collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds, empty_trash=empty_trash)
+        collect = partial(
+            opened_store.gc,
+            keep,
+            runs=run or None,
+            grace_seconds=grace_seconds,
+            empty_trash=empty_trash,
+            remote=remote,
+            pushed_to=pushed_to,
+        )
         plan: GcOutcome | None = None
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:

@@ -34,6 +34,7 @@ from layerstore.errors import (
     IntegrityError,
     Internal,
     InvalidInput,
+    JobLost,
     LayerstoreError,
     Locked,
     Overtaken,
@@ -233,7 +234,7 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
     """Whether *problem* is one of the store, its disk or its lock, and not of the checkpoint in *folder*."""
     if isinstance(problem, StorageIO):
         return not Path(str(problem.filename)).is_relative_to(folder)
-    return isinstance(problem, IntegrityError | Internal | Locked)
+    return isinstance(problem, IntegrityError | Internal | JobLost | Locked)
 
 
 # -- where checkpoints come from -----------------------------------------------------------------------------------

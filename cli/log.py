@@ -58,7 +58,7 @@ def log(
     """
     List commits by run, newest step first.
 
-    Where gc has dropped a commit's moments, LACKS says so.
+    Where gc has dropped a commit's moments, LACKS says so. PUSHED names remotes as of the last push.
 
     \b
     Examples:
@@ -73,6 +73,8 @@ def log(
         return
     with opened(store) as opened_store:
         page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
+        is_pushed = any(entry.pushed for entry in page.entries)
+        remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
         took = {(name, *place): each for name in runs for place, each in opened_store.timings(name).items()}
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
@@ -83,7 +85,7 @@ def log(
         entries = [line.entry for line in sound if line.entry is not None]
         say_json(_fields(entries, damaged, took if timing else None, more=bool(page.more)))
     elif sound:
-        _say_lines(sound, took if timing else None)
+        _say_lines(sound, took if timing else None, remotes)
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
             next_page = with_store(f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}")
@@ -124,7 +126,7 @@ def _fields(
     return {"commits": commits, "more": more, **({"damaged": lost} if lost else {})}
 
 
-def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
+def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, str]) -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
     of_entry: dict[Column, Callable[[LogEntry], str]] = {Column("RUN", folds=True): lambda entry: entry.run}
@@ -133,7 +135,7 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     of_entry[Column("STEP", "right")] = lambda entry: str(entry.step)
     of_entry[Column("COMMIT")] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
     of_entry[Column("SAVED")] = lambda entry: age(entry.time_ns)
-    of_entry |= _what_commits_hold(entries) if took is None else _what_saves_took(took)
+    of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":
         return lambda line: "" if line.entry is None else cell(line.entry)  # one that joins two attempts has none
@@ -146,7 +148,7 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
         say_note("-: not measured; only saves made with attach() are timed")
 
 
-def _what_commits_hold(entries: list["LogEntry"]) -> "dict[Column, Callable[[LogEntry], str]]":
+def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "dict[Column, Callable[[LogEntry], str]]":
     columns: dict[Column, Callable[[LogEntry], str]] = {
         Column("LAYERS", "right"): lambda entry: (
             str(entry.layers) if entry.layers_saved == entry.layers else f"{entry.layers_saved} of {entry.layers}"
@@ -156,6 +158,10 @@ def _what_commits_hold(entries: list["LogEntry"]) -> "dict[Column, Callable[[Log
     if not all(entry.has_moments for entry in entries):
         lacks = Column("LACKS", folds=True, width_min=_NOTE_WIDTH_MIN)
         columns[lacks] = lambda entry: "" if entry.has_moments else "moments"
+    if any(entry.pushed for entry in entries):
+        columns[Column("PUSHED", folds=True, width_min=_NOTE_WIDTH_MIN)] = lambda entry: ", ".join(
+            remotes.get(url, url) for url in entry.pushed
+        )
     if any(entry.pins for entry in entries):
         columns[Column("PINS", folds=True, width_min=_NOTE_WIDTH_MIN)] = lambda entry: ", ".join(entry.pins)
     return columns

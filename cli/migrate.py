@@ -1,6 +1,7 @@
 """``layerstore migrate``: take a store to the format that this layerstore writes."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +38,7 @@ def migrate(
     if list_:
         return _list(migrations.STEPS, as_json=as_json)
     work = migrations.plan_migration if dry_run else migrations.migrate
-    migration = work(store or DEFAULT_STORE)
+    migration = work(Path(store or DEFAULT_STORE))
     if as_json:
         return say_json(json_fields(migration) | {"dry_run": dry_run})
     if not migration.steps:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 import layerstore
+from layerstore.cli.shares import shares
 from layerstore.errors import InvalidInput
+from layerstore.layout import is_url
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -24,8 +26,8 @@ DEFAULT_STORE = Path(".layerstore")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, as the last line.")]
 StorePath = Annotated[
-    Path | None,
-    typer.Option("--store", metavar="PATH", help="The store; else LAYERSTORE_STORE, else ./.layerstore."),
+    str | None,
+    typer.Option("--store", metavar="STORE", help="A folder or URL; else LAYERSTORE_STORE, else ./.layerstore."),
 ]
 Reference = Annotated[
     str | None,
@@ -65,13 +67,22 @@ def with_options(place: str, table: Table) -> Callable[[Command], Command]:
 
 
 @contextlib.contextmanager
-def opened(path: Path | None) -> Iterator["Store"]:
-    """Yield the store at *path*, or the default one; show its warnings in every command."""
+def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
+    """Yield the store at *path*, or the default one, or a *remote* of it; show its warnings in every command."""
+    from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice, WeakDurability
 
     warnings.simplefilter("always", IndexNotice)
     warnings.simplefilter("once", WeakDurability)
-    with layerstore.open(path or DEFAULT_STORE) as store:
+    warnings.simplefilter("always", RemoteNotice)
+    if remote is not None and is_url(remote):
+        path, remote = remote, None
+    with layerstore.Store(path or DEFAULT_STORE, shares=shares()) as store:
+        if remote is None:
+            yield store
+            return
+        url = store.remotes.url(remote)
+    with layerstore.open(url) as store:
         yield store
 
 

@@ -263,8 +263,8 @@ def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -
 
 _STORE_OPTION = re.compile(r"--store(?![\w-])")
 _COMMAND = re.compile(
-    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|undrop|verify)"
-    r"\b)"
+    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|pull|push|reindex|remote|repair|report|show"
+    r"|stats|undrop|verify)\b)"
 )
 
 

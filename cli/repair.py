@@ -1,6 +1,5 @@
 """``layerstore repair``: move what is damaged to the trash, fetch it from another store, and tell what is lost."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from layerstore.check import Repaired
 
 Sources = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         "--from",
         metavar="STORE",
@@ -45,6 +44,10 @@ def repair(
     store_id: Annotated[
         str | None,
         typer.Option("--store-id", metavar="ID", help="Write a lost store.json again."),
+    ] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(metavar="REMOTE", help="Give this remote, by name or URL, what it has lost and this store has."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     store: StorePath = None,
@@ -76,7 +79,9 @@ def repair(
         say_json(identity) if as_json else say("would write store.json again")
         return
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        repaired = opened_store.repair(read_data=read_data, sources=sources or (), dry_run=dry_run, progress=progress)
+        repaired = opened_store.repair(
+            read_data=read_data, sources=sources or (), remote=remote, dry_run=dry_run, progress=progress
+        )
     if as_json:
         say_json({**identity, **json_fields(repaired)})
     else:

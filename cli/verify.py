@@ -20,6 +20,7 @@ from layerstore.cli.render import (
 )
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.json_fields import json_fields
+from layerstore.layers import typed
 
 if TYPE_CHECKING:
     from layerstore.check import Damage, Hurt, Verdict
@@ -43,6 +44,9 @@ def verify(
     read_data: Annotated[bool, typer.Option("--read-data", help="Also read and hash every byte.")] = False,
     read_data_subset: Subset = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Which 10% it is: as an earlier verify said.")] = None,
+    remote: Annotated[
+        str | None, typer.Option(metavar="REMOTE", help="Check this remote, by name or URL, and not the store.")
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -62,7 +66,7 @@ def verify(
     if seed is not None and read_data_subset is None:
         raise InvalidInput("--seed is for --read-data-subset", hint="layerstore verify --help")
     reads = read_data or read_data_subset is not None
-    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+    with opened(store, remote=remote) as opened_store, shown_progress(as_json=as_json) as progress:
         looked_at = None if ref is None else opened_store.compose(ref).name  # a run means its newest commit
         verdict = opened_store.verify(
             ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
@@ -75,8 +79,11 @@ def verify(
             say_note("the tensors' own bytes were not read: --read-data reads those too")
     if verdict.damaged:
         option = " --read-data" if reads else ""  # without reading, repair would not find this damage
+        if remote is not None:
+            option += f" --remote {typed(remote)}"
         raise IntegrityError(
-            _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run says what can be done"
+            _damage_in_words(verdict),
+            hint=f"layerstore repair{option} --dry-run says what can be done",
         )
 
 

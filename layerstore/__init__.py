@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from layerstore.composite import Composite
     from layerstore.live import Resumed, Saver, attach, resume
     from layerstore.policy import Drift, Filter, Keep, Latest, Parity
-    from layerstore.store import Store, doctor, find_checkpoints, init
+    from layerstore.store import Store, clone, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Saver",
     "Store",
     "attach",
+    "clone",
     "doctor",
     "errors",
     "find_checkpoints",
@@ -41,6 +42,7 @@ _HOMES = {
     "Saver": ("live", "Saver"),
     "attach": ("live", "attach"),
     "Store": ("store", "Store"),
+    "clone": ("store", "clone"),
     "doctor": ("store", "doctor"),
     "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),

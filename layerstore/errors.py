@@ -14,6 +14,7 @@ LayerstoreError
   IntegrityError                damage found in the store
   SourceCheckpoint              the source is incomplete, damaged or untrusted
   LayoutMismatch                ranks, world sizes or layers that do not fit each other
+  JobLost                       another process that shares the work has ended
   Internal                      our own fault
 
 Branches follow what a caller would do about them.
@@ -58,9 +59,19 @@ class LayerstoreError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
     def locate(self, place: object) -> None:
         """Prefix the message with *place*."""
         self.message = _in_one_line(f"{place}: {self.message}")
+
+
+def _unpickled(kind: type[LayerstoreError], words: tuple[object, ...], state: dict[str, object]) -> LayerstoreError:
+    found = kind.__new__(kind, *words)
+    for name, value in state.items():
+        setattr(found, name, value)
+    return found
 
 
 def _in_one_line(text: str) -> str:
@@ -89,6 +100,9 @@ class StorageIO(LayerstoreError, OSError):
             self.exit_code, self.kind = 12, "permission"
         elif errno in NO_SPACE_ERRNOS:
             self.exit_code, self.kind = 23, "no_space"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (type(self), self.args, {**self.__dict__, "errno": self.errno, "filename": self.filename})
 
 
 class Locked(LayerstoreError):
@@ -161,6 +175,12 @@ class LayoutMismatch(LayerstoreError):
     exit_code = 22
     usual_hint = "all files and layers must be of one model, the files of one save"
     kind = "layout_mismatch"
+
+
+class JobLost(LayerstoreError):
+    """Another process that shares the work has ended, or cannot be reached; nothing was made visible."""
+
+    kind = "job_lost"
 
 
 class Internal(LayerstoreError):

@@ -17,7 +17,7 @@ from pathlib import Path
 _FIELDS = {
     "Ingested": "run step attempt commit is_new record_healed layers=#layers layers_saved=#layers_saved objects_new "
     "objects_reused bytes_new bytes_reused objects_healed reused_read bytes_derived seconds",
-    "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins has_moments",
+    "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins pushed has_moments",
     "SaveTiming": "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued",
     "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
     "CommitView": "run step attempt fork save_number commit pin time=time_ns world_size flavour tag policy "
@@ -49,7 +49,8 @@ _FIELDS = {
     "StepOutcome": "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup",
     "Step": "source target summary",
     "Model": "name architecture source parameters",
-    "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",
+    "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement "
+    "copy_bytes_per_second keep_last keep_every prices",
 }
 
 

@@ -83,6 +83,26 @@ class Layout:
         return self.root / "trash"
 
     @cached_property
+    def sparse(self) -> Path:
+        """Objects of a remote of which only stretches have been fetched."""
+        return self.root / "sparse"
+
+    @cached_property
+    def remotes(self) -> Path:
+        """The names and URLs of remotes."""
+        return self.root / "remotes.json"
+
+    @cached_property
+    def pushed(self) -> Path:
+        """Which commits remotes had when something was last pushed there: advisory, never truth."""
+        return self.root / "pushed.json"
+
+    @cached_property
+    def partial(self) -> Path:
+        """Which remote has the objects that a partial clone lacks; not there in any other store."""
+        return self.root / "partial.json"
+
+    @cached_property
     def migrating(self) -> Path:
         """Working files of a migration that is under way."""
         return self.root / "migrating"
@@ -146,6 +166,11 @@ class Layout:
     def name(self, path: Path) -> str:
         """Return how *path* is called inside the store, as written in envelopes and messages."""
         return path.relative_to(self.root).as_posix()
+
+
+def is_url(text: str) -> bool:
+    """Whether *text* is the URL of a remote, and not a path or a name."""
+    return "://" in text
 
 
 def layout_at(path: Path) -> Layout:

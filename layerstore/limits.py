@@ -10,6 +10,9 @@ PAGE_BYTES = 4096
 # Large enough to release the GIL and amortise a call, small enough to stay in the second-level cache.
 IO_CHUNK_BYTES = 1 * MIB
 
+# An object up to this size is read, hashed and written as one piece of memory: a thousand ranks have a million of them.
+SMALL_OBJECT_BYTES = 4 * MIB
+
 # The kernel backs a larger write with larger folios, and finding free memory for those can cost five times the write.
 WRITE_BYTES = 64 * KIB
 
@@ -18,6 +21,10 @@ STREAM_BYTES = 8 * MIB
 
 # So much may wait for the disk before it is told to begin: fsync then finds little left to do.
 SYNC_AHEAD_BYTES = 8 * MIB
+
+# Files that may wait for their fsync, open: thousands must not exhaust the descriptors. So many of them wait at once.
+SYNCING_MAX = 64
+SYNCS_AT_ONCE = 8
 
 # One xxh3_64 per chunk of an object lets a reader of a range verify the range alone.
 VERIFY_CHUNK_BYTES = 16 * MIB
@@ -101,6 +108,11 @@ LOAD_WAIT_SECONDS = 600.0
 LEASE_SECONDS = 30.0
 LEASE_RENEWED_SECONDS = 5.0
 
+# How long what must be there is looked for again on a network filesystem, whose clients keep for a while what they have
+# seen, and what they have not. After a search in vain nothing is searched for again for so long: damage is not late.
+LATE_SECONDS = 10.0
+NOT_LATE_SECONDS = 60.0
+
 # Threads that read, hash and write objects; more of them only fight for the disk.
 WORKERS_MAX = 4
 
@@ -113,3 +125,24 @@ GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
 
 # How long what was dropped, replaced or taken out of the way stays in the trash.
 TRASH_SECONDS = 7 * 24 * 3600.0
+
+# Requests to a remote at a time: enough to fill a link where each answer takes a tenth of a second.
+REMOTE_REQUESTS_MAX = 16
+# What is larger goes up in such parts, two at a time: with all requests under way that is 256 MiB at most.
+REMOTE_PART_BYTES = 8 * MIB
+# Where a server says nothing for so long, what it was asked for is asked again.
+REMOTE_SILENCE_SECONDS = 120.0
+# An upload is silent until it ends. All that may be under way, 256 MiB, goes up in this time at 1.2 Mbit/s; that the
+# other host is gone the kernel finds out sooner.
+REMOTE_UPLOAD_SECONDS = 1800.0
+# Tries of a request, and the pause before the second; each further pause is twice as long, 15 s together.
+REMOTE_TRIES = 6
+REMOTE_PAUSE_SECONDS = 0.5
+# A collection of a remote removes what it has seen unnamed for so long; a push writes again what is half as old.
+REMOTE_GRACE_SECONDS = 24 * 3600.0
+# It removes by a listing no older than this; a push beside it waits for twice as long, and looks what is there.
+REMOTE_MOMENT_SECONDS = 10.0
+# How often a push that follows a run looks for new commits.
+FOLLOW_SECONDS = 5.0
+# What mirrors of remotes may take together, unless LAYERSTORE_CACHE_SIZE says otherwise: a composite of 8B.
+CACHE_BYTES = 100 * GIB

@@ -6,18 +6,24 @@ The store: opens a repository and hands out the verbs. Each verb imports its roo
     store.compose("sft@200").write("resume")
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.layout import layout_at
-from layerstore.model import Commit, Pin, Saving, StrPath
+from layerstore.errors import Conflict, InvalidInput, LayerstoreError
+from layerstore.layout import is_url, layout_at
+from layerstore.model import Commit, CommitId, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
+from layerstore.shares import ALONE, Shares
 from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from layerstore.check import Diagnosis, Repaired, RestoredIdentity, Verdict
     from layerstore.composite import Composite
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
     from layerstore.policy import Keep, Policy
     from layerstore.publish import SaveTiming
+    from layerstore.remote import Pulled, Pushed, Remote, Remotes
     from layerstore.zero3 import Survey
 
 
@@ -37,8 +44,8 @@ class Store:
     None means the newest step of the store's only run.
     """
 
-    def __init__(self, path: StrPath, *, hook: Hook = no_hook) -> None:
-        self._repo = open_repository(Path(path), Files(hook))
+    def __init__(self, path: StrPath, *, hook: Hook = no_hook, shares: Shares = ALONE) -> None:
+        self._repo = replaced(_open(path, Files(hook)), shares=shares)
 
     @property
     def path(self) -> Path:
@@ -61,7 +68,8 @@ class Store:
         return self._repo.catalog.runs()
 
     def close(self) -> None:
-        """Release what the store holds open; twice is harmless."""
+        """Release what the store holds open, and fetch nothing more; twice is harmless."""
+        self._repo.objects.close()
         self._repo.catalog.close()
 
     def __enter__(self) -> "Store":
@@ -320,6 +328,8 @@ class Store:
         runs: Iterable[str] | None = None,
         grace_seconds: float | None = None,
         empty_trash: bool = False,
+        remote: str | None = None,
+        pushed_to: str | None = None,
         dry_run: bool = False,
         confirmed: "GcOutcome | None" = None,
         progress: Progress | None = None,
@@ -332,6 +342,8 @@ class Store:
         What is younger than *grace_seconds* stays; change it only where nothing else writes.
         What was dropped or replaced a week ago leaves the trash; with *empty_trash* all of it does.
         With *confirmed*, a plan that somebody has approved, nothing goes beyond that plan.
+        With *pushed_to*, a remote's name or URL, what that lacks stays.
+        With *remote*, a name or a URL, that is collected: there objects go a day after the last commit that names them.
 
         Raises:
             IntegrityError: Something cannot be read, so that what it needs is not known, or commits would go and what
@@ -347,8 +359,19 @@ class Store:
             runs=runs,
             grace_seconds=grace_seconds,
             trash_seconds=0.0 if empty_trash else None,
+            elsewhere=None if pushed_to is None else self._pushed_to(pushed_to),
             confirmed=confirmed,
         )
+        if remote is not None:
+            from layerstore.remote import collect
+
+            source = self._remote(remote)
+            if (theirs := source.repo.identity.store_id) != self.id:
+                raise Conflict(
+                    f"{source.url} is a remote of another store ({theirs}); nothing was removed",
+                    hint="name a remote of this store, or collect it from a store that pushes there",
+                )
+            return collect(source, request, dry_run=dry_run, progress=progress or Silent())
         if dry_run:
             return plan_gc(self._repo, request, progress=progress or Silent()).outcome
         return execute_gc(self._repo, request, progress=progress or Silent())
@@ -365,15 +388,22 @@ class Store:
         """
         Check the whole store, or what *ref* needs; *read_data* also re-hashes every object.
 
+        Of a *remote*, or of a store that was opened by its URL, the bucket itself is checked, as a whole.
+
         With *read_data_subset* only a part of them: ``10%`` any tenth, which *seed* decides, ``3/10`` the third tenth.
         """
         from layerstore.check import parse_sample, verify_store
 
         if read_data and read_data_subset is not None:
             raise InvalidInput("read_data and read_data_subset were both given", hint="leave one of the two out")
+        repo = self._repo
+        if repo.remote is not None:
+            from layerstore.remote import unmirrored
+
+            repo = replaced(unmirrored(repo), shares=ALONE)  # the others would look into their mirrors
         only = None if ref is None else self._resolved(ref)
         return verify_store(
-            self._repo,
+            repo,
             only=only,
             read_data=read_data,
             sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
@@ -385,6 +415,7 @@ class Store:
         *,
         read_data: bool = False,
         sources: "Iterable[StrPath]" = (),
+        remote: str | None = None,
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> "Repaired":
@@ -392,16 +423,110 @@ class Store:
         Move what is damaged to the trash, and fetch the same from the stores *sources*; nothing is guessed.
 
         It finds what a verify finds, with *read_data* every damaged byte. With *dry_run* nothing is written.
+        With *remote*, a name or a URL, it is that remote that gets back what this store has.
 
         Raises:
-            InvalidInput: A source is no store.
+            InvalidInput: A source is no store; or there is one, and a remote.
             Locked: A collection or another repair is under way.
         """
         from layerstore.check import execute_repair, opened_sources, plan_repair
 
+        if remote is not None:
+            from layerstore.remote import heal
+
+            if sources:
+                raise InvalidInput("a remote is repaired from this store alone", hint="leave sources out")
+            source = self._remote(remote)
+            return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
         repair = plan_repair if dry_run else execute_repair
-        with opened_sources(self._repo, map(Path, sources)) as others:
+        named = {str(source): partial(_open, source, Files()) for source in sources}
+        with opened_sources(self._repo, named) as others:
             return repair(self._repo, others, read_data=read_data, progress=progress or Silent())
+
+    @property
+    def remotes(self) -> "Remotes":
+        """The names that stand for buckets: ``store.remotes.add("origin", "s3://…")``."""
+        from layerstore.remote import Remotes
+
+        return Remotes(self._repo)
+
+    def push(
+        self,
+        remote: str | None = None,
+        *,
+        refs: Iterable[str] | None = None,
+        runs: Iterable[str] | None = None,
+        progress: Progress | None = None,
+    ) -> "Pushed":
+        """
+        Send what *remote*, a name or a URL, lacks of *refs*, by default of all commits and pins, of *runs* or of all.
+
+        A commit is there once all that it names is there. After a kill, a repetition sends only what is left.
+
+        Raises:
+            Conflict: The remote is another store's.
+        """
+        from layerstore.remote import Bucket, push
+
+        resolved = None if refs is None else [self._resolved(ref) for ref in refs]
+        bucket = Bucket(self.remotes.url(remote), may_make=True)
+        return push(self._repo, bucket, refs=resolved, runs=runs, progress=progress or Silent())
+
+    def follow(
+        self,
+        remote: str | None = None,
+        *,
+        refs: Iterable[str] | None = None,
+        stop: "Event | None" = None,
+        progress: Progress | None = None,
+    ) -> "Iterator[Pushed]":
+        """
+        Push as `push` does, and go on behind a run: yield what each push has sent, until *stop* is set.
+
+        While the remote does not answer, a warning says so, and it is tried again.
+        """
+        from threading import Event
+
+        from layerstore.remote import Bucket, follow
+
+        named = None if refs is None else list(refs)
+        return follow(
+            self._repo,
+            Bucket(self.remotes.url(remote), may_make=True),
+            refs=lambda: None if named is None else [self._resolved(ref) for ref in named],
+            stop=stop or Event(),
+            progress=progress or Silent(),
+        )
+
+    def pull(
+        self, remote: str | None = None, *, refs: Iterable[str] | None = None, progress: Progress | None = None
+    ) -> "Pulled":
+        """
+        Fetch the commits and pins of *remote*, a name or a URL, that are not here, or only *refs*.
+
+        Every byte is compared with its name before a commit shows. What was dropped here stays dropped.
+
+        Raises:
+            NoStore: There is no store at the remote.
+            Conflict: It is another store's.
+        """
+        from layerstore.remote import pull
+
+        return pull(self._repo, self._remote(remote), refs=refs, progress=progress or Silent())
+
+    def check_remote(self, remote: str) -> str:
+        """
+        Return the URL of *remote*, a name or a URL, if this store can be pushed there.
+
+        Raises:
+            Conflict: It is another store's.
+            StorageIO: It does not answer, or refuses the key.
+        """
+        from layerstore.remote import Bucket, claim
+
+        bucket = Bucket(self.remotes.url(remote), may_make=True)
+        claim(bucket, self._repo.identity)
+        return bucket.url
 
     def reindex(self) -> int:
         """Make the index afresh from the commit records; return how many it covers."""
@@ -410,15 +535,59 @@ class Store:
         with repo.lock_index():
             return repo.catalog.rebuild()
 
+    def _remote(self, name: str | None) -> "Remote":
+        from layerstore.remote import Bucket, Remote
+
+        return Remote(Bucket(self.remotes.url(name)), Files())
+
+    def _pushed_to(self, remote: str) -> "frozenset[CommitId]":
+        from layerstore.remote import Bucket, record_names
+
+        return frozenset(name.id for name in record_names(Bucket(self.remotes.url(remote))))
+
     def _resolved(self, ref: str | None) -> "Resolved":
         from layerstore.history import resolve
 
         return resolve(self._repo, ref)
 
 
+def _open(path: StrPath, files: Files) -> Repository:
+    """Return the repository of the store at *path*, a folder or the URL of a remote."""
+    if isinstance(path, str) and is_url(path):
+        from layerstore.remote import Bucket, Remote
+
+        return Remote(Bucket(path), files).repo
+    repo = open_repository(Path(path), files)
+    if files.exists(repo.layout.partial):
+        from layerstore.remote import completed
+
+        return completed(repo)
+    return repo
+
+
 def init(path: StrPath) -> Store:
     """Make the folder *path* a store and open it; raises AlreadyExists where there is one."""
-    make_store(Path(path), Files())
+    make_store(_folder(path), Files())
+    return Store(path)
+
+
+def clone(
+    url: str, path: StrPath, *, records: bool = False, shares: Shares = ALONE, progress: Progress | None = None
+) -> Store:
+    """
+    Make *path* a store with all that the remote at *url* has, and open it; after a kill, repeat it.
+
+    With *records* only these come, and what describes the layers; tensors are fetched when they are needed, and stay.
+
+    Raises:
+        NoStore: There is no store at *url*.
+        AlreadyExists: *path* is another store, or holds something else.
+    """
+    from layerstore.remote import Bucket, Remote
+    from layerstore.remote import clone as cloned
+
+    remote = Remote(Bucket(url), Files())
+    cloned(remote, Path(path), is_partial=records, shares=shares, progress=progress or Silent())
     return Store(path)
 
 
@@ -445,7 +614,16 @@ def doctor(path: StrPath) -> "Diagnosis":
     """Check whether *path*, a store or a folder that may become one, can keep the promises of a store."""
     from layerstore.check import diagnose
 
-    return diagnose(Path(path), Files())
+    return diagnose(_folder(path), Files())
+
+
+def _folder(path: StrPath) -> Path:
+    """Return *path*, which is to be a folder's; a `Path` made of a URL has lost one of its slashes."""
+    if re.match(r"[a-z0-9]+:/", str(path)):
+        raise InvalidInput(
+            f"{path} is a URL, and a store is a folder", hint="layerstore push URL makes a remote of a store there"
+        )
+    return Path(path)
 
 
 def open_store(path: StrPath) -> Store:
@@ -462,6 +640,7 @@ __all__ = [
     "Store",
     "StrPath",
     "as_store",
+    "clone",
     "doctor",
     "find_checkpoints",
     "init",

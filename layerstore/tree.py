@@ -5,10 +5,10 @@ A tree is made of None, bool, int, float, str, bytes, list, tuple, dict, set and
 Class names of the source are data here; nothing is imported, looked up or called.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 Tree: TypeAlias = Union[
     bool, int, float, str, bytes, "list[Tree]", "tuple[Tree, ...]", "dict[Tree, Tree]", "set[Tree]",
@@ -166,3 +166,95 @@ def with_content(tensor: Tensor, content: object) -> Tensor:
         dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
     )
     return replace(tensor, storage=storage, offset=0)
+
+
+class Template:
+    """A tree that is to be had many times over with other storages, as the ranks of one save have it."""
+
+    def __init__(self, tree: Tree, storages: Sequence[Storage]) -> None:
+        self._tree = tree
+        self._storages = storages
+        """All that a tensor of *tree* views."""
+        self._has_tensors: dict[int, bool] = {}
+        self._look(tree)
+
+    def filled(self, storages: Sequence[Storage]) -> Tree:
+        """Return the tree with *storages* in the places of its own; parts without tensors are shared, not copied."""
+        made: Tree = self._copy(self._tree, dict(zip(self._storages, storages, strict=True)), {})
+        return made
+
+    def storages_of(self, tree: Tree) -> list[Storage] | None:
+        """Return what *tree* has in the places of the template's storages; None if it is no copy, of either."""
+        found: dict[Storage, Storage] = {}
+        if not self._is_copy(self._tree, tree, found, {}) or len(set(found.values())) != len(self._storages):
+            return None
+        return [found[storage] for storage in self._storages]
+
+    def _look(self, node: Tree) -> bool:
+        """Whether *node* has a tensor somewhere; noted for all its parts."""
+        parts = _parts(node)
+        if parts and id(node) not in self._has_tensors:
+            found = [self._look(part) for part in parts]
+            self._has_tensors[id(node)] = isinstance(node, Tensor) or any(found)
+        return self._has_tensors.get(id(node), False)
+
+    def _copy(self, node: Any, storages: Mapping[Storage, Storage], made: dict[int, Any]) -> Any:
+        """Return *node* with other *storages*; what occurs twice is *made* once."""
+        if not self._has_tensors.get(id(node), False):
+            return node
+        if id(node) not in made:
+            parts = iter([self._copy(part, storages, made) for part in _parts(node)])
+            made[id(node)] = _with_parts(node, parts, storages)
+        return made[id(node)]
+
+    def _is_copy(self, node: Any, other: Any, found: dict[Storage, Storage], seen: dict[int, Any]) -> bool:
+        """Whether *other* is *node* with other storages, which are noted as *found*."""
+        if not self._has_tensors.get(id(node), False) or type(node) is not type(other):
+            return node is other
+        if id(node) in seen:
+            return seen[id(node)] is other
+        seen[id(node)] = other
+        if isinstance(node, Tensor):
+            ours, theirs = node.storage, found.setdefault(node.storage, other.storage)
+            alike = (ours.dtype, ours.elements, ours.device) == (theirs.dtype, theirs.elements, theirs.device)
+            if theirs is not other.storage or not alike:
+                return False
+        facts, parts = [*map(_facts, (node, other))], [*map(_parts, (node, other))]
+        return (
+            len({*map(len, facts)}) == len({*map(len, parts)}) == 1
+            and all(one is another for one, another in zip(*facts, strict=True))
+            and all(self._is_copy(one, another, found, seen) for one, another in zip(*parts, strict=True))
+        )
+
+
+def _parts(node: Any) -> list[Tree]:
+    """Return the parts of *node* that may hold tensors; none of a leaf."""
+    if isinstance(node, Tensor):
+        return [node.attributes]
+    if isinstance(node, Inert):
+        return [node.arguments, node.state, node.appended, node.items]
+    if isinstance(node, dict):  # keys are never tensors
+        return [*node.values(), node.attributes if isinstance(node, OrderedMap) else None]
+    return list(node) if type(node) in {list, tuple} else []
+
+
+def _facts(node: Any) -> list[object]:
+    """Return the rest of *node*, storages aside."""
+    if isinstance(node, Tensor):
+        return [node.offset, node.shape, node.stride, node.requires_grad, node.is_parameter]
+    if isinstance(node, Inert):
+        return [node.name, node.made_by_new, node.has_state]
+    return list(node) if isinstance(node, dict) else []
+
+
+def _with_parts(node: Any, parts: Iterator[Any], storages: Mapping[Storage, Storage]) -> Any:
+    """Return a node like *node* with other *parts* and *storages*."""
+    if isinstance(node, Tensor):
+        return replace(node, storage=storages[node.storage], attributes=next(parts))
+    if isinstance(node, Inert):
+        names = ("arguments", "state", "appended", "items")
+        return replace(node, **dict(zip(names, parts, strict=True)))
+    if isinstance(node, dict):
+        items = dict(zip(node, parts, strict=False))
+        return OrderedMap(items, next(parts)) if isinstance(node, OrderedMap) else items
+    return type(node)(parts)

@@ -30,6 +30,7 @@ from typing import Any
 
 from layerstore.live.demo.launch import cpu_environment, free_port
 from tests.environment import REPOSITORY
+from tests.hosts import Host, enter
 
 MARK = "@rank "
 POLL_SECONDS = 0.02
@@ -38,6 +39,9 @@ LAUNCH_SECONDS_MAX = 150
 """A rank that takes longer writes where it hangs into the log, and ends."""
 
 WARM_SECONDS_MAX = 200
+
+HOSTS_PORT = 29500
+"""Where ranks on several hosts meet: in a namespace of their own nobody else listens."""
 
 ENDING_SECONDS_MAX = 30
 
@@ -118,10 +122,19 @@ class Nursery:
             text=True,
         )
 
-    def launch(self, program: str, arguments: object, *, folder: Path, name: str, count: int = 2) -> Launch:
-        """Start *count* ranks of the function *program* (``module:name``); they find *arguments*."""
-        log = folder / f"{name}.log"
-        self._order(program=program, arguments=arguments, log=str(log), count=count, seconds=LAUNCH_SECONDS_MAX)
+    def launch(
+        self, program: str, arguments: object, *, folder: Path, name: str, count: int = 2, hosts: Sequence[Host] = ()
+    ) -> Launch:
+        """Start *count* ranks of the function *program* (``module:name``); they find *arguments*. Or one a host."""
+        log, count = folder / f"{name}.log", len(hosts) or count
+        self._order(
+            program=program,
+            arguments=arguments,
+            log=str(log),
+            count=count,
+            seconds=LAUNCH_SECONDS_MAX,
+            hosts=[host.facts for host in hosts],
+        )
         return Launch(log, count)
 
     def run(self, module: str, argv: Sequence[str], *, log: Path, count: int, seconds: float) -> list[int]:
@@ -214,14 +227,17 @@ def _launcher(order: dict[str, Any]) -> None:
 def _rank(order: dict[str, Any], rank: int) -> None:
     """Be one rank."""
     faulthandler.dump_traceback_later(order["seconds"], exit=True)
+    hosts = [Host(**facts) for facts in order.get("hosts", ())]
     os.environ |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0" if hosts else str(rank),
         "WORLD_SIZE": str(order["count"]),
-        "LOCAL_WORLD_SIZE": str(order["count"]),
+        "LOCAL_WORLD_SIZE": "1" if hosts else str(order["count"]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(order.get("port", 0)),  # 0 is never used: then the ranks meet in a file
     }
+    if hosts:
+        enter(hosts[rank])
     tell("started", pid=os.getpid())
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of deepspeed: many lines
     module, _, name = order["program"].partition(":")
@@ -232,7 +248,8 @@ def _rank(order: dict[str, Any], rank: int) -> None:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{order['log']}.meeting", rank=rank, world_size=order["count"])
+    meeting = f"tcp://{hosts[0].address}:{HOSTS_PORT}" if hosts else f"file://{order['log']}.meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=order["count"])
     program(order["arguments"])
 
 

@@ -4,6 +4,7 @@ from layerstore.check.doctor import Diagnosis, diagnose
 from layerstore.check.losses import Cost, Damage, Hurt
 from layerstore.check.probes import write_speed
 from layerstore.check.repair import (
+    Fetched,
     Repaired,
     RestoredIdentity,
     execute_repair,
@@ -17,6 +18,7 @@ __all__ = [
     "Cost",
     "Damage",
     "Diagnosis",
+    "Fetched",
     "Hurt",
     "Repaired",
     "RestoredIdentity",

@@ -21,7 +21,10 @@ from layerstore.layout import Layout, layout_at
 from layerstore.storage import (
     MANIFEST_DIR_VARIABLE,
     Files,
+    Mount,
     engine_version,
+    host_name,
+    hosts_seen,
     index_problem,
     manifest_directory,
     mount_of,
@@ -31,6 +34,7 @@ from layerstore.storage import (
 PACKAGES = ("lmdb", "xxhash", "msgpack", "isal", "numpy", "torch", "deepspeed", "transformers", "accelerate")
 
 _PURGED = frozenset({"lustre", "gpfs", "beegfs"})
+_NFS = frozenset({"nfs", "nfs4"})
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _OPEN_FILES_MIN = 1024
 
@@ -64,7 +68,8 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
         InvalidInput: It is not a path.
     """
     layout = layout_at(path)
-    findings = [*_store(path, layout, files), *_filesystem(layout.root), *_found("index", _index(layout, files))]
+    findings = [*_store(path, layout, files), *_filesystem(layout.root), *_hosts(layout)]
+    findings += _found("index", _index(layout, files))
     findings += _tried_out(layout, files)
     if sys.byteorder != "little":
         text = "its numbers are big-endian, and those of checkpoints are not"
@@ -138,6 +143,37 @@ def _filesystem(root: Path) -> Iterator[Finding]:
         text += "change is not read"
         hint = "ask for the site's rule; layerstore verify finds what is gone, ingesting the checkpoint again heals"
         yield Finding("purging", "note", text, hint)
+
+    if mount.kind in _NFS:
+        yield from _nfs(mount)
+
+
+def _nfs(mount: Mount) -> Iterator[Finding]:
+    """Look at how NFS is mounted."""
+    if not {"lookupcache=pos", "lookupcache=none"} & set(mount.how):
+        text = "a name that was looked for before another host gave it may stay missing here for a minute"
+        hint = "mount with lookupcache=positive; else layerstore looks again for some seconds, and then says 'missing'"
+        yield Finding("mount", "note", text, hint)
+    if "soft" in mount.how or "softerr" in mount.how:
+        text = "mounted soft: a server that is busy for too long fails what is read or written, saves among it"
+        yield Finding("mount", "note", text, "mount with hard")
+
+
+def _hosts(layout: Layout) -> Iterator[Finding]:
+    """Say which hosts have held this store's locks: a host that is to share it has to show here."""
+    seen = hosts_seen(layout.locks)
+    mount = mount_of(layout.root)
+    others = ", ".join(f"{host} ({since})" for host, since in sorted(seen.items()) if host != host_name())
+    if mount is not None and not mount.is_network:
+        if others:
+            text = f"{others} locked this store, and this filesystem is local: a copy, or it is served from here"
+            hint = "where it is served from here, mount it here as the others do: else locks are not shared"
+            yield Finding("hosts", "note", text, hint)
+    elif others:
+        yield Finding("hosts", "ok", f"seen here: {others}")
+    elif layout.locks.is_dir():
+        text = "no other host has locked this store yet; after layerstore reindex there, its name has to show here"
+        yield Finding("hosts", "ok", text)
 
 
 def _index(layout: Layout, files: Files) -> Iterator[Finding]:

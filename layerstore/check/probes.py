@@ -218,6 +218,7 @@ def write_speed(parent: Path) -> float:
                 for offset in range(0, _SPEED_FILE_BYTES, STREAM_BYTES):
                     stream.write_at(offset, data)
                 stream.finish()
+                file.sync()
             files.sync_directory(folder)
             written += _SPEED_FILE_BYTES
             seconds = time.perf_counter() - started

@@ -10,7 +10,7 @@ Nothing else is inferred. What no source has stays reported: ingesting the check
 import contextlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from layerstore.storage import (
     RecordStore,
     Repository,
     Trash,
-    open_repository,
     stated_ids,
 )
 
@@ -106,26 +105,28 @@ class Repaired:
 
 
 @contextlib.contextmanager
-def opened_sources(repo: Repository, paths: Iterable[Path]) -> Iterator[tuple[Repository, ...]]:
+def opened_sources(
+    repo: Repository, sources: Mapping[str, Callable[[], Repository]]
+) -> Iterator[tuple[Repository, ...]]:
     """
-    Open the stores at *paths* for reading, until the block is left.
+    Open *sources*, by what the user called them, for reading, until the block is left.
 
     Raises:
         InvalidInput: One is not a store, or is the store to be repaired.
     """
     with contextlib.ExitStack() as stack:
         found = []
-        for path in paths:
+        for called, opened in sources.items():
             try:
-                other = open_repository(path, Files())
+                other = opened()
             except NotFound as exc:
                 raise InvalidInput(
-                    f"{path} is no store, and --from takes stores",
+                    f"{called} is no store, and --from takes stores",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
             stack.callback(other.catalog.close)
             if other.layout.root == repo.layout.root:
-                raise InvalidInput(f"{path} is the store that is to be repaired", hint="name another one")
+                raise InvalidInput(f"{called} is the store that is to be repaired", hint="name another one")
             found.append(other)
         yield tuple(found)
 
@@ -241,8 +242,11 @@ class _Repair:
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
     def _source_of(self, ref: BlobRef) -> Repository | None:
-        found = (each for each in self._sources if each.objects.is_sound(each.layout.object(ref.id), ref))
-        return next(found, None)
+        for source in self._sources:
+            with contextlib.suppress(IntegrityError):  # missing or damaged there too
+                source.objects.verify(ref)
+                return source
+        return None
 
     def _fetch(self, ref: BlobRef, source: Repository, *, kind: str) -> None:
         path = self._repo.layout.object_name(ref.id)
@@ -250,7 +254,7 @@ class _Repair:
             with Transaction(self._repo) as tx:
                 tx.objects.copy(ref, source.objects)
                 tx.objects.publish()
-        self._fetched[path] = Fetched(kind=kind, path=path, source=str(source.layout.root), size_bytes=ref.size_bytes)
+        self._fetched[path] = Fetched(kind=kind, path=path, source=source.name, size_bytes=ref.size_bytes)
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -284,9 +288,7 @@ class _Repair:
                 raise IntegrityError(f"{name.run}@{name.step} cannot be put back: {exc}") from exc
         called = repo.layout.name(path)
         size_bytes = len(repo.records.encode(commit))
-        self._fetched[called] = Fetched(
-            kind="record", path=called, source=str(source.layout.root), size_bytes=size_bytes
-        )
+        self._fetched[called] = Fetched(kind="record", path=called, source=source.name, size_bytes=size_bytes)
 
     def _fetch_needs(self, record: CommitRecord, source: Repository) -> None:
         """
@@ -317,7 +319,7 @@ class _Repair:
         for source in self._sources:
             with contextlib.suppress(LayerstoreError):  # missing or damaged there too
                 record = source.records.read_pin(name).record
-                yield PinElsewhere(name=name, reference=f"{record.run}@{record.step}", source=str(source.layout.root))
+                yield PinElsewhere(name=name, reference=f"{record.run}@{record.step}", source=source.name)
 
 
 # -- store.json -------------------------------------------------------------------------------------------------------

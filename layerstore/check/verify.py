@@ -13,7 +13,7 @@ import random
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +29,7 @@ from layerstore.errors import (
 from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
-from layerstore.progress import Progress
+from layerstore.progress import Progress, Silent
 from layerstore.storage import Repository, row_of
 
 _ALL = 2**32
@@ -79,6 +79,8 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
         f"{text!r} is no sample of the objects", hint="10% reads any tenth; 1/10 to 10/10 read everything in ten nights"
     )
 
+
+_EVERYTHING = ObjectSample(begin=0, length=_ALL, words="")
 
 # Objects that a thread takes at a time, and how many such shares are queued.
 _SHARE = 64
@@ -150,7 +152,7 @@ def verify_store(
         called = only.pin or f"{only.record.run}@{only.record.step}"
         _name_all(named, "record", only.record, called, "")
     _read_blobs(repo, named, progress)
-    reads = (lambda ref: read_data) if sample is None else sample.__contains__
+    reads = sample or (_EVERYTHING if read_data else None)
     counted = _check_objects(repo, named, reads=reads, whole=only is None, progress=progress)
     holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
@@ -288,52 +290,84 @@ class _Counted:
 
 
 def _check_objects(
-    repo: Repository, named: _Named, *, reads: Callable[[BlobRef], bool], whole: bool, progress: Progress
+    repo: Repository, named: _Named, *, reads: ObjectSample | None, whole: bool, progress: Progress
 ) -> _Counted:
-    """Look at every object that is named, and read those that *reads* says; count what nothing names."""
+    """Look at every object that is named, and read those in the sample *reads*; count what nothing names."""
     counted = _Counted()
     known = {(fault.id, fault.size_bytes) for fault in named.faults}
-    to_read = [ref.size_bytes for ref in _refs(named) if reads(ref)]
+    to_read = [ref.size_bytes for at in range(PARTS) for ref in _refs(named, at) if reads and ref in reads]
     counted.objects_read, counted.bytes_read = len(to_read), sum(to_read)
-    progress.start("verify", counted.bytes_read)
+    count = repo.shares.count
+    progress.start("verify", counted.bytes_read // count)
 
-    def check(refs: Sequence[tuple[BlobRef, list[int] | None]]) -> None:
-        for ref, numbers in refs:
-            try:
-                repo.objects.check_there(ref)
-                if reads(ref):
-                    repo.objects.verify(ref)
-                    progress.advance(ref.size_bytes)
-            except LayerstoreError as exc:
-                owners = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
-                named.note(_lost_object(repo, "object", ref, exc, owners))
+    def checked(at: int) -> list[BlobRef]:
+        return [ref for ref in _refs(named, at) if (ref.id, ref.size_bytes) not in known]
 
-    waiting: deque[Future[None]] = deque()
-    # Looking at local files is over sooner than another thread would wake.
-    workers = WORKERS_MAX if counted.bytes_read or repo.aside.is_on_network else 1
-    with ThreadPoolExecutor(workers) as pool:
-        for at in range(PARTS):
-            # The blobs themselves have just been read; with the data they count like all others.
-            own = {ref: None for each in (named.versions, named.states) for ref in each.part(at)}
-            refs: dict[BlobRef, list[int] | None] = {**own, **named.objects.part(at)}
-            counted.objects += len(refs)
-            sound = [(ref, numbers) for ref, numbers in refs.items() if (ref.id, ref.size_bytes) not in known]
-            share = 1 if counted.bytes_read else _SHARE
-            for start in range(0, len(sound), share):
-                if len(waiting) == _SHARES_MAX:
-                    waiting.popleft().result()
-                waiting.append(pool.submit(check, sound[start : start + share]))
-            if whole:
-                ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
-                counted.orphans += sum(name not in ids for name in repo.objects.ids_in(f"{at:02x}"))
-        for each in waiting:
-            each.result()
+    parts = [([ref for at in range(rank, PARTS, count) for ref in checked(at)], reads) for rank in range(1, count)]
+    with repo.shares.asked(repo, check_share, parts) as answers:
+        lost = list(_lost(repo, map(checked, range(0, PARTS, count)), reads, progress))
+        for of_another in answers():
+            lost += of_another
+    for ref, problem in sorted(lost, key=lambda each: each[0].id):
+        numbers = _refs(named, int(ref.id[:2], 16))[ref]
+        blobs = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
+        named.note(_lost_object(repo, "object", ref, problem, blobs))
+    for at in range(PARTS):
+        refs = _refs(named, at)
+        counted.objects += len(refs)
+        if whole:
+            ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
+            counted.orphans += sum(name not in ids for name in repo.objects.ids_in(f"{at:02x}"))
     return counted
 
 
-def _refs(named: _Named) -> Iterator[BlobRef]:
-    for at in range(PARTS):
-        yield from {ref: None for each in (named.versions, named.states, named.objects) for ref in each.part(at)}
+_Lost = tuple[BlobRef, LayerstoreError]
+"""An object that is missing or damaged, and how."""
+
+
+@contextlib.contextmanager
+def check_share(repo: Repository, part: tuple[list[BlobRef], ObjectSample | None]) -> Iterator[list[_Lost]]:
+    """Check some objects for the process that leads."""
+    refs, reads = part
+    yield list(_lost(repo, [refs], reads, Silent()))
+
+
+def _lost(
+    repo: Repository, parts: Iterable[Sequence[BlobRef]], reads: ObjectSample | None, progress: Progress
+) -> Iterator[_Lost]:
+    """Yield which objects of *parts* are missing or damaged; those in the sample *reads* are read."""
+
+    def check(refs: Sequence[BlobRef]) -> list[_Lost]:
+        found: list[_Lost] = []
+        for ref in refs:
+            try:
+                repo.objects.check_there(ref)
+                if reads and ref in reads:
+                    repo.objects.verify(ref)
+                    progress.advance(ref.size_bytes)
+            except LayerstoreError as exc:
+                found.append((ref, exc))
+        return found
+
+    waiting: deque[Future[list[_Lost]]] = deque()
+    # Looking at local files is over sooner than another thread would wake.
+    workers = WORKERS_MAX if reads or repo.aside.is_on_network else 1
+    with ThreadPoolExecutor(workers) as pool:
+        for refs in parts:
+            step = 1 if reads else _SHARE
+            for start in range(0, len(refs), step):
+                if len(waiting) == _SHARES_MAX:
+                    yield from waiting.popleft().result()
+                waiting.append(pool.submit(check, refs[start : start + step]))
+        for each in waiting:
+            yield from each.result()
+
+
+def _refs(named: _Named, at: int) -> dict[BlobRef, list[int] | None]:
+    """Return the objects whose ids begin with *at*, each with the numbers of the blobs that name it."""
+    # The blobs themselves have just been read; with the data they count like all others.
+    own: dict[BlobRef, list[int] | None] = {ref: None for of in (named.versions, named.states) for ref in of.part(at)}
+    return {**own, **named.objects.part(at)}
 
 
 # -- what that costs -----------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ would only compete for the disk. Memory does not grow with the model.
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,15 +21,14 @@ from layerstore.format import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
-from layerstore.storage import NewFile, OpenFile, Repository
+from layerstore.storage import NewFile, OpenFile, Repository, Syncing
 from layerstore.zero3 import Piece, convert, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
 
-# Files written at a time, and files that may wait for their fsync: thousands must not exhaust the descriptors.
+# Files written at a time: thousands must not exhaust the descriptors.
 _OPEN_MAX = 16
-_CLOSING_MAX = 64
 
 Literals = tuple[tuple[int, bytes], ...]
 """(offset, bytes)."""
@@ -117,7 +116,7 @@ def content_of(repo: Repository, content: bytes | ObjectContent) -> bytes:
 
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
     """Fill *into* with the bytes of an object from *start* on, unverified."""
-    with repo.objects.open(ref) as file:
+    with repo.objects.open(ref, [(start, start + len(into))]) as file:
         for at in range(0, len(into), IO_CHUNK_BYTES):
             file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
 
@@ -167,7 +166,7 @@ def assembling(
     with (
         # Hashing fills the memory bus with one thread; where rounding is left, two share it.
         ThreadPoolExecutor(2 if is_export or not verify else 1, thread_name_prefix="verify") as ahead,
-        ThreadPoolExecutor(1, thread_name_prefix="fsync") as behind,
+        closing(Syncing(durable=durable)) as syncing,
         ExitStack() as stack,
     ):
         assembly = Assembly(
@@ -178,21 +177,20 @@ def assembling(
             is_export=is_export,
             progress=progress,
             _ahead=ahead,
-            _behind=behind,
+            _syncing=syncing,
             _stack=stack,
         )
         yield assembly
         stack.pop_all()  # these files have to be synced before they are closed
         assembly.close()
-    for path, data in (last or {}).items():
-        assembly.bytes_written += len(data)
-        with repo.files.create(folder / path) as file:
-            file.write_at(0, data)
-            if durable:
-                file.sync()
-    if durable:
-        for directory, _, _ in os.walk(folder):
-            repo.files.sync_directory(Path(directory))
+        for path, data in (last or {}).items():
+            assembly.bytes_written += len(data)
+            with repo.files.create(folder / path) as file:
+                file.write_at(0, data)
+                if durable:
+                    file.sync()
+        if durable:
+            syncing.directories(repo.files, (Path(directory) for directory, _, _ in os.walk(folder)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,11 +207,10 @@ class Assembly:
     converted: dict[Path, dict[int, Converted]] = field(default_factory=dict)
     """By file and offset."""
     _ahead: ThreadPoolExecutor
-    _behind: ThreadPoolExecutor
+    _syncing: Syncing
     _stack: ExitStack
     _shared: list[NewFile] = field(default_factory=list)
     """Files that stay open until the end."""
-    _closing: deque[Future[None]] = field(default_factory=deque)
     _verified: set[str] = field(default_factory=set)
     _measured: dict[Path, dict[int, int]] = field(default_factory=dict)
     """Checksum of each part of a slice that was copied, by file and offset."""
@@ -232,34 +229,22 @@ class Assembly:
             IntegrityError: An object is damaged or missing; the folder is of no use then.
         """
         outputs = iter(outputs)
-        while batch := list(islice(outputs, _OPEN_MAX)):
+        while (batch := list(islice(outputs, _OPEN_MAX))) or shared:
             with ExitStack() as stack:
                 own = [(self._create(output, stack), output) for output in batch]
                 self._move([*((file, output.pieces) for file, output in own), *shared])
                 for file, output in own:
                     measured = self._measured.pop(file.path, {})
-                    for offset, data in () if output.finish is None else output.finish(measured):
+                    for offset, data in () if output.finish is None else _joined(output.finish(measured)):
                         file.write_at(offset, data)
                 stack.pop_all()
-            self._close(file for file, _ in own)
+            self._syncing.add(file for file, _ in own)
             shared = ()
 
     def close(self) -> None:
         """Wait until all files are synced, where that is asked for, and closed."""
-        self._close(self._shared)
-        for done in self._closing:
-            done.result()
-
-    def _close(self, files: Iterable[NewFile]) -> None:
-        """Sync and close *files*, which are complete, in the background; wait if too many are open."""
-        self._closing.extend(self._behind.submit(self._sync, file) for file in files)
-        while len(self._closing) > _CLOSING_MAX:
-            self._closing.popleft().result()
-
-    def _sync(self, file: NewFile) -> None:
-        with file:
-            if self.durable:
-                file.sync()
+        self._syncing.add(self._shared)
+        self._syncing.wait()
 
     def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
         """Raise if a tensor of the file *path* was rounded to other bits than when it was saved."""
@@ -281,7 +266,7 @@ class Assembly:
         self.repo.files.make_directories(path.parent)
         file = stack.enter_context(self.repo.files.create(path, sync_ahead=self.durable))
         file.set_size(output.size_bytes)
-        for offset, data in output.literals:
+        for offset, data in _joined(output.literals):
             file.write_at(offset, data)
         if output.executable:
             file.make_executable()
@@ -292,7 +277,9 @@ class Assembly:
         """Move the bytes of all *supplies*; raise if an object turns out to be damaged, before or after its copy."""
         waiting: deque[tuple[_Task, Future[None]]] = deque()
         try:
-            for task in _tasks(supplies):
+            tasks = _tasks(supplies)
+            self.repo.objects.expect(task.object for task in tasks)
+            for task in tasks:
                 waiting.append((task, self._ahead.submit(self._prepare, task)))
                 if len(waiting) > _AHEAD_MAX:
                     self._copy(*waiting.popleft())
@@ -347,6 +334,22 @@ class Assembly:
         self._measured.setdefault(file.path, {})[piece.offset] = checksum
 
 
+def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
+    """Yield *literals* with those that are neighbours joined: a file has hundreds of headers and small storages."""
+    together: list[bytes] = []
+    begin = end = 0
+    for offset, data in sorted(literals):
+        if offset != end and together:
+            yield begin, b"".join(together)
+            together = []
+        if not together:
+            begin = offset
+        together.append(data)
+        end = offset + len(data)
+    if together:
+        yield begin, b"".join(together)
+
+
 def _inside(path: str) -> str:
     """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
     if "\0" in path or not all(part not in {"", ".", ".."} for part in path.split("/")):
@@ -354,7 +357,7 @@ def _inside(path: str) -> str:
     return path
 
 
-def _tasks(supplies: Iterable[Supply]) -> Iterable[_Task]:
+def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     """Gather the pieces of all files by object, so that each is opened, verified and read once."""
     tasks: dict[BlobRef, _Task] = {}
     for file, pieces in supplies:

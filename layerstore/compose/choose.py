@@ -279,7 +279,7 @@ def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
         yield
     except (IntegrityError, NotFound) as exc:
         base = composition.base
-        if not all(repo.records.is_there(name) for name, _ in composition.chosen_from):
+        if not all(repo.records.is_listed(name) for name, _ in composition.chosen_from):
             raise Conflict(
                 f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
                 hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",

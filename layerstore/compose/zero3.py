@@ -8,9 +8,10 @@ the base's files are used. The engine's loader checks little, so every length is
 
 import itertools
 import json
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -31,9 +32,8 @@ from layerstore.compose.peft import plan_beside
 from layerstore.compose.target import appearing, checked_target
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.dtypes import by_code
-from layerstore.errors import IntegrityError, LayoutMismatch
+from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format import combine_crc32, crc32, crc32_of_zeros
-from layerstore.limits import WORKERS_MAX
 from layerstore.model import (
     BlobRef,
     BufferContent,
@@ -47,8 +47,9 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.progress import Progress
-from layerstore.storage import Repository
+from layerstore.progress import Progress, Silent
+from layerstore.shares import cut
+from layerstore.storage import Repository, Stretch
 from layerstore.tree import Storage
 from layerstore.zero3 import (
     LATEST,
@@ -63,7 +64,7 @@ from layerstore.zero3 import (
     sub_group_shapes,
     valid_elements,
 )
-from layerstore.zero3.pt import layout_pt
+from layerstore.zero3.pt import WrittenPickles, layout_pt
 
 _SUMMARY_SCHEMA = 1
 
@@ -119,7 +120,18 @@ def execute_compose(
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
         assembling(repo, partial, verify=verify, durable=durable, last=last, progress=progress) as assembly,
     ):
-        _assemble(assembly, ranks, own=composition.own_parameters(ranks.versions))
+        asked = _Asked(
+            composition=composition,
+            folder=partial,
+            world_size=world_size,
+            adam_step=adam_step,
+            verify=verify,
+            durable=durable,
+        )
+        mine, *theirs = _shares(ranks, count=repo.shares.count)
+        with repo.shares.asked(repo, write_share, [(asked, part) for part in theirs]) as answers:
+            _assemble(assembly, ranks, mine, own=composition.own_parameters(ranks.versions), is_lead=True)
+            assembly.bytes_written += sum(answers())
     return Written(
         run=base.run,
         step=base.step,
@@ -132,19 +144,60 @@ def execute_compose(
     )
 
 
-def _assemble(assembly: Assembly, ranks: RankStates, *, own: frozenset[str]) -> None:
-    """Write the files of all ranks; *own* are the parameters that the base itself saved."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What another process has to know to write some ranks' files."""
+
+    composition: Composition
+    folder: Path
+    world_size: int | None
+    adam_step: AdamStep
+    verify: bool
+    durable: bool
+
+
+@contextmanager
+def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
+    """Write the files of some ranks for the process that leads; yield their size."""
+    asked, mine = part
+    ranks = plan_ranks(repo, asked.composition, world_size=asked.world_size, adam_step=asked.adam_step)
+    own = asked.composition.own_parameters(ranks.versions)
+    if not repo.files.is_directory(asked.folder):
+        raise InvalidInput(
+            f"{asked.folder}, which the first process has made, is not there on {platform.node()}",
+            hint="choose a folder with -o that all hosts see",
+        )
+    with assembling(repo, asked.folder, verify=asked.verify, durable=asked.durable, progress=Silent()) as assembly:
+        _assemble(assembly, ranks, mine, own=own, is_lead=False)
+    yield assembly.bytes_written
+
+
+def _shares(ranks: RankStates, *, count: int) -> list[range]:
+    """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
+    gathered = sum(_plan_gathered(of).size_bytes for of in ranks.state(0).gathered) if count > 1 else 0
+    sizes = [gathered] + [ranks.slices.size_bytes // ranks.world_size] * ranks.world_size
+    return [range(max(of.start - 1, 0), max(of.stop - 1, 0)) for of in cut(sizes, count=count)]
+
+
+def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozenset[str], is_lead: bool) -> None:
+    """
+    Write the files of the ranks *mine*, and if this process leads the weights that all ranks supply.
+
+    *own* are the parameters that the base itself saved.
+    """
     slices, count = ranks.slices, ranks.world_size
-    assembly.progress.start("compose", slices.size_bytes)
-    gathered = []
-    for state in ranks:
+    assembly.progress.start("compose", slices.size_bytes * len(mine) // count)
+    first, pickles = ranks.state(0), WrittenPickles()
+    gathered = [(of, assembly.open_shared(_plan_gathered(of))) for of in first.gathered if is_lead]
+    for rank in range(count) if gathered else mine:
         # Every rank supplies slices of gathered weights, so these files stay open until the last one has.
-        gathered += [(of, assembly.open_shared(_plan_gathered(of))) for of in state.gathered]
-        shared = [
-            (file, merged(_gathered_pieces(of, slices, rank=state.rank, world_size=count))) for of, file in gathered
-        ]
-        beside = (plan_beside(assembly.repo, file, slices, own=own) for file in state.files)
-        assembly.write(itertools.chain(_Rank(ranks, state).tree_files(), beside), shared)
+        shared = [(file, merged(_gathered_pieces(of, slices, rank=rank, world_size=count))) for of, file in gathered]
+        if rank in mine:
+            state = ranks.state(rank) if rank else first
+            beside = (plan_beside(assembly.repo, file, slices, own=own) for file in state.files)
+            assembly.write(itertools.chain(_Rank(ranks, state).tree_files(pickles), beside), shared)
+        else:
+            assembly.write((), shared)
     for of, _ in gathered:
         # Of a layer that the base saved itself, even the derived bytes are known.
         assembly.check_converted(of.path, _derived_checks(of, slices, unchanged=own.__contains__))
@@ -175,12 +228,12 @@ class _Rank:
         self._world_size = ranks.world_size
         self._groups = sub_group_shapes(TreeView.of(state.model))
 
-    def tree_files(self) -> Iterator[OutputFile]:
+    def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
         """Yield the plans of the rank's two ``.pt`` files."""
-        return map(self._plan, (self._state.model, self._state.optimizer))
+        return (self._plan(file, pickles) for file in (self._state.model, self._state.optimizer))
 
-    def _plan(self, file: TreeFile) -> OutputFile:
-        layout = layout_pt(file.tree, name=PurePosixPath(file.path).stem)
+    def _plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
+        layout = layout_pt(file.tree, name=PurePosixPath(file.path).stem, pickles=pickles)
         known: dict[Storage, int] = {}
         fillings: dict[Storage, tuple[int, list[Piece]]] = {}
         literals: list[tuple[int, bytes]] = []
@@ -194,10 +247,8 @@ class _Rank:
                 known[storage] = content.crc32
                 pieces.append(whole(content, offset))
             else:
-                filling = self.filling(storage, path=file.path)
-                pieces += (
-                    replace(part, offset=offset + part.offset, is_measured=part.crc32 is None) for part in filling
-                )
+                filling = self.filling(storage, path=file.path, offset=offset)
+                pieces += (part if part.crc32 is not None else replace(part, is_measured=True) for part in filling)
                 fillings[storage] = offset, filling
 
         def skeleton(measured: Mapping[int, int]) -> Literals:
@@ -214,15 +265,15 @@ class _Rank:
             finish=skeleton if is_measured else None,
         )
 
-    def filling(self, storage: Storage, *, path: str) -> list[Piece]:
+    def filling(self, storage: Storage, *, path: str, offset: int = 0) -> list[Piece]:
         """
-        Return what fills *storage*, in order, each piece with its offset in it; the bytes between are padding: zeros.
+        Return what fills *storage*, which begins at *offset*, in order; the bytes between are padding: zeros.
 
         Raises:
             LayoutMismatch: The chosen layers have more or fewer bytes for it.
         """
         filling: list[Piece] = []
-        end, rank, world_size, slices = 0, self._state.rank, self._world_size, self._slices
+        end, rank, world_size, slices = offset, self._state.rank, self._world_size, self._slices
         for kind, name, state in self._members(storage):
             if kind is Kind.BUFFERS:
                 # Where every rank saved its own buffer, additional ranks get a copy of rank 0's.
@@ -244,8 +295,10 @@ class _Rank:
                     as_stored=True,
                 )
             end += length * by_code(storage.dtype).bytes
-        if end != _size_bytes(storage):
-            raise LayoutMismatch(f"{path}: the chosen layers fill {end} bytes of a buffer of {_size_bytes(storage)}")
+        if end - offset != _size_bytes(storage):
+            raise LayoutMismatch(
+                f"{path}: the chosen layers fill {end - offset} bytes of a buffer of {_size_bytes(storage)}"
+            )
         return filling
 
     def _members(self, storage: Storage) -> Iterator[tuple[Kind, str, str]]:
@@ -263,12 +316,13 @@ class _Rank:
 
 def _combined(storage: Storage, filling: list[Piece], offset: int, measured: Mapping[int, int]) -> int:
     """Return the checksum of a *storage* at *offset* in its file."""
-    parts, end = [], 0
+    parts, end = [], offset
     for piece in filling:
-        parts.append(_zeros(piece.offset - end))
-        parts.append((measured[offset + piece.offset] if piece.crc32 is None else piece.crc32, piece.size_bytes))
+        if piece.offset > end:
+            parts.append(_zeros(piece.offset - end))
+        parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, piece.size_bytes))
         end = piece.offset + piece.size_bytes
-    return combine_crc32([*parts, _zeros(_size_bytes(storage) - end)])
+    return combine_crc32([*parts, _zeros(offset + _size_bytes(storage) - end)])
 
 
 def _zeros(size_bytes: int) -> tuple[int, int]:
@@ -298,7 +352,7 @@ class RankLoad:
         """What does not carry over to this many ranks."""
         self._rank = _Rank(ranks, self.state)
         self._repo = repo
-        self._verified: set[str] = set()
+        self._verified: set[BlobRef] = set()
 
     def fill(self, storage: Storage, target: memoryview) -> None:
         """Read the bytes of a *storage* of the state's trees into *target*, verified."""
@@ -311,19 +365,19 @@ class RankLoad:
             read_stretch(self._repo, content.object, whole(content, 0).object_offset, target)
             return
         pieces = self._rank.filling(storage, path=self.state.optimizer.path)
-        self._verify({piece.object.id: piece.object for piece in pieces})
+        stretches: dict[BlobRef, list[Stretch]] = {}
+        for piece in pieces:
+            stretch = piece.object_offset, piece.object_offset + piece.size_bytes
+            stretches.setdefault(piece.object, []).append(stretch)
+        self._verified |= self._repo.objects.verify_all(
+            {ref: of for ref, of in stretches.items() if ref not in self._verified}
+        )
         end = 0
         for piece in pieces:
             target[end : piece.offset] = bytes(piece.offset - end)
             end = piece.offset + piece.size_bytes
             read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
         target[end:] = bytes(len(target) - end)
-
-    def _verify(self, objects: Mapping[str, BlobRef]) -> None:
-        with ThreadPoolExecutor(WORKERS_MAX) as pool:
-            for _ in pool.map(self._repo.objects.verify, (objects[key] for key in objects.keys() - self._verified)):
-                pass  # raises where one is damaged
-        self._verified |= objects.keys()
 
     def content(self, content: bytes | ObjectContent) -> bytes:
         """Return what a file beside the trees holds."""

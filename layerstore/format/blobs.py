@@ -7,7 +7,7 @@ Eight bytes of magic that say which kind it is, then one canonical value. The na
 from typing import TypeVar
 
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
-from layerstore.format.canonical import pack, unpack
+from layerstore.format.canonical import pack_in_order, unpack
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import object_id
 from layerstore.model import BlobRef, LayerVersion, RankState
@@ -20,7 +20,7 @@ Blob = TypeVar("Blob", LayerVersion, RankState)
 
 def encode_version(version: LayerVersion) -> bytes:
     """Return the bytes of *version*."""
-    return VERSION_MAGIC + pack(to_plain(version))
+    return VERSION_MAGIC + pack_in_order(to_plain(version))
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
@@ -36,7 +36,7 @@ def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
 
 def encode_state(state: RankState) -> bytes:
     """Return the bytes of *state*."""
-    return STATE_MAGIC + pack(to_plain(state))
+    return STATE_MAGIC + pack_in_order(to_plain(state))
 
 
 def decode_state(data: bytes, *, ref: BlobRef) -> RankState:

@@ -27,7 +27,16 @@ def pack(value: Plain) -> bytes:
         InvalidInput: It holds what msgpack cannot say: text that is not Unicode, an integer beyond 64 bits.
     """
     try:
-        data: bytes = msgpack.packb(_sorted(value), use_bin_type=True, strict_types=True)
+        in_order = _sorted(value)
+    except (TypeError, RecursionError) as exc:
+        raise InvalidInput(f"a value cannot be recorded: {exc}") from exc
+    return pack_in_order(in_order)
+
+
+def pack_in_order(value: Plain) -> bytes:
+    """Encode *value* as ``pack`` does, but faster: its maps are in order."""
+    try:
+        data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise InvalidInput(f"a value cannot be recorded: {exc}") from exc
     return data

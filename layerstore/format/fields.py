@@ -32,7 +32,7 @@ class _Misfit(Exception):
 
 
 def to_plain(value: object) -> Plain:
-    """Turn a dataclass of ``layerstore.model``, or a part of one, into what ``canonical.pack`` takes."""
+    """Turn a dataclass of ``layerstore.model``, or a part of one, into a plain value whose maps are in order."""
     kind = type(value)
     if kind in _PLAIN:
         return cast(Plain, value)
@@ -45,7 +45,7 @@ def to_plain(value: object) -> Plain:
             field.name: treecodec.encode_tree(getattr(value, field.name), content_to_plain=to_plain)
             if "tree" in field.metadata
             else to_plain(getattr(value, field.name))
-            for field in _fields(kind)
+            for field in _fields_in_order(kind)
             if not ("omitted" in field.metadata and getattr(value, field.name) == field.default)
         }
     return cast(Plain, value)
@@ -191,6 +191,11 @@ def _content_from_plain(value: Plain, what: str) -> object:
 @cache
 def _cached_fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":
     return dataclasses.fields(cls)
+
+
+@cache
+def _fields_in_order(cls: Any) -> "list[dataclasses.Field[Any]]":
+    return sorted(dataclasses.fields(cls), key=lambda field: field.name)
 
 
 def _fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":

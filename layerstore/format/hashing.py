@@ -11,8 +11,9 @@ from typing import TypeAlias
 import xxhash
 from isal import isal_zlib
 
+from layerstore.errors import DAMAGED_HINT, IntegrityError
 from layerstore.limits import VERIFY_CHUNK_BYTES
-from layerstore.model import ObjectId
+from layerstore.model import BlobRef, ObjectId
 
 # ``Buffer`` is only in Python 3.12's collections.abc.
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -115,3 +116,19 @@ class ObjectHasher(NameHasher):
         """Return the digests of all chunks, the last one possibly short."""
         tail = [self._chunk.digest()] if self._chunk_left_bytes < VERIFY_CHUNK_BYTES else []
         return b"".join(self._chunks + tail)
+
+
+def check_chunk(ref: BlobRef, digests: bytes, number: int, pieces: Iterable[Bytes]) -> None:
+    """Raise IntegrityError unless *pieces* together are chunk *number* of *ref*, whose chunks have *digests*."""
+    hasher, size_bytes = xxhash.xxh3_64(), 0
+    for data in pieces:
+        hasher.update(data)
+        size_bytes += len(data)
+    found = hasher.digest()
+    if digests[number * len(found) :][: len(found)] != found:
+        start = number * VERIFY_CHUNK_BYTES
+        raise IntegrityError(
+            f"object {ref.id} is damaged between {start} and {start + size_bytes} bytes",
+            hint=DAMAGED_HINT,
+            object_id=ref.id,
+        )

@@ -7,11 +7,12 @@ The tags are listed in docs/reference/format.md.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TypeVar, cast
 
 from layerstore.errors import IntegrityError, InvalidInput
-from layerstore.format.canonical import Plain, pack
-from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.format.canonical import Plain, pack, pack_again, unpack_known
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
 
 Value = TypeVar("Value")
 
@@ -113,15 +114,32 @@ def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str
     """Turn what ``encode_tree`` gave back into a tree; raises IntegrityError where it is not the image of a tree."""
     try:
         rows, root = cast("list[Plain]", value)
-        contents = {_storage(row, content_from_plain, what): row[3] for row in cast("list[list[Plain]]", rows)}
-        tree = _Decoder(list(contents)).node(root)
-        # What is not exactly what we would write was not written by us.
-        is_canonical = pack(_Encoder(contents.__getitem__).image(tree)) == pack(value)
+        storages = [_storage(row, content_from_plain, what) for row in cast("list[list[Plain]]", rows)]
+        template = _template(_packed(root, what), len(storages))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc
-    if not is_canonical:
+    if template is None:
         raise IntegrityError(f"{what} is not a tree in canonical form")
-    return tree
+    return template.filled(storages)
+
+
+def _packed(root: Plain, what: str) -> bytes:
+    try:
+        return pack_again(root)
+    except IntegrityError as exc:
+        raise IntegrityError(f"{what} is not a tree: {exc}") from exc
+
+
+# All ranks of a save have the same two trees, but for their storages.
+@lru_cache(maxsize=2)
+def _template(packed: bytes, count: int) -> Template | None:
+    """Return the tree with the root *packed*, which views *count* storages; None if we would write it otherwise."""
+    root = unpack_known(packed, what="it")
+    storages = [Storage(dtype="", elements=0, device="") for _ in range(count)]
+    tree = _Decoder(storages).node(root)
+    table, again = _Encoder(lambda storage: None).image(tree)
+    is_canonical = pack_again(again) == packed and len(cast("list[Plain]", table)) == count
+    return Template(tree, storages) if is_canonical else None
 
 
 def _storage(row: list[Plain], content_from_plain: ContentFromPlain, what: str) -> Storage:

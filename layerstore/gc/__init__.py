@@ -1,6 +1,6 @@
 """Remove commits by retention rules, and objects that nothing needs; drop and undrop."""
 
-from layerstore.gc.collect import GcOutcome, GcRequest, execute_gc, has_work, plan_gc
+from layerstore.gc.collect import GcOutcome, GcRequest, check_confirmed, chosen, execute_gc, has_work, plan_gc
 from layerstore.gc.drop import (
     Dropped,
     DroppedCommit,
@@ -11,6 +11,7 @@ from layerstore.gc.drop import (
     plan_drop,
     undrop,
 )
+from layerstore.gc.mark import commit_named, concluding, readable_pins
 from layerstore.gc.retention import ASKED_FOR, NOT_ASKED, CommitFate
 from layerstore.gc.sweep import Gone
 
@@ -23,6 +24,10 @@ __all__ = [
     "GcOutcome",
     "GcRequest",
     "Gone",
+    "check_confirmed",
+    "chosen",
+    "commit_named",
+    "concluding",
     "damaged_records",
     "dropped",
     "execute_drop",
@@ -31,5 +36,6 @@ __all__ = [
     "has_work",
     "plan_drop",
     "plan_gc",
+    "readable_pins",
     "undrop",
 ]

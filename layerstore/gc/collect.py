@@ -7,7 +7,7 @@ moved aside and looked at again, so that writers and readers need not wait (docs
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
+from layerstore.model import CommitId
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
@@ -74,6 +75,8 @@ class GcRequest:
     """The least age of what goes; None for the default."""
     trash_seconds: float | None = None
     """How long dropped commits stay in the trash; None for the default."""
+    elsewhere: Collection[CommitId] | None = None
+    """The only commits that may go, since a remote has them; None for all."""
     confirmed: GcOutcome | None = None
     """The plan that a user has confirmed, if any."""
 
@@ -101,7 +104,7 @@ def has_work(repo: Repository, request: GcRequest) -> bool:
         fate.goes or fate.loses_moments or fate.is_blind
         for view in views
         if view is not None
-        for fate in choose(repo, view, request.keep, pinned=pinned, now_ns=now_ns)
+        for fate in choose(repo, view, request.keep, pinned=pinned, now_ns=now_ns, elsewhere=request.elsewhere)
     )
 
 
@@ -124,9 +127,8 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
     # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
-    runs = _chosen(repo, request, now_ns)
+    runs = chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
-    _check_metric(request.keep, fates)
     going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
     marks = Marks(
         repo,
@@ -193,7 +195,14 @@ def _sum(parts: Mapping[int | None, Gone]) -> Gone:
     return sum(parts.values(), Gone())
 
 
-def _chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[CommitFate, ...]], ...]:
+def chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[CommitFate, ...]], ...]:
+    """
+    Return the fate of every visible commit, run by run, newest first.
+
+    Raises:
+        NotFound: There is no such run.
+        IntegrityError: A record is damaged.
+    """
     views = views_of(repo)
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
     missing = wanted - {view.run for view in views}
@@ -202,10 +211,22 @@ def _chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[Ru
         hint = did_you_mean(nearest(run, (view.run for view in views)), else_="layerstore log lists the runs")
         raise NotFound(f"there is no run {run!r} in this store", hint=hint)
     pinned = pinned_commits(repo)
-    return tuple(
-        (view, choose(repo, view, request.keep if view.run in wanted else None, pinned=pinned, now_ns=now_ns))
+    runs = tuple(
+        (
+            view,
+            choose(
+                repo,
+                view,
+                request.keep if view.run in wanted else None,
+                pinned=pinned,
+                now_ns=now_ns,
+                elsewhere=request.elsewhere,
+            ),
+        )
         for view in views
     )
+    _check_metric(request.keep, [fate for _, fates in runs for fate in fates])
+    return runs
 
 
 def _check_metric(keep: Keep, fates: Sequence[CommitFate]) -> None:
@@ -252,7 +273,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
     with repo.lock_gc() as hold:
         _check_no_migration(repo)
         plan = plan_gc(repo, request, progress=progress)
-        _check_confirmed(plan, request)
+        check_confirmed(plan.fates, plan.outcome.trash, request)
         hold.check()
         _remove_records(repo, plan)
         _check_no_migration(repo)
@@ -262,7 +283,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         freed = Gone()
         while True:
             full = take_aside(repo, plan.marks, progress)
-            listed = repo.aside.ids()  # what comes later was moved by another collection, which settles it
+            listed = repo.aside.ids()  # what comes later was moved by another collection, for it or the next one
             _look_again(plan)
             hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)
@@ -275,18 +296,25 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
 
-def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
+_NEW_PLAN = "look at the new plan: repeat the command"
+
+
+def check_confirmed(fates: Iterable[CommitFate], trash: Gone, request: GcRequest) -> None:
     """Raise Conflict if more is to go than was confirmed."""
     if request.confirmed is None:
         return
     removed = {fate.commit for fate in request.confirmed.removed}
     trimmed = {fate.commit for fate in request.confirmed.trimmed} | removed
-    for fate in plan.fates:
+    for fate in fates:
         if (fate.goes and fate.commit not in removed) or (fate.loses_moments and fate.commit not in trimmed):
             raise Conflict(
                 f"the plan that was shown keeps {fate.run}@{fate.step}, and by now it would go; nothing was removed",
-                hint="look at the new plan: repeat the command",
+                hint=_NEW_PLAN,
             )
+    if trash.count > request.confirmed.trash.count:
+        raise Conflict(
+            "by now more would leave the trash than in the plan that was shown; nothing was removed", hint=_NEW_PLAN
+        )
 
 
 def _check_no_migration(repo: Repository) -> None:

@@ -21,7 +21,7 @@ from layerstore.storage import RecordName, RecordRow, Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnneededObject:
-    """An object that nothing needs, or only a blob that is too young to go."""
+    """An object that nothing needs, or that only looks so far as if nothing did."""
 
     ref: BlobRef
     path: Path

@@ -1,7 +1,7 @@
 """Retention: which commits of a run a collection keeps, and why; and which composites that costs."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from layerstore.compose import compose_by_policy, content_of
@@ -15,6 +15,7 @@ from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_o
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
+NOT_PUSHED = "not pushed yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +54,30 @@ class CommitFate:
 
 
 def choose(
-    repo: Repository, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int
+    repo: Repository,
+    view: RunView,
+    keep: Keep | None,
+    *,
+    pinned: Mapping[CommitId, str],
+    now_ns: int,
+    elsewhere: Collection[CommitId] | None = None,
 ) -> tuple[CommitFate, ...]:
     """
     Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
 
+    Where commits are kept *elsewhere*, all others stay as they are.
+
     Raises:
         IntegrityError: A record cannot be read.
     """
-    return tuple(_fates(repo, view, keep, pinned, now_ns))
+    fates = tuple(_fates(repo, view, keep, pinned, now_ns))
+    return fates if elsewhere is None else tuple(_spared(fate, elsewhere) for fate in fates)
+
+
+def _spared(fate: CommitFate, elsewhere: Collection[CommitId]) -> CommitFate:
+    if fate.commit in elsewhere or not (fate.goes or fate.loses_moments):
+        return fate
+    return replace(fate, kept_by=fate.kept_by or (NOT_PUSHED,), goes_because="", loses_moments=False)
 
 
 def _fates(

@@ -18,6 +18,7 @@ from layerstore.history.place import (
     reserve,
     saved_now,
 )
+from layerstore.history.pushed import PushedNotice, note_pushed, pushed_to
 from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
 from layerstore.history.staleness import Staleness, check_staleness, staleness_of
 
@@ -27,6 +28,7 @@ __all__ = [
     "NumberedRefs",
     "Past",
     "Place",
+    "PushedNotice",
     "Resolved",
     "Staleness",
     "check_staleness",
@@ -34,6 +36,7 @@ __all__ = [
     "is_mixture",
     "locate",
     "named_by",
+    "note_pushed",
     "objects_of_state",
     "only_run",
     "place_after",
@@ -41,6 +44,7 @@ __all__ = [
     "place_begun",
     "place_free",
     "place_of",
+    "pushed_to",
     "reference_to",
     "references_to",
     "reserve",

@@ -34,7 +34,7 @@ def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
             try:
                 repo.records.read(row.name)
             except IntegrityError as exc:
-                if repo.records.is_there(row.name):  # else it was collected meanwhile
+                if repo.records.is_listed(row.name):  # else it was collected meanwhile
                     damaged[row.name] = exc
     rows = {key: row for key, row in view.rows.items() if row.name not in damaged}
     return replace(view, rows=rows, damaged=view.damaged | damaged) if damaged else view

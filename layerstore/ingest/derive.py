@@ -6,7 +6,8 @@ compared with their own slices in the same way.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 
 from layerstore.dtypes import by_code
@@ -24,24 +25,60 @@ from layerstore.zero3 import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The parameters of a checkpoint, and its gathered tensors by the parameter or buffer that should be the same."""
+
+    parameters: Mapping[str, Parameter]
+    by_supplier: Mapping[str, tuple[GatheredSource, ...]]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Gathered":
+        """Return those of *checkpoint*."""
+        by_supplier: dict[str, tuple[GatheredSource, ...]] = {}
+        for tensor in (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier):
+            by_supplier[tensor.supplier] = (*by_supplier.get(tensor.supplier, ()), tensor)
+        return cls({of.name: of for layer in checkpoint.layers for of in layer.parameters}, by_supplier)
+
+    def only(self, names: Collection[str]) -> "Gathered":
+        """Return those of *names*."""
+        return Gathered(
+            {name: self.parameters[name] for name in names if name in self.parameters},
+            {name: self.by_supplier[name] for name in names if name in self.by_supplier},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What a comparison has shown so far."""
+
+    alike: Mapping[GatheredSource, int]
+    """How many elements were seen to follow."""
+    unlike: frozenset[GatheredSource]
+
+
 class GatheredCheck:
     """Which gathered tensors follow from what is stored anyway; shared by threads."""
 
-    def __init__(self, checkpoint: Checkpoint, reader: SourceReader) -> None:
-        self.parameters: Mapping[str, Parameter] = {
-            parameter.name: parameter for layer in checkpoint.layers for parameter in layer.parameters
-        }
+    def __init__(self, gathered: Gathered, reader: SourceReader) -> None:
+        self._parameters = gathered.parameters
+        self._by_supplier = gathered.by_supplier
         self._reader = reader
         """For gathered weights alone: the slices' reader is in use while these are compared."""
-        self._by_supplier: dict[str, list[GatheredSource]] = {}
-        for file in checkpoint.gathered:
-            for tensor in file.tensors:
-                if tensor.supplier:
-                    self._by_supplier.setdefault(tensor.supplier, []).append(tensor)
         self._unlike: set[GatheredSource] = set()
         self._alike: dict[GatheredSource, int] = {}
-        """How many elements were seen to follow."""
         self._guard = threading.Lock()
+
+    @property
+    def compared(self) -> Compared:
+        """What was found so far."""
+        return Compared(self._alike, frozenset(self._unlike))
+
+    def join(self, found: Compared) -> None:
+        """Add what another process has *found* about other elements."""
+        self._unlike |= found.unlike
+        for tensor, elements in found.alike.items():
+            self._alike[tensor] = self._alike.get(tensor, 0) + elements
 
     def is_derived(self, tensor: GatheredSource) -> bool:
         """Whether every element of *tensor* was seen to follow."""
@@ -61,7 +98,7 @@ class GatheredCheck:
         """
         for name in sorted(self._by_supplier.keys() & set(names)):
             tensors = self._by_supplier[name]
-            parameter = self.parameters.get(name)
+            parameter = self._parameters.get(name)
             if parameter and not parameter.frozen and len(tensors) == 1 and not self.is_derived(tensors[0]):
                 yield tensors[0]
 
@@ -74,7 +111,7 @@ class GatheredCheck:
         def look(part: SliceSource, start_element: int, data: memoryview) -> None:
             first = start_element
             if source.kind is not Kind.BUFFERS and part.name in self._by_supplier:
-                first += source.shard * slice_length(prod(self.parameters[part.name].shape), source.shards)
+                first += source.shard * slice_length(prod(self._parameters[part.name].shape), source.shards)
             for tensor in self._by_supplier.get(part.name, ()):
                 if tensor not in self._unlike:
                     self._compare(tensor, first, part.dtype, data)

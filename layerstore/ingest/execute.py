@@ -275,7 +275,7 @@ class _Ingest:
         due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
         with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
             content = transfer(
-                self.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
+                self.repo, self.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
             )
             record = self._record(place, old.record.policy, content, due)
             if commit_id(record) == rival.id:
@@ -307,7 +307,9 @@ class _Ingest:
                 due, decisions = layers_due(self.repo, self.checkpoint, place, asked.policy, run=self.run)
             use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
-            content = transfer(self.checkpoint, tx.objects, self.progress, due=due, known_before=known_before)
+            content = transfer(
+                self.repo, self.checkpoint, tx.objects, self.progress, due=due, known_before=known_before
+            )
             record = self._record(place, use, content, due)
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):

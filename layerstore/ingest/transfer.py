@@ -5,15 +5,15 @@ Objects first, then version blobs and state blobs. Every byte of the source is c
 returns, so that rot is never kept under a valid hash.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from layerstore.format import canonical_order
-from layerstore.ingest.derive import GatheredCheck
+from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import (
     BlobRef,
@@ -23,9 +23,10 @@ from layerstore.model import (
     StoredObject,
     TensorSource,
 )
-from layerstore.progress import Progress
+from layerstore.progress import Progress, Silent
 from layerstore.publish import Checksums, KeptFile, SourceReader, Staging, crc32_of, stage_version
-from layerstore.storage import ObjectWriter
+from layerstore.shares import cut
+from layerstore.storage import ObjectWriter, Repository, Staged
 from layerstore.zero3 import (
     Checkpoint,
     GatheredSource,
@@ -55,6 +56,7 @@ class Content:
 
 
 def transfer(
+    repo: Repository,
     checkpoint: Checkpoint,
     writer: ObjectWriter,
     progress: Progress,
@@ -66,12 +68,51 @@ def transfer(
     """
     Stage the layers *due* of *checkpoint*, with or without their *moments*, and all that is not a layer.
 
-    *known_before* says that the store is likely to have all of it.
+    All processes that work in *repo* together stage layers, this one the rest. *known_before* says that the store is
+    likely to have all of it.
 
     Raises:
         SourceCheckpoint: A byte of the source is not as it was written, or the source changed meanwhile.
     """
-    # Gathered weights have a reader of their own: they are read while a chunk of slices is in use.
+    source = _Source(folder=checkpoint.found.folder, gathered=Gathered.of(checkpoint), known_before=known_before)
+    with _reading(source, writer, progress) as readers:
+        content = _Transfer(repo, checkpoint, source, readers, writer, due, moments).run(progress)
+        readers.checksums.check(checkpoint.checks, readers.reader)
+    check_unchanged(checkpoint.found)
+    return content
+
+
+# -- one process's share -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What each process has to know of the checkpoint."""
+
+    folder: Path
+    gathered: Gathered
+    known_before: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """What reads the source, and notes what it has seen."""
+
+    staging: Staging
+    reader: SourceReader
+    gathered: SourceReader
+    """For gathered weights, which are read while a chunk of slices is in use."""
+    checksums: Checksums
+    check: GatheredCheck
+    pool: ThreadPoolExecutor
+
+    def objects(self, sources: Sequence[ObjectSource]) -> list[StoredObject]:
+        """Stage *sources*, comparing them with the gathered weights on the way."""
+        return _run_all(self.pool, lambda source: self.staging.object(source, self.check.witness(source)), sources)
+
+
+@contextmanager
+def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Iterator[_Readers]:
     with (
         closing(SourceReader()) as reader,
         closing(SourceReader()) as gathered,
@@ -81,32 +122,54 @@ def transfer(
         staging = Staging(
             writer,
             reader,
-            source=str(checkpoint.found.folder),
+            source=str(source.folder),
             checksums=checksums,
             advance=progress.advance,
-            known_before=known_before,
+            known_before=source.known_before,
         )
-        check = GatheredCheck(checkpoint, gathered)
-        content = _Transfer(checkpoint, staging, gathered, check, pool, due, moments).run(progress, writer)
-        checksums.check(checkpoint.checks, reader)
-    check_unchanged(checkpoint.found)
-    return content
+        yield _Readers(staging, reader, gathered, checksums, GatheredCheck(source.gathered, gathered), pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """What another process has staged, and seen."""
+
+    objects: list[StoredObject]
+    staged: Staged
+    known: Mapping[Path, Mapping[int, tuple[int, int]]]
+    compared: Compared
+
+
+@contextmanager
+def stage_share(repo: Repository, part: tuple[_Source, list[ObjectSource], bool]) -> Iterator[_Done]:
+    """Stage some objects for the process that leads. It publishes them; what it did not is removed."""
+    source, objects, reads_reused = part
+    with (
+        ObjectWriter(repo.layout, repo.files, repo.objects, reads_reused=reads_reused) as writer,
+        _reading(source, writer, Silent()) as readers,
+    ):
+        stored = readers.objects(objects)
+        yield _Done(
+            objects=stored, staged=writer.staged, known=readers.checksums.known, compared=readers.check.compared
+        )
+
+
+# -- one checkpoint ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """One checkpoint on its way."""
 
+    repo: Repository
     checkpoint: Checkpoint
-    staging: Staging
-    reader: SourceReader
-    """For gathered weights."""
-    check: GatheredCheck
-    pool: ThreadPoolExecutor
+    source: _Source
+    readers: _Readers
+    writer: ObjectWriter
     due: Collection[str]
     moments: bool
 
-    def run(self, progress: Progress, writer: ObjectWriter) -> Content:
+    def run(self, progress: Progress) -> Content:
         layers = [layer for layer in self.checkpoint.layers if layer.layer in self.due]
         world_size = self.checkpoint.world_size
         sources = [
@@ -115,9 +178,9 @@ class _Transfer:
             for source in layer.objects
             if self.moments or source.kind is not Kind.OPTIMIZER
         ]
-        progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
+        sources.sort(key=lambda item: item[1].shard)  # all of a rank's file in turn, and few processes read it
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
-        stored = _run_all(self.pool, self._object, [source for _, source in sources])
+        stored = self._objects([source for _, source in sources], progress)
         for (name, _), each in zip(sources, stored, strict=True):
             objects[name].append(each)
         # Only now is it known which gathered weights follow from their masters.
@@ -125,34 +188,50 @@ class _Transfer:
             objects[layer.layer].extend(self._own_weights(layer))
         gathered = list(self._gathered())
         states = [
-            self.staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
+            self.readers.staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
             for state in self.checkpoint.states
         ]
         return Content(
             versions={
-                layer.layer: stage_version(writer, layer, objects[layer.layer], world_size=world_size)
+                layer.layer: stage_version(self.writer, layer, objects[layer.layer], world_size=world_size)
                 for layer in layers
             },
             states=tuple(states),
-            bytes_derived=self.check.bytes_derived,
+            bytes_derived=self.readers.check.bytes_derived,
             has_moments=self.moments,
         )
 
-    def _object(self, source: ObjectSource) -> StoredObject:
-        """Stage *source*, comparing it with the gathered weights on the way."""
-        return self.staging.object(source, self.check.witness(source))
+    def _objects(self, sources: list[ObjectSource], progress: Progress) -> list[StoredObject]:
+        """Stage *sources*, in shares."""
+        sizes = [sum(part.size_bytes for part in source.slices) for source in sources]
+        mine, *theirs = (sources[of.start : of.stop] for of in cut(sizes, count=self.repo.shares.count))
+        progress.start("ingest", sum(sizes[: len(mine)]))
+        parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
+        with self.repo.shares.asked(self.repo, stage_share, parts) as answers:
+            stored = self.readers.objects(mine)
+            for done in answers():
+                stored += done.objects
+                self.writer.join(done.staged)
+                self.readers.checksums.join(done.known)
+                self.readers.check.join(done.compared)
+        return stored
+
+    def _known_of(self, sources: Sequence[ObjectSource]) -> _Source:
+        """Return what has to be known for *sources* alone."""
+        names = {part.name for source in sources for part in source.slices}
+        return replace(self.source, gathered=self.source.gathered.only(names))
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that do not follow from their master, as part of their layer."""
-        tensors = self.check.weights_to_store(parameter.name for parameter in layer.parameters)
+        tensors = self.readers.check.weights_to_store(parameter.name for parameter in layer.parameters)
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
-            yield self.staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
+            yield self.readers.staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 
     def _gathered(self) -> Iterator[GatheredFile]:
-        in_layers = set(self.check.weights_to_store(self.check.parameters))
+        in_layers = set(self.readers.check.weights_to_store(self.source.gathered.parameters))
         older = [layer for layer in self.checkpoint.layers if layer.layer not in self.due]
         inherited = {of.name for layer in older for of in layer.parameters}
         inherited |= {of.name for layer in older for of in layer.buffers}
@@ -162,18 +241,18 @@ class _Transfer:
             return self._gathered_tensor(tensor, in_layer=tensor in in_layers or tensor.supplier in inherited)
 
         for file in self.checkpoint.gathered:
-            tensors = tuple(_run_all(self.pool, read, list(file.tensors)))
+            tensors = tuple(_run_all(self.readers.pool, read, file.tensors))
             yield GatheredFile(path=self._relative(file.path), header=file.header, tensors=tensors)
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
-        checksum, _ = crc32_of(self.reader, tensor.file, tensor.offset_bytes, tensor.size_bytes)
-        if in_layer or self.check.is_derived(tensor):
-            is_parameter = tensor.supplier in self.check.parameters
+        checksum, _ = crc32_of(self.readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
+        if in_layer or self.readers.check.is_derived(tensor):
+            is_parameter = tensor.supplier in self.source.gathered.parameters
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
         else:
             source = TensorSource.STORED
-            stored = self.staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
+            stored = self.readers.staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
         return GatheredTensor(
             name=tensor.name,
             dtype=tensor.dtype,
@@ -211,7 +290,7 @@ def _as_slice(tensor: GatheredSource) -> SliceSource:
     )
 
 
-def _run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: list[Item]) -> list[Result]:
+def _run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Return the results in order; after the first error nothing more is begun."""
     futures = [pool.submit(work, item) for item in items]
     try:

@@ -1,5 +1,6 @@
 """What is in a store, for people and for programs: log, show, ls, diff, stats, report and estimate. Writes nothing."""
 
+from layerstore.inspect.cost import Prices
 from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare
 from layerstore.inspect.estimate import Training, estimate_saves
 from layerstore.inspect.log import LogEntry, LogLine, LogPage, read_log
@@ -18,6 +19,7 @@ __all__ = [
     "LogLine",
     "LogPage",
     "Model",
+    "Prices",
     "Stats",
     "Training",
     "compare",

@@ -15,13 +15,26 @@ from typing import Any
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.format import canonical_order, frame
+from layerstore.inspect.cost import (
+    COLLECTED_SECONDS,
+    Files,
+    Group,
+    Prices,
+    Timetable,
+    Usage,
+    usage_of_files,
+    usage_of_store,
+)
 from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
 from layerstore.json_fields import json_fields
+from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 from layerstore.model import StoredTensor
-from layerstore.policy import Policy, Save, anchored, due_layers
+from layerstore.policy import Keep, Policy, Save, anchored, due_layers
 from layerstore.zero3 import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
+
+_GATHERED_FILE_BYTES = 5 * 10**9
 
 _SAVES_LOOKED_AT = 2_000
 """Enough to see two cycles of a policy: filter's longest has a save for each of the blocks that take turns."""
@@ -39,6 +52,8 @@ class Training:
     step_seconds: float
     bytes_per_second: float
     """What all ranks write together."""
+    copy_bytes_per_second: float
+    """What one rank copies of a save while it is held up."""
     disk_bytes: int
     dtype: str = "BF16"
     """Code of the weights' element type."""
@@ -46,6 +61,11 @@ class Training:
     """The share of the parameters that is trained; the rest is frozen."""
     movement: float | None = None
     """Relative L2 by which each layer moves from save to save, for policies that measure it."""
+    keep_last: int | None = None
+    """The newest so many saves are kept; without this and the next, all are."""
+    keep_every: int | None = None
+    """Saves whose step is a multiple of it are kept."""
+    prices: Prices | None = None
 
     def __post_init__(self) -> None:
         if self.steps < self.every:
@@ -56,8 +76,10 @@ class Training:
             raise InvalidInput(f"{self.trainable} of the parameters cannot be trained", hint="a share like 0.5% or 1")
         if self.movement is not None and not (isfinite(self.movement) and self.movement >= 0):
             raise InvalidInput(f"layers cannot move by {self.movement}", hint="a share of their length, like 0.004")
-        if not (isfinite(self.step_seconds) and self.step_seconds > 0 and self.bytes_per_second > 0):
+        rates = self.bytes_per_second, self.copy_bytes_per_second
+        if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
             raise InvalidInput("a step takes some time, and a disk writes something", hint="above 0, and not for ever")
+        Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput where they are no rules
 
     @property
     def saves(self) -> int:
@@ -68,6 +90,18 @@ class Training:
     def interval_seconds(self) -> float:
         """The time from one save to the next."""
         return self.every * self.step_seconds
+
+    @property
+    def timetable(self) -> Timetable:
+        """When it saves, and what it keeps."""
+        return Timetable(
+            run_seconds=self.steps * self.step_seconds,
+            interval_seconds=self.interval_seconds,
+            every=self.every,
+            saves=self.saves,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+        )
 
 
 def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy]) -> dict[str, Any]:
@@ -87,29 +121,38 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         )
     parts = list(_parts(model, training))
     trained = [count for _, elements, _ in parts for count in elements.values()]
-    frozen = [count for _, _, elements in parts for count in elements.values()]
-    shards, weights = _padded(trained, training) * _sharded_bytes(model), by_code(training.dtype).bytes
-    full = shards + _padded(frozen, training) * weights
-    gathered = shards + sum(trained) * weights  # without frozen parameters, as with PEFT
-    sizes = trained_bytes(model, training)
-    first = sum(sizes.values())
-    first += sum(_objects(elements, [""], training.dtype, training.world_size) for _, _, elements in parts)
+    weights = by_code(training.dtype).bytes
+    shards = _padded(trained, training) * _sharded_bytes(model)
+    frozen = _padded([count for _, _, elements in parts for count in elements.values()], training) * weights
+    gathered = sum(trained) * weights  # without frozen parameters, as with PEFT
+    files = trained_files(model, training)
+    once = sum((_objects(elements, [""], training.dtype, training.world_size) for _, _, elements in parts), Files())
+    sizes = {layer: each.size_bytes for layer, each in files.items()}
+    first = sum(sizes.values()) + once.size_bytes
+    full = shards + frozen
+    of_trainer = _shard_files(shards, 0, training) + _trainer_files(gathered, training)
     lines = [
-        _line(TRAINER, None, gathered, [gathered], training, cycle=1),
-        _line(DEEPSPEED, None, full, [full], training, cycle=1),
+        _full_line(TRAINER, shards + gathered, of_trainer, training),
+        _full_line(DEEPSPEED, full, _shard_files(shards, frozen, training), training),
     ]
     for name, policy in policies.items():
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         cycle = cycle_of(due)
         later = [sum(sizes[layer] for layer in layers) for layers in due[:cycle]]
-        lines.append(_line(LAYERSTORE, name, first, later, training, cycle=cycle))
+        line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
+        groups = [Group(files=once), *_groups(files, due[:cycle])]
+        usage = usage_of_store(groups, training.timetable, ranks=training.world_size)
+        lines.append(_with_usage(line, usage, training, held_seconds=_held_seconds(line, training)))
     seconds = full / training.bytes_per_second
     return {
         "model": json_fields(model) | {"trained": sum(trained), "layers": len(parts)},
         **json_fields(training),
         "held_share": seconds / (seconds + training.interval_seconds),
         "lines": lines,
-        "assumptions": list(_assumptions(model, training, is_measured=bool(measuring))),
+        "assumptions": [
+            *_assumptions(model, training, is_measured=bool(measuring)),
+            *(() if training.prices is None else _cost_assumptions(training)),
+        ],
     }
 
 
@@ -125,8 +168,8 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
         yield layer, trained, {name: count - trained[name] for name, count in elements.items()}
 
 
-def trained_bytes(model: Model, training: Training) -> dict[str, int]:
-    """Return the size of each layer's masters and moments, of all ranks together: new at each save that includes it."""
+def trained_files(model: Model, training: Training) -> dict[str, Files]:
+    """Return the objects of each layer's masters and moments, of all ranks: new at each save that includes it."""
     return {
         layer: _objects(trained, [""], "F32", training.world_size)
         + _objects(trained, model.states, "F32", training.world_size)
@@ -144,14 +187,14 @@ def _padded(counts: Sequence[int], training: Training) -> int:
     return sum(training.world_size * slice_length(count, training.world_size) for count in counts)
 
 
-def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> int:
-    """Return the size of one layer's objects of one kind: one object for each rank that has a slice."""
+def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> Files:
+    """Return one layer's objects of one kind: one object for each rank that has a slice."""
     # Ranks with equal slices have equal objects: only those between two of these edges differ.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
         full = count // slice_length(count, world_size)
         edges |= {full, min(full + 1, world_size)}
-    total = 0
+    total = Files()
     for rank, end in pairwise(sorted(edges)):
         tensors = [
             StoredTensor(name=name, state=state, dtype=dtype, elements=valid, crc32=0)
@@ -159,8 +202,22 @@ def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, wor
             for state in states
             if (valid := valid_elements(count, world_size, rank))
         ]
-        total += (end - rank) * frame(canonical_order(tensors)).size_bytes if tensors else 0
+        if tensors:
+            total += Files.alike(end - rank, frame(canonical_order(tensors)).size_bytes)
     return total
+
+
+def _shard_files(shards: int, frozen: int, training: Training) -> Files:
+    """Return DeepSpeed's files: two of each rank, ``latest`` and a script."""
+    ranks = training.world_size
+    return Files.alike(ranks, shards // ranks) + Files.alike(ranks, frozen // ranks) + Files.alike(2, 0)
+
+
+def _trainer_files(gathered: int, training: Training) -> Files:
+    """Return what the HF Trainer adds: the weights in files of 5 GB, each rank's random state, and four small files."""
+    count = -(-gathered // _GATHERED_FILE_BYTES)
+    weights = Files.alike(count, gathered // count) if count else Files()
+    return weights + Files.alike(training.world_size + 4, 0)
 
 
 # -- saves ---------------------------------------------------------------------------------------------------------
@@ -222,6 +279,35 @@ def _line(
     }
 
 
+def _full_line(saved_by: str, full: int, files: Files, training: Training) -> dict[str, Any]:
+    """Return the line of a run whose saves are *full*, and hold training up while they are written."""
+    line = _line(saved_by, None, full, [full], training, cycle=1)
+    held_seconds = training.saves * line["save_seconds"]
+    return _with_usage(line, usage_of_files(files, training.timetable), training, held_seconds=held_seconds)
+
+
+def _with_usage(line: dict[str, Any], usage: Usage, training: Training, *, held_seconds: float) -> dict[str, Any]:
+    fields = usage.fields(training.prices, held_gpu_seconds=held_seconds * training.world_size)
+    return line | {"held_seconds": held_seconds} | fields
+
+
+def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
+    """Return how long layerstore holds a run up: while it copies, and where saves come faster than they are written."""
+    copied_seconds: float = line["run_bytes"] / training.world_size / training.copy_bytes_per_second
+    late_seconds: float = max(0.0, line["save_seconds"] - training.interval_seconds)
+    return copied_seconds + training.saves * late_seconds
+
+
+def _groups(files: Mapping[str, Files], due: Sequence[frozenset[str]]) -> Iterator[Group]:
+    """Yield the layers that are always due together, of those with *files*."""
+    together: dict[tuple[int, ...], list[str]] = {}
+    for layer in files:
+        together.setdefault(tuple(at for at, layers in enumerate(due) if layer in layers), []).append(layer)
+    for at, layers in together.items():
+        whole = sum((files[layer] for layer in layers), Files())
+        yield Group(files=whole, blobs=len(layers), due=at, cycle=len(due))
+
+
 def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
     """Return how many saves fit on the disk; None if all do."""
     if disk_bytes < first:
@@ -256,10 +342,27 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
             f"frozen weights are stored once by {LAYERSTORE}, at each save by {DEEPSPEED}, and not by {TRAINER}, as "
             "with PEFT"
         )
-    yield "the first save of a run is full; nothing fails, nothing is removed and no byte is in the store already"
+    yield "the first save of a run is full; nothing fails, and no byte is in the store already"
     yield "the ranks' own states, records and small files are not counted: kilobytes per save"
     if is_measured:
         yield (
             f"every layer moves by {training.movement} of its length from one save to the next, always in one "
             "direction: real layers differ, and move less over many saves"
         )
+
+
+def _cost_assumptions(training: Training) -> Iterator[str]:
+    yield (
+        f"every save goes to a bucket as it is made, in parts of {REMOTE_PART_BYTES >> 20} MiB; what is stored is paid "
+        "until the run ends, and the newest save is read once then; traffic is not counted"
+    )
+    if training.timetable.has_rules:
+        yield (
+            f"{LAYERSTORE} collects the bucket every {COLLECTED_SECONDS / 3600:.0f} h, and what no save needs any more "
+            f"stays there for {REMOTE_GRACE_SECONDS / 3600:.0f} h longer; {DEEPSPEED}'s old saves are removed at once"
+        )
+    yield (
+        f"GPUs stand still while {DEEPSPEED} and {TRAINER} write; with {LAYERSTORE} while a rank copies what is due to "
+        f"its host, at {training.copy_bytes_per_second / 1e9:g} GB/s, as if nothing else went on meanwhile, and where "
+        "saves come faster than they are written"
+    )

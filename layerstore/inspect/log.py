@@ -1,12 +1,13 @@
 """Log: which commits a store shows, run by run and page by page."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
+from layerstore.history import pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
-from layerstore.model import Commit
+from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
 
 
@@ -25,6 +26,8 @@ class LogEntry:
     bytes_new: int = 0
     """Bytes that its writer put into the store."""
     pins: tuple[str, ...] = ()
+    pushed: tuple[str, ...] = ()
+    """The remotes that had it when something was last pushed there, by URL."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
     damage: str | None = None
@@ -90,13 +93,13 @@ def read_log(
     start = None if before is None else _commit_named(views, before)
     if start is not None:
         views = [view for view in views if view.run == start.run]
-    pins = names_of_pins(repo)
+    pins, pushed = names_of_pins(repo), pushed_to(repo)
     lines: list[LogLine] = []
     more = []
     for view in views:
         drawn = list(draw_graph(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
         page, left = _page(drawn, start, limit)
-        lines += [_line(repo, line, pins) for line in page]
+        lines += [_line(repo, line, pins, pushed) for line in page]
         if left:
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
@@ -126,11 +129,14 @@ def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) ->
     return lines[: ends[limit - 1]], len(ends) - limit
 
 
-def _line(repo: Repository, line: GraphLine, pins: dict[str, list[str]]) -> LogLine:
+def _line(
+    repo: Repository, line: GraphLine, pins: dict[str, list[str]], pushed: Mapping[str, Collection[CommitId]]
+) -> LogLine:
     if line.row is None:
         return LogLine(drawing=line.drawing, entry=None)
     try:
-        entry = log_entry(repo.catalog.commit(line.row.name), pins.get(line.row.id, []))
+        urls = [url for url, commits in pushed.items() if line.row.id in commits]
+        entry = log_entry(repo.catalog.commit(line.row.name), pins.get(line.row.id, []), urls)
     except (IntegrityError, NotFound) as exc:  # lost while the index still lists it, or removed a moment ago
         entry = _damaged_entry(line.row.name, exc)
     return LogLine(drawing=line.drawing, entry=entry)
@@ -140,8 +146,8 @@ def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
     return LogEntry(run=name.run, step=name.step, commit=name.id, damage=str(problem))
 
 
-def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
-    """Return the log's entry of *commit*, which has *pins*."""
+def log_entry(commit: Commit, pins: Iterable[str], pushed: Iterable[str] = ()) -> LogEntry:
+    """Return the log's entry of *commit*, which has *pins* and was *pushed* to some remotes."""
     record = commit.record
     return LogEntry(
         run=record.run,
@@ -153,6 +159,7 @@ def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
         layers=len(record.layers),
         bytes_new=commit.observed.bytes_new,
         pins=tuple(pins),
+        pushed=tuple(pushed),
         has_moments=WITHOUT_MOMENTS not in record.flags,
     )
 

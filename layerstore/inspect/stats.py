@@ -5,7 +5,7 @@ Stats: how much a store would hold, holds, and takes on disk; and how each commi
 both by listed sizes; *physical* is what the files take on disk.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -264,28 +264,29 @@ def _add_state(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, in
 
 def _look_at_disk(repo: Repository, tally: _Tally) -> None:
     """Count the bytes on disk, what nothing needs, and how many needed objects are missing."""
-    stats, seen = tally.stats, set[tuple[int, int]]()
+    stats, seen = tally.stats, set[Hashable]()
     present, unneeded = 0, Unneeded(objects=0, bytes=0)
 
-    def take(path: Path) -> int:
-        """Return what *path* adds: nothing if it is gone, or was counted under another name."""
-        found = repo.files.look(path)
-        if found is None or (found.st_dev, found.st_ino) in seen:
+    def take(found: tuple[Hashable, int] | None) -> int:
+        """Return what a file adds: nothing if it is gone, or was counted under another name."""
+        if found is None or found[0] in seen:
             return 0
-        seen.add((found.st_dev, found.st_ino))
-        return found.st_blocks * 512  # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are
+        seen.add(found[0])
+        return found[1]
 
     for object_id in repo.objects.ids():
-        path = repo.layout.object(object_id)
+        found = repo.objects.on_disk(object_id)
         if object_id in tally.users:
             present += 1
-            stats.physical_bytes += take(path)
+            stats.physical_bytes += take(found)
         elif stats.run is None:
-            disk_bytes = take(path)
+            disk_bytes = take(found)
             stats.physical_bytes += disk_bytes
             unneeded.objects += 1
             unneeded.bytes += disk_bytes
-    stats.physical_bytes += sum(take(path) for path in (tally.record_paths if stats.run else _all_files(repo)))
+    # A bucket's other files are not here, and what else is here is not the bucket's.
+    paths = tally.record_paths if stats.run or repo.remote else _all_files(repo)
+    stats.physical_bytes += sum(take(repo.files.on_disk(path)) for path in paths)
     stats.missing = len(tally.users) - present
     stats.unneeded = unneeded if stats.run is None else None
 

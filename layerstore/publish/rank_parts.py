@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
@@ -136,8 +137,10 @@ def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> li
     Raises:
         GivenUp: A rank has failed.
     """
-    for rank in range(joint.share.world_size):
-        part = found.get(rank) or repo.parts.find(joint.session, joint.save, rank)
+    # By the listing: a name that is asked for before it is there, an NFS client says is missing for up to a minute.
+    there = repo.parts.ranks(joint.session, joint.save)
+    for rank in sorted(there.intersection(range(joint.share.world_size)) - found.keys()):
+        part = repo.parts.find(joint.session, joint.save, rank)
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
@@ -190,7 +193,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
             bytes_reused=tx.objects.bytes_reused + sum(part.bytes_reused for part in parts),
         )
-        _claim(tx.objects, joint, parts)
+        _claim(repo, tx.objects, joint, parts)
         try:
             return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
@@ -202,12 +205,16 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
-def _claim(objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> None:
+def _claim(repo: Repository, objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> None:
     """Claim every object that *parts* name: a rank may be withdrawing its part, a collection may be taking them."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*named, *([part.state] if part.state is not None else [])):
-            if not objects.claim(ref):
+            is_there = objects.claim(ref)
+            if not is_there:
+                with suppress(IntegrityError):  # cut short, it is as good as gone
+                    is_there = repo.objects.find(ref) is not None and objects.claim(ref)
+            if not is_there:
                 problem = f"object {ref.id}, which rank {part.rank} had written, is gone"
                 raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 

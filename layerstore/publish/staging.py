@@ -7,15 +7,15 @@ A reader supplies the bytes: from the files of a checkpoint, or from the memory 
 import contextlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import ObjectHasher, combine_crc32, crc32, encode_state, encode_version, frame, ref_of
-from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES
+from layerstore.format import Frame, ObjectHasher, combine_crc32, crc32, encode_state, encode_version, frame, ref_of
+from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
 from layerstore.model import (
     BlobRef,
     GatheredFile,
@@ -40,6 +40,9 @@ from layerstore.zero3 import (
 # Few files are read at a time; a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
 
+# Buffers that one call fills: less than any system's limit.
+_READ_TOGETHER_MAX = 64
+
 # The only tensor in an object that holds a file or a storage.
 _BYTES_KEY = "bytes"
 
@@ -56,11 +59,18 @@ class KeptFile:
     size_bytes: int
 
 
+Place = tuple[Path, int, memoryview]
+"""A file of a source, an offset in it, and the buffer for the bytes there."""
+
+
 class Reader(Protocol):
     """What reads a source: files, or the memory of a running engine."""
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of *path* in order; each chunk is valid until the next one is asked for."""
+
+    def read_into(self, places: Sequence[Place]) -> None:
+        """Fill each buffer with the bytes of its place."""
 
 
 class SourceReader:
@@ -79,6 +89,21 @@ class SourceReader:
             file.read_into(chunk, offset)
             yield chunk
             offset += len(chunk)
+
+    def read_into(self, places: Sequence[Place]) -> None:
+        """Fill each buffer with the bytes of its place; neighbours are read at once."""
+        together: list[memoryview] = []
+        before, begin, end = Path(), 0, 0
+        for path, offset, buffer in sorted(places, key=lambda place: (str(place[0]), place[1])):
+            if together and (offset != end or path != before or len(together) == _READ_TOGETHER_MAX):
+                self._file(before).read_each(together, begin)
+                together = []
+            if not together:
+                before, begin = path, offset
+            together.append(buffer)
+            end = offset + len(buffer)
+        if together:
+            self._file(before).read_each(together, begin)
 
     def _file(self, path: Path) -> OpenedSource:
         if not hasattr(self._local, "files"):
@@ -109,6 +134,22 @@ class Checksums:
         """Remember the checksum of one stretch."""
         with self._guard:
             self._known.setdefault(path, {})[offset] = (size_bytes, checksum)
+
+    def note_slices(self, slices: Sequence[SliceSource], tensors: Sequence[StoredTensor]) -> None:
+        """Remember the checksums of *slices*, which have become *tensors*."""
+        with self._guard:
+            for part, tensor in zip(slices, tensors, strict=True):
+                self._known.setdefault(part.path, {})[part.offset_bytes] = part.size_bytes, tensor.crc32
+
+    @property
+    def known(self) -> dict[Path, dict[int, tuple[int, int]]]:
+        """Size and checksum of every stretch, by file and offset."""
+        return self._known
+
+    def join(self, known: Mapping[Path, Mapping[int, tuple[int, int]]]) -> None:
+        """Add the stretches that another process has read."""
+        for path, stretches in known.items():
+            self._known.setdefault(path, {}).update(stretches)
 
     def check(self, storages: Sequence[tuple[str, Located]], reader: SourceReader) -> None:
         """
@@ -214,6 +255,7 @@ class Staging:
         self._known_before = known_before
         self._reads_once = reads_once
         self._likely_known: dict[str, bool] = {}
+        self._local = threading.local()
 
     def object(self, source: ObjectSource, witness: Witness | None = None) -> StoredObject:
         """Stage the slices of *source*."""
@@ -275,9 +317,13 @@ class Staging:
         """
         Stage the object of *slices*, unless the store has it.
 
-        Its name is known only once all bytes were read. What is likely to be new is written as it is read; what is
-        likely to be there is read first, and a second time, usually from memory, if it has to be written.
+        Its name is known only once all bytes were read. What is small stays in memory until then. Of the rest, what is
+        likely to be new is written as it is read; what is likely to be there is read first, and a second time, usually
+        from memory, if it has to be written.
         """
+        framing = frame(slices)
+        if framing.size_bytes <= SMALL_OBJECT_BYTES:
+            return self._staged_at_once(framing, slices, witness)
         if not self._reads_once and self._likely_known.get(kind, self._known_before):
             found = self._inspect(slices, witness)
             is_known = self._writer.spares_writing(found.ref)
@@ -290,6 +336,30 @@ class Staging:
         # Frozen layers lie among others: the latest of the same kind is the best guess for the next.
         self._likely_known[kind] = is_known
         return found
+
+    def _staged_at_once(self, framing: Frame, slices: tuple[SliceSource, ...], witness: Witness | None) -> _Inspected:
+        """Stage a small object as one piece of memory."""
+        if not hasattr(self._local, "memory"):
+            self._local.memory = memoryview(bytearray(SMALL_OBJECT_BYTES))
+        data: memoryview = self._local.memory[: framing.size_bytes]
+        data[: len(framing.header)] = framing.header
+        places = [
+            (part.path, part.offset_bytes, data[start:end])
+            for part, start, end in zip(slices, framing.offsets, (*framing.offsets[1:], len(data)), strict=False)
+        ]
+        self._reader.read_into(places)
+        tensors = []
+        for part, (_, _, stretch) in zip(slices, places, strict=True):
+            if witness is not None:
+                witness(part, 0, stretch)
+            tensors.append(_stored(part, crc32(stretch)))
+        self._checksums.note_slices(slices, tensors)
+        self._advance(framing.size_bytes - len(framing.header))
+        hasher = ObjectHasher()
+        hasher.update(data)
+        ref = BlobRef(id=hasher.id(), size_bytes=hasher.size_bytes)
+        self._writer.put(data, ref)
+        return _Inspected(ref, tuple(tensors), hasher.chunks())
 
     def _inspect(
         self,
@@ -315,10 +385,8 @@ class Staging:
                     witness(part, start, chunk)
                 start += len(chunk) // by_code(part.dtype).bytes
                 self._advance(len(chunk))
-            self._checksums.note(part.path, part.offset_bytes, part.size_bytes, checksum)
-            tensors.append(
-                StoredTensor(name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=checksum)
-            )
+            tensors.append(_stored(part, checksum))
+        self._checksums.note_slices(slices, tensors)
         ref = BlobRef(id=hasher.id(), size_bytes=hasher.size_bytes)
         return _Inspected(ref, tuple(tensors), hasher.chunks())
 
@@ -326,3 +394,7 @@ class Staging:
         yield frame(slices).header
         for part in slices:
             yield from self._reader.chunks(part.path, part.offset_bytes, part.size_bytes)
+
+
+def _stored(part: SliceSource, checksum: int) -> StoredTensor:
+    return StoredTensor(name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=checksum)

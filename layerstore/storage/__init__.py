@@ -1,14 +1,16 @@
 """The disk: files, objects, records, the index, locks and trash of one store."""
 
 from layerstore.storage.catalog import IndexNotice, RunView
-from layerstore.storage.commits import RecordName, RecordStore, hinted, read_identity, stated_ids
+from layerstore.storage.commits import RecordName, RecordStore, hinted, name_in, read_identity, stated_ids
 from layerstore.storage.environment import engine_version, index_problem
 from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
-from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook
-from layerstore.storage.locks import lock, open_lock_file, try_flock
+from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook, pauses
+from layerstore.storage.locks import alone, host_name, hosts_seen, lock, open_lock_file, try_flock
 from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
-from layerstore.storage.objects import ObjectStore, ObjectWriter
+from layerstore.storage.object_writer import ObjectWriter, Staged
+from layerstore.storage.objects import ObjectStore, Stretch, check_hash, read_chunks
 from layerstore.storage.repository import Repository, make_store, open_repository
+from layerstore.storage.syncing import Syncing
 from layerstore.storage.trash import Trash
 
 __all__ = [
@@ -26,20 +28,30 @@ __all__ = [
     "RecordStore",
     "Repository",
     "RunView",
+    "Staged",
     "Stream",
+    "Stretch",
+    "Syncing",
     "Trash",
     "WeakDurability",
+    "alone",
+    "check_hash",
     "engine_version",
     "hinted",
+    "host_name",
+    "hosts_seen",
     "index_problem",
     "lock",
     "make_store",
     "manifest_directory",
     "mapped_errors",
     "mount_of",
+    "name_in",
     "no_hook",
     "open_lock_file",
     "open_repository",
+    "pauses",
+    "read_chunks",
     "read_identity",
     "row_of",
     "stated_ids",

@@ -276,7 +276,7 @@ class Catalog:
             try:
                 yield row_of(self._records.read(name))
             except LayerstoreError as exc:
-                if self._records.is_there(name):
+                if self._records.is_listed(name):
                     damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
@@ -337,7 +337,7 @@ class Catalog:
         try:
             yield
         except IntegrityError as exc:
-            if self._records.is_there(name):
+            if self._records.is_listed(name):
                 raise
             raise NotFound(
                 f"{name.run}@{name.step} (commit {name.id[:12]}) was removed by a collection meanwhile",

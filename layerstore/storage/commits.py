@@ -8,6 +8,7 @@ A store may be migrated while somebody has it open. So a writer looks at ``store
 something, and fails if the format is another one by then.
 """
 
+import contextlib
 import errno as errnos
 import itertools
 import os
@@ -67,11 +68,12 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
 
 def _where_a_store_is(path: Path, layout: Layout, files: Files) -> str:
     """Say what helps whoever looked for a store at *path*: `init` makes none where something else is."""
-    for name in ("store", ".layerstore"):
-        if files.exists(layout.root / name / layout.identity.name):
-            return f"name the one inside it: --store {typed(str(path / name))}"
-    if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
-        return f"layerstore init {typed(str(path))}, or name yours with --store"
+    with contextlib.suppress(StorageIO):  # what may not be looked at helps nobody
+        for name in ("store", ".layerstore"):
+            if files.exists(layout.root / name / layout.identity.name):
+                return f"name the one inside it: --store {typed(str(path / name))}"
+        if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
+            return f"layerstore init {typed(str(path))}, or name yours with --store"
     return "name yours with --store; layerstore init makes one in a new or empty folder"
 
 
@@ -229,7 +231,7 @@ class RecordStore:
             try:
                 found = self.read(name)
             except LayerstoreError as exc:
-                if not self.is_there(name):
+                if not self.is_listed(name):
                     continue
                 found = exc
             yield name, found
@@ -253,6 +255,10 @@ class RecordStore:
         """Return the bytes of the record *name*, unchecked."""
         path = self._path(name)
         data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+        for is_listed in self._files.again(path) if data is None and self.is_listed(name) else ():
+            data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+            if data is not None or not is_listed:
+                break
         if data is None:
             raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path))
         return data
@@ -261,8 +267,16 @@ class RecordStore:
         return self._layout.record(name.run, name.step, name.id)
 
     def is_there(self, name: RecordName) -> bool:
-        """Whether anything lies where the record *name* does."""
+        """Whether anything lies where the record *name* does, so far as this host knows: see `is_listed`."""
         return self._files.exists(self._path(name))
+
+    def is_listed(self, name: RecordName) -> bool:
+        """
+        Whether the record *name* was neither dropped nor collected, as its folder says now.
+
+        Of a file that another host has removed, a client of a network filesystem may say for a minute that it is there.
+        """
+        return name.file_name in self.listing(name.run)
 
     def decode(self, data: bytes, name: RecordName) -> Commit:
         """Read the commit from *data*, the bytes of the record *name*, and check it."""

@@ -21,7 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.storage.handles import Hook, NewFile, OpenFile, mapped_errors, no_hook, rename_exclusive
+from layerstore.limits import LATE_SECONDS, NOT_LATE_SECONDS
+from layerstore.storage.handles import (
+    LOG,
+    READ_FLAGS,
+    Hook,
+    NewFile,
+    OpenFile,
+    again_if_stale,
+    mapped_errors,
+    no_hook,
+    pauses,
+    rename_exclusive,
+)
 
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
@@ -61,9 +73,29 @@ class Files:
 
     def __init__(self, hook: Hook = no_hook) -> None:
         self._hook = hook
+        self._nothing_late_before = 0.0
 
     # -- reading -------------------------------------------------------------------------------------------------
 
+    def again(self, path: Path) -> Iterator[bool]:
+        """
+        Yield as long as *path*, which must be there, may be seen late; say each time whether its folder lists it.
+
+        On a disk of this host nothing is late, nor is it for a while after a search in vain.
+        """
+        kind = network_filesystem(path)
+        if kind is None or time.monotonic() < self._nothing_late_before:
+            return
+        LOG.warning(
+            "%s is not there, which %s may say too long; looking again for up to %g s", path, kind, LATE_SECONDS
+        )
+        for _ in pauses():
+            # NFS asks its server about a folder that is opened, and forgets what it knew to be missing there.
+            self.names_unsorted(path.parent.parent)
+            yield path.name in self.names_unsorted(path.parent)
+        self._nothing_late_before = time.monotonic() + NOT_LATE_SECONDS
+
+    @again_if_stale
     def open(self, path: Path) -> OpenFile:
         """
         Open the regular file *path*; a link is not followed and a fifo does not block.
@@ -73,7 +105,7 @@ class Files:
             StorageIO: As the system says; *errno* is ENOENT where nothing is there.
         """
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, READ_FLAGS)
         except OSError as exc:
             if exc.errno == errnos.ELOOP:
                 raise _not_regular(path) from exc
@@ -101,6 +133,7 @@ class Files:
                 return None
             raise
 
+    @again_if_stale
     def look(self, path: Path) -> os.stat_result | None:
         """Return the stat of *path*, None where nothing is there; links are not followed."""
         try:
@@ -110,6 +143,12 @@ class Files:
         except OSError:
             with mapped_errors(path, doing="look at"):
                 raise
+
+    def on_disk(self, path: Path) -> tuple[tuple[int, int], int] | None:
+        """Return which file *path* is, and the bytes that it takes on the disk; None where nothing is there."""
+        found = self.look(path)
+        # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are.
+        return None if found is None else ((found.st_dev, found.st_ino), found.st_blocks * 512)
 
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None where nothing is there."""
@@ -155,6 +194,7 @@ class Files:
         """Return the names in *directory*, sorted; none where it is not there."""
         return sorted(self.names_unsorted(directory))
 
+    @again_if_stale
     def names_unsorted(self, directory: Path) -> list[str]:
         """Return the names in *directory* as they come; none where it is not there."""
         with mapped_errors(directory, doing="list"):
@@ -228,6 +268,12 @@ class Files:
         with mapped_errors(path, doing="create"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         return NewFile(path, fd, self._hook, sync_ahead=sync_ahead)
+
+    def overwrite(self, path: Path) -> NewFile:
+        """Open the file *path* to write to it in place."""
+        with mapped_errors(path, doing="write to"):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return NewFile(path, fd, self._hook)
 
     def append(self, path: Path, data: bytes) -> None:
         """Append *data* to the file *path*, made if needed; only for data that may be lost or torn."""
@@ -344,12 +390,16 @@ class Files:
                 if exc.errno not in {errnos.ENOTEMPTY, errnos.EEXIST, errnos.ENOENT}:
                     raise
 
-    def touch(self, path: Path) -> bool:
-        """Set the modification time of *path* to now; return whether it was there."""
+    @again_if_stale
+    def touch(self, path: Path, *, time_ns: int | None = None) -> bool:
+        """Set the modification time of *path* to *time_ns* or to now; return whether it was there."""
         self._hook("touch", path)
         with mapped_errors(path, doing="refresh the time of"):
             try:
-                os.utime(path, follow_symlinks=False)
+                if time_ns is None:
+                    os.utime(path, follow_symlinks=False)
+                else:
+                    os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
             except FileNotFoundError:
                 return False
         return True
@@ -400,6 +450,8 @@ class Mount:
     point: Path
     kind: str
     options: tuple[str, ...]
+    how: tuple[str, ...] = ()
+    """The filesystem's own options, such as those of NFS."""
 
     @property
     def is_network(self) -> bool:
@@ -426,5 +478,7 @@ def mount_of(path: Path) -> Mount | None:
         fields, _, tail = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if point in above and above[point] >= depth:
-            best, depth = Mount(Path(point), tail.split()[0], tuple(fields.split()[5].split(","))), above[point]
+            kind, *_, how = tail.split()
+            options = fields.split()[5]
+            best, depth = Mount(Path(point), kind, tuple(options.split(",")), tuple(how.split(","))), above[point]
     return best

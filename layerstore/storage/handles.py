@@ -9,16 +9,28 @@ import contextlib
 import ctypes
 import errno as errnos
 import fcntl
+import functools
+import logging
 import mmap
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.layers import typed
-from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES, STREAM_BYTES, SYNC_AHEAD_BYTES, WRITE_BYTES
+from layerstore.limits import IO_CHUNK_BYTES, LATE_SECONDS, PAGE_BYTES, STREAM_BYTES, SYNC_AHEAD_BYTES, WRITE_BYTES
+
+LOG = logging.getLogger("layerstore")
+
+Owner = TypeVar("Owner")
+Rest = ParamSpec("Rest")
+Answer = TypeVar("Answer")
+
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_CWD = -100
@@ -75,6 +87,53 @@ def _whose(path: Path) -> str | None:
                     "a common group, setgid folders and umask 002"
                 )
     return None
+
+
+_PAUSE_SECONDS = 0.02
+_PAUSE_SECONDS_MAX = 1.0
+
+
+def pauses() -> Iterator[None]:
+    """Sleep before each item, longer each time, for `LATE_SECONDS` in all."""
+    deadline = time.monotonic() + LATE_SECONDS
+    pause = _PAUSE_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+        yield
+
+
+def again_while_stale(path: Path, attempt: Callable[[], Answer]) -> Answer:
+    """
+    Return what *attempt* returns, which has met a stale handle and is made again for a while.
+
+    NFS says ESTALE of what this host has looked up and another one has replaced since.
+    """
+    LOG.warning("%s: stale file handle; looking it up again for up to %g s", path, LATE_SECONDS)
+    for _ in pauses():
+        try:
+            return attempt()
+        except OSError as exc:
+            if exc.errno != errnos.ESTALE:
+                raise
+    return attempt()
+
+
+def again_if_stale(
+    operation: Callable[Concatenate[Owner, Path, Rest], Answer],
+) -> Callable[Concatenate[Owner, Path, Rest], Answer]:
+    """Let *operation*, a method for a path, be done again where the handle was stale."""
+
+    @functools.wraps(operation)
+    def done(owner: Owner, path: Path, /, *args: Rest.args, **options: Rest.kwargs) -> Answer:
+        try:
+            return operation(owner, path, *args, **options)
+        except StorageIO as exc:
+            if exc.errno != errnos.ESTALE:
+                raise
+        return again_while_stale(path, lambda: operation(owner, path, *args, **options))
+
+    return done
 
 
 def rename_exclusive(source: Path, target: Path) -> bool:
@@ -160,7 +219,7 @@ class NewFile:
         try:
             count = os.copy_file_range(source.fd, self.fd, min(size_bytes, SYNC_AHEAD_BYTES), source_offset, offset)
         except OSError as exc:
-            if exc.errno not in _COPY_UNSUPPORTED:
+            if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # reading opens it again
                 raise
             data = source.read_at(source_offset, min(size_bytes, IO_CHUNK_BYTES))
             self.write_at(offset, data)
@@ -173,9 +232,13 @@ class NewFile:
         """Let the disk begin while the rest is still being written, so that `sync` has little to wait for."""
         self._waiting_bytes += size_bytes
         if self._sync_ahead and self._waiting_bytes >= SYNC_AHEAD_BYTES:
-            self._waiting_bytes = 0
-            # The whole file: the kernel does not send twice what is under way. Errors show up in the later fsync.
-            _LIBC.sync_file_range(self.fd, _START, _TO_THE_END, _SYNC_FILE_RANGE_WRITE)
+            self.start_writing()
+
+    def start_writing(self) -> None:
+        """Let the disk begin with what has been written; errors show up in the later `sync`."""
+        self._waiting_bytes = 0
+        # The whole file: the kernel does not send twice what is under way.
+        _LIBC.sync_file_range(self.fd, _START, _TO_THE_END, _SYNC_FILE_RANGE_WRITE)
 
     def clone(self, source: "OpenFile") -> bool:
         """Let this file, which is empty, share the blocks of *source*; return whether the filesystem can."""
@@ -233,10 +296,32 @@ class OpenFile:
         """Fill *buffer* from *offset*."""
         with mapped_errors(self.path, doing="read"):
             while buffer:
-                count = os.preadv(self.fd, [buffer], offset)
+                count = self._read_some(buffer, offset)
                 if not count:
                     raise self.cut_short(offset + len(buffer))
                 buffer, offset = buffer[count:], offset + count
+
+    def _read_some(self, buffer: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self.fd, [buffer], offset)
+        except OSError as exc:
+            if exc.errno != errnos.ESTALE:
+                raise
+        return again_while_stale(self.path, lambda: os.preadv(self._opened_again(), [buffer], offset))
+
+    def _opened_again(self) -> int:
+        """Open the file once more, under the descriptor that it has; return that."""
+        fd = os.open(self.path, READ_FLAGS)
+        try:
+            state = os.fstat(fd)
+            if not stat.S_ISREG(state.st_mode) or state.st_size != self.size_bytes:
+                raise IntegrityError(
+                    f"{self.path} was replaced by something else while it was read", path=str(self.path)
+                )
+            os.dup2(fd, self.fd, inheritable=False)
+        finally:
+            os.close(fd)
+        return self.fd
 
     def map(self) -> mmap.mmap:
         """Return all bytes as read-only memory, which stays when the file is closed or removed."""
@@ -281,10 +366,9 @@ class Stream:
     """Writes a file from front to back: *past_cache* a buffer at a time, else as it comes."""
 
     def __init__(self, file: NewFile, *, past_cache: bool = True) -> None:
-        self.path = file.path
+        self.file = file
         self.is_kept = False
-        """Whether it has become an object, and is not to be removed."""
-        self._file = file
+        """Whether it is to become an object, and is not to be removed."""
         self._past_cache = past_cache and os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
         self._buffer: mmap.mmap | None = None
         self._filled = 0
@@ -294,7 +378,7 @@ class Stream:
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write *data* at *offset*, where the last write ended."""
         if not self._past_cache:
-            self._file.write_at(offset, data)
+            self.file.write_at(offset, data)
             return
         assert offset == self._written + self._filled, "a stream has no gaps"
         view = memoryview(data).cast("B")
@@ -306,17 +390,16 @@ class Stream:
             self._filled += count
             view = view[count:]
             if self._filled == STREAM_BYTES:
-                self._is_direct = self._is_direct or (not self._written and bypass_cache(self._file.fd, True))
+                self._is_direct = self._is_direct or (not self._written and bypass_cache(self.file.fd, True))
                 self._flush(STREAM_BYTES)
 
     def finish(self) -> None:
-        """Write what is left, and sync the file; a small one went through the cache all along."""
+        """Write what is left; a small file went through the cache all along."""
         if self._is_direct:
             self._flush(self._filled - self._filled % PAGE_BYTES)
-            self._is_direct = not bypass_cache(self._file.fd, False)
+            self._is_direct = not bypass_cache(self.file.fd, False)
         self._flush(self._filled)
         self.close()
-        self._file.sync()
 
     def close(self) -> None:
         """Give the buffer back; twice is harmless."""
@@ -332,13 +415,13 @@ class Stream:
         assert self._buffer is not None
         with memoryview(self._buffer) as view, view[:size_bytes] as data:
             try:
-                self._file.write_at(self._written, data, at_once=self._is_direct)
+                self.file.write_at(self._written, data, at_once=self._is_direct)
             except StorageIO as exc:
                 # Some filesystems take the flag and then refuse the write, or want larger blocks.
                 if not self._is_direct or exc.errno not in _NOT_DIRECTLY:
                     raise
-                self._is_direct = not bypass_cache(self._file.fd, False)
-                self._file.write_at(self._written, data)
+                self._is_direct = not bypass_cache(self.file.fd, False)
+                self.file.write_at(self._written, data)
         self._buffer.move(0, size_bytes, self._filled - size_bytes)
         self._written, self._filled = self._written + size_bytes, self._filled - size_bytes
 

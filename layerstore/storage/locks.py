@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from layerstore.errors import InvalidInput, Locked
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS
@@ -117,7 +117,7 @@ def introduce(fd: int) -> None:
     """Write into the file *fd* who we are."""
     holder = {
         "pid": os.getpid(),
-        "host": socket.gethostname(),
+        "host": host_name(),
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": " ".join(sys.argv)[:200],
     }
@@ -129,14 +129,36 @@ def introduce(fd: int) -> None:
 
 def _holder_in(path: Path) -> str:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            holder = json.loads(os.pread(fd, _HOLDER_BYTES_MAX, 0))
-        finally:
-            os.close(fd)
+        holder = _introduced(path)
         return f"pid {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+def _introduced(path: Path) -> Any:
+    """Return what `introduce` has written into *path*, or somebody else has: anything may be wrong with it."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return json.loads(os.pread(fd, _HOLDER_BYTES_MAX, 0))
+    finally:
+        os.close(fd)
+
+
+def hosts_seen(folder: Path) -> dict[str, str]:
+    """Return the hosts that have held a lock in *folder*, as far as its files say, and since when the last one."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                holder = _introduced(path)
+                host, since = str(holder["host"]), str(holder["since"])
+                found[host] = max(found.get(host, ""), since)
+    return found
+
+
+def host_name() -> str:
+    """Return what this host is called in locks."""
+    return socket.gethostname()
 
 
 # -- flocks --------------------------------------------------------------------------------------------------------
@@ -177,6 +199,32 @@ def open_lock_file(path: Path) -> int:
     """Open the lock file *path*, made where there is none."""
     with mapped_errors(path, doing="open the lock"):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """
+    Hold the short-lived lock file *path* while the body runs, and remove it; wait for as long as it takes.
+
+    It spares work that others are doing, and no promise rests on it: where there is no flock, everybody holds it.
+    """
+    while True:
+        fd = open_lock_file(path)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(fd, path):
+                break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # whoever had it has removed it
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def try_flock(fd: int, path: Path) -> bool | None:

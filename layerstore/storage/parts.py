@@ -35,6 +35,15 @@ class PartStore:
         """Whether the folder of *session* is there."""
         return self._files.is_directory(self._layout.parts / session)
 
+    def sees_session(self, session: str) -> bool:
+        """Whether the folder of *session*, which another rank has made, is there; it may be seen late."""
+        again = self._files.again(self._layout.parts / session)
+        return self.has_session(session) or any(self.has_session(session) for _ in again)
+
+    def ranks(self, session: str, save: int) -> set[int]:
+        """Return the ranks that have left a part of *save*."""
+        return {rank for _, of, rank in self._named(session) if of == save}
+
     def publish(self, part: Part) -> None:
         """Make *part* visible and durable."""
         target = self._path(part.session, part.save, part.rank)

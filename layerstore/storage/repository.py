@@ -17,8 +17,9 @@ from layerstore.format import (
 )
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
-from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS
+from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, RECORD_BYTES_MAX
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
+from layerstore.shares import ALONE, Shares
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
 from layerstore.storage.files import Files
@@ -44,10 +45,21 @@ class Repository:
     aside: Aside
     trash: Trash
     catalog: Catalog
+    remote: str | None = None
+    """The URL of the bucket that this is a mirror of; such a store is only read."""
+    shares: Shares = ALONE
+    """The processes that work in it together."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: its folder, or the URL of the remote."""
+        return self.remote or str(self.layout.root)
 
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version."""
-        return decode_version(self.objects.read(ref), ref=ref)
+        version = decode_version(self.objects.read(ref), ref=ref)
+        self.objects.know(version.objects)
+        return version
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
         """Read the version that *entry* names, and make sure that it is of that layer."""
@@ -103,23 +115,29 @@ class Repository:
 
         Raises:
             Unsupported: The store uses something that this layerstore might destroy unknowingly, or was migrated
-                since it was opened.
+                since it was opened. Or it is a remote.
         """
+        if self.remote is not None:
+            raise Unsupported(
+                f"{self.remote} is a remote: it is only read",
+                hint=f"layerstore clone {typed(self.remote)} PATH makes a store to write to; layerstore push sends it",
+            )
         self.records.check_store()
         for folder in self.layout.folders:
             if folder != self.layout.commits and not self.files.exists(folder):
                 self.files.make_directory(folder)
 
 
-def make_store(path: Path, files: Files) -> StoreIdentity:
+def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = None) -> StoreIdentity:
     """
-    Make the folder *path* a store.
+    Make the folder *path* a store; with *identity* a clone of that one.
 
     ``store.json`` comes last: until it is there, there is no store, and ``init`` may be repeated.
 
     Raises:
         AlreadyExists: There is a store already, or a folder with something else in it.
         IntegrityError: There was a store, which has lost its ``store.json``.
+        InvalidInput: *path* is inside another store.
     """
     layout = layout_at(path)
     if files.exists(layout.identity):
@@ -142,7 +160,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
         files.make_directory(folder)
     # Made now: on a full disk, gc could not make it.
     os.close(open_lock_file(layout.gc_lock))
-    identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    identity = identity or new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp, encode_identity(identity)) as source:
         if not files.link_exclusive(source, layout.identity):
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
@@ -152,15 +170,19 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
 
 def _is_store(folder: Path, files: Files) -> bool:
     try:
-        decode_identity(read_identity(layout_at(folder), files, path=folder), what=str(folder))
+        data = files.read_if_there(layout_at(folder).identity, size_bytes_max=RECORD_BYTES_MAX)
+        return data is not None and bool(decode_identity(data, what=str(folder)))
     except LayerstoreError:
-        return False  # none, or none that can be read
-    return True
+        return False  # none that can be read
 
 
-def open_repository(path: Path, files: Files) -> Repository:
+def open_repository(
+    path: Path, files: Files, *, remote: str | None = None, objects: ObjectStore | None = None
+) -> Repository:
     """
     Open the store at *path*; nothing is written, not even an index, until a question needs one.
+
+    A mirror of *remote* reads its *objects* from there.
 
     Raises:
         NoStore: There is none.
@@ -189,12 +211,13 @@ def open_repository(path: Path, files: Files) -> Repository:
         identity=identity,
         layout=layout,
         files=files,
-        objects=ObjectStore(layout, files),
+        objects=objects or ObjectStore(layout, files),
         records=records,
         parts=PartStore(layout, files, store_id=identity.store_id),
         aside=Aside(layout, files),
         trash=Trash(layout, files, records),
         catalog=catalog,
+        remote=remote,
     )
 
 

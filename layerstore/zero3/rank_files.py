@@ -21,7 +21,7 @@ from layerstore.model import Buffer, Parameter
 from layerstore.tree import Located, Size, Tensor, Tree, with_content
 from layerstore.zero3.discovery import RankFiles
 from layerstore.zero3.filenames import SHARD_STEM, is_text
-from layerstore.zero3.pt import PtFile, read_pt
+from layerstore.zero3.pt import Pickles, PtFile, read_pt
 from layerstore.zero3.slices import slice_length
 from layerstore.zero3.sourcefile import damaged, open_source
 from layerstore.zero3.trees import (
@@ -116,15 +116,15 @@ class Common:
 def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) -> list[RankSource]:
     """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
 
-    def read(pair: RankFiles) -> RankSource:
-        return rank_source(
-            pair.rank,
-            read_pt(pair.model, allowed_globals=allowed_globals),
-            read_pt(pair.optimizer, allowed_globals=allowed_globals),
-        )
+    pickles = Pickles(allowed_globals)
 
+    def read(pair: RankFiles) -> RankSource:
+        return rank_source(pair.rank, read_pt(pair.model, pickles), read_pt(pair.optimizer, pickles))
+
+    # The first alone, as the others are like it.
+    first = read(pairs[0])
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
-        return list(pool.map(read, pairs))
+        return [first, *pool.map(read, pairs[1:])]
 
 
 def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSource:

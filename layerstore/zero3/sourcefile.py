@@ -8,7 +8,7 @@ It is never mapped into memory: truncating a mapped file would kill the process 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,17 @@ class OpenedSource:
         data = bytearray(size_bytes)
         self.read_into(memoryview(data), offset_bytes)
         return bytes(data)
+
+    def read_each(self, buffers: Sequence[memoryview], offset_bytes: int) -> None:
+        """Fill *buffers* one after the other with what lies from *offset_bytes* on; raises as `read_at` does."""
+        try:
+            count = os.preadv(self._fd, buffers, offset_bytes)
+        except OSError as exc:
+            raise _refused_by_disk(self.path, exc) from exc
+        for buffer in buffers:
+            if count < len(buffer):  # the system may return less than was asked for
+                self.read_into(buffer, offset_bytes)
+            count, offset_bytes = count - len(buffer), offset_bytes + len(buffer)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
         """Fill *buffer* from *offset_bytes* on; raises as `read_at` does."""

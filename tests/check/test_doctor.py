@@ -170,6 +170,53 @@ def test_on_a_network_the_index_goes_elsewhere_and_locks_are_leases(
     assert diagnosis.ok
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("rw,vers=4.2,hard,lookupcache=pos", []),
+        ("rw,vers=4.2,hard", ["may stay missing here for a minute"]),
+        ("rw,vers=3,soft,lookupcache=none", ["mounted soft"]),
+    ],
+)
+def test_how_nfs_is_mounted_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, words: list[str]
+) -> None:
+    """What makes other hosts' files late, or a save fail, with what to mount instead."""
+    mounted(monkeypatch, tmp_path / "scratch", "nfs4")
+    listing = tmp_path / "mountinfo"
+    listing.write_text(listing.read_text().replace("mds:/scratch rw", f"mds:/scratch {options}"))
+
+    found = [finding for finding in layerstore.doctor(tmp_path / "scratch").findings if finding.check == "mount"]
+
+    assert [word for word in words if any(word in finding.text for finding in found)] == words
+    assert [finding.verdict for finding in found] == ["note"] * len(words)
+    assert all(str(finding.hint).startswith("mount with ") for finding in found)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "nfs4"])
+def test_the_hosts_of_a_store_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A host that is to share a store has to show in it; in a folder of this host alone another one is a surprise."""
+    layerstore.init(tmp_path / "scratch" / "store").close()
+    mounted(monkeypatch, tmp_path / "scratch", kind)
+    with layerstore.open(tmp_path / "scratch" / "store") as store:
+        store.reindex()
+    alone = [finding for finding in layerstore.doctor(store.path).findings if finding.check == "hosts"]
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    (store.path / "locks" / "odd").write_bytes(b"\xff{")
+    [finding] = [finding for finding in layerstore.doctor(store.path).findings if finding.check == "hosts"]
+
+    if kind == "nfs4":
+        assert [each.text for each in alone] == [
+            "no other host has locked this store yet; after layerstore reindex there, its name has to show here"
+        ]
+        assert finding.verdict == "ok"
+        assert finding.text.startswith("seen here: ")
+    else:
+        assert alone == []
+        assert finding.verdict == "note"
+        assert "a copy, or it is served from here" in finding.text
+
+
 def test_an_index_that_is_forced_onto_a_network_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reason, and what to set; and where it is set well, that is said."""
     mounted(monkeypatch, tmp_path / "scratch", "nfs4")

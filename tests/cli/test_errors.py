@@ -40,10 +40,14 @@ COMMANDS = {
     "repair": ["repair", "--dry-run"],
     "reindex": ["reindex"],
     "migrate": ["migrate"],
+    "remote": ["remote", "list"],
+    "push": ["push", "memory://elsewhere"],
+    "pull": ["pull", "memory://elsewhere"],
+    "clone": ["clone", "memory://elsewhere", "clone"],
     "doctor": ["doctor"],
     "estimate": ["estimate", "--params", "8B", "--layers", "32"],
 }
-IN_A_STORE = [words for name, words in COMMANDS.items() if name not in {"init", "doctor", "estimate"}]
+IN_A_STORE = [words for name, words in COMMANDS.items() if name not in {"init", "clone", "doctor", "estimate"}]
 
 
 def _registered() -> list[str]:

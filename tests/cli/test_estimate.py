@@ -29,7 +29,7 @@ def test_programs_get_every_figure(run: Run, llama: Path) -> None:
     assert found["model"]["parameters"] == found["model"]["trained"] == 8_030_261_248
     assert (found["model"]["name"], found["model"]["architecture"]) == ("Llama-3.1-8B", "llama")
     assert (found["saves"], found["interval_seconds"]) == (200, 500.0)
-    assert found["assumed"] == ["--disk", "--step-seconds", "--steps"]
+    assert found["assumed"] == ["--copy-rate", "--disk", "--step-seconds", "--steps"]
     lines = {line["policy"] or line["saved_by"]: line for line in found["lines"]}
     assert list(lines) == ["HF Trainer", "DeepSpeed", "full", "parity", "filter"]
     assert lines["HF Trainer"]["average_bytes"] == 14 * 8_030_261_248
@@ -98,6 +98,27 @@ def test_the_same_layers_trained_alike_can_be_asked_for_drift(run: Run) -> None:
     assert any("one direction" in text for text in found["assumptions"])
 
 
+def test_what_a_run_costs_is_told_beside_deepspeed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a table of its own, with what it rests on; programs get the same figures."""
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("estimate", *MODEL, "--keep-last", 3, "--keep-every", 1000, "--price", "0.023,0.005,0.0004,2.50")
+
+    told, found = run(*words), run(*words, "--json").fields
+
+    lines = {line["policy"] or line["saved_by"]: line["cost"] for line in found["lines"]}
+    assert found["prices"] == {"gb_month": 0.023, "put": 0.005, "get": 0.0004, "gpu_hour": 2.5}
+    assert (found["keep_last"], found["keep_every"], found["copy_bytes_per_second"]) == (3, 1000, 10**10)
+    assert lines["DeepSpeed"]["held_up"] == pytest.approx(100 * 48.0 * 8 / 3600 * 2.5, rel=0.001)
+    assert lines["parity"]["total"] < lines["full"]["total"] < lines["DeepSpeed"]["total"]
+    row = next(line for line in told.out.splitlines() if line.startswith("DeepSpeed") and "$" in line)
+    costs = [f"${lines['DeepSpeed'][what]:,.2f}" for what in ("storage", "requests", "held_up", "total")]
+    assert row.split() == ["DeepSpeed", *costs, "100%"]
+    assert max(map(len, told.out.splitlines())) <= 80
+    said = " ".join(told.out.split())
+    for text in ("the newest 3 and every 1,000 steps", "a rank copies 10.0 GB/s (--copy-rate)", "every 1 h", "8 MiB"):
+        assert text in said
+
+
 @pytest.mark.full
 def test_the_bandwidth_can_be_measured(run: Run, tmp_path: Path) -> None:
     """By writing for a moment, after which nothing is left."""
@@ -150,6 +171,10 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         ([*MODEL, "--dtype", "int8"], "no element type"),
         ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
         ([*MODEL, "--steps", "10", "--every", "100"], "no save"),
+        ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are no prices: 3 of four"),
+        ([*MODEL, "--price", "1,2,3,-4"], "a price cannot be -4.0"),
+        ([*MODEL, "--copy-rate", "fast"], "is no size"),
+        ([*MODEL, "--keep-last", "0"], "keep last is 0"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(run: Run, tmp_path: Path, words: list[str], message: str) -> None:

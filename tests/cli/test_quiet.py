@@ -23,6 +23,10 @@ ACTS = {
     "repair": ["repair"],
     "reindex": ["reindex"],
     "migrate": ["migrate"],
+    "remote": ["remote", "add", "origin", "file://{source}/bucket"],
+    "push": ["push", "file://{source}/bucket"],
+    "pull": ["pull", "file://{source}/bucket"],
+    "clone": ["clone", "file://{source}/bucket", "cloned"],
 }
 PLANS = {
     "compose": ["compose", "--dry-run"],
@@ -31,6 +35,7 @@ PLANS = {
     "gc": ["gc", "--keep-last", "1", "--dry-run"],
     "repair": ["repair", "--dry-run"],
     "migrate": ["migrate", "--list"],
+    "remote": ["remote", "list"],
 }
 
 
@@ -51,6 +56,8 @@ def test_what_is_done_is_done_in_silence(run: Run, checkpoints: Path, name: str)
     words = [word.format(source=checkpoints) for word in ACTS[name]]
     if name == "undrop":
         _undo(name)
+    if name in {"pull", "clone"}:
+        run(*(word.format(source=checkpoints) for word in ACTS["push"]))
     quiet = run(*words, "--quiet")
     _undo(name)
     loud = run(*words)
@@ -66,8 +73,8 @@ def test_what_is_done_is_done_in_silence(run: Run, checkpoints: Path, name: str)
 def _undo(name: str) -> None:
     """Let *name* be done again."""
     store = Path("store")
-    if name in {"init", "compose"}:
-        shutil.rmtree("new" if name == "init" else "out")
+    if name in {"init", "compose", "clone"}:
+        shutil.rmtree({"init": "new", "compose": "out", "clone": "cloned"}[name])
     if name in {"drop", "undrop"}:
         with layerstore.open(store) as opened:
             opened.undrop("sft@2") if name == "drop" else opened.drop("sft@2")
@@ -87,8 +94,10 @@ def test_what_is_asked_is_answered(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans_and_lists_are_answers_too(run: Run, name: str) -> None:
+def test_plans_and_lists_are_answers_too(run: Run, checkpoints: Path, name: str) -> None:
     """A command that acts was asked for its plan, or for a list."""
+    if name == "remote":
+        run(*(word.format(source=checkpoints) for word in ACTS["remote"]))
     assert run(*PLANS[name], "--quiet").out == run(*PLANS[name]).out != ""
 
 

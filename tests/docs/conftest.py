@@ -25,6 +25,12 @@ def furnished(disk: Path) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep mirrors apart from the user's own."""
+    monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(disk / "cache"))
+
+
 @pytest.fixture
 def disk_path(disk: Path) -> Path:
     """Return a new folder beside the scene."""

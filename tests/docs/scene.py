@@ -4,6 +4,7 @@ Where the code of the documentation runs: a folder as the pages speak of it, wit
     out/checkpoint-100, 200, 1100, 1200     a Trainer's, of one run; the store has them as sft@100 and so on
     out/checkpoint-850, 1250                the store does not have them
     .layerstore                             the store, with the pins best and mixed
+    s3://checkpoints/sft                    its remote, called origin
     Llama-3.1-8B/config.json                a model's config, and nothing else
     mix.yaml                                the first recipe of the guide
 
@@ -46,8 +47,10 @@ TINY = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_
 
 # What stands at the root of a reader's machine stands in the scene.
 ROOTS = ("/backup", "/scratch", "/shared", "/local")
+# What pages call by the URL of a bucket is a folder here, with all that the store has.
+BUCKET = "/checkpoints"
 # These go on until somebody stops them.
-ENDLESS = {"--watch"}
+ENDLESS = {("ingest", "--watch"), ("push", "--follow")}
 TOOLS = {"cp", "mv", "rm", "ls", "mkdir", "du"}
 
 
@@ -71,6 +74,7 @@ def furnish(root: Path) -> None:
             store.ingest(root / "out" / f"checkpoint-{step}", run="sft")
         store.pin("best", "sft@200")
         store.compose("sft", policy="parity").pin("mixed")
+        store.push(f"file://{root}{BUCKET}/sft")
     shutil.copytree(root / ".layerstore", root / "backup" / "store")
 
 
@@ -103,7 +107,7 @@ class Scene:
 
     def _run_words(self, block: Block, words: list[str]) -> str:
         """Run one command; return what it says."""
-        if ENDLESS & set(words):
+        if any({command, option} <= set(words) for command, option in ENDLESS):
             return ""
         words = [self._below(word) for word in words]
         told, complained = io.StringIO(), io.StringIO()
@@ -121,6 +125,7 @@ class Scene:
 
     def _below(self, text: str) -> str:
         """Return *text* with paths of the reader's machine as paths of the scene."""
+        text = text.replace(f"s3:/{BUCKET}", f"file://{self.root}{BUCKET}")
         return re.sub(rf"(?<![\w.])(?:{'|'.join(ROOTS)})(?![\w-])", lambda match: f"{self.root}{match[0]}", text)
 
     def close(self) -> None:
@@ -158,7 +163,9 @@ def _linked(source: str, target: str) -> None:
 def scene_at(root: Path, furnished: Path, *, with_store: bool) -> Iterator[Scene]:
     """Give a scene at *root*, a copy of *furnished*."""
     shutil.copytree(furnished, root, copy_function=_linked)
-    if not with_store:
+    if with_store:
+        (root / ".layerstore" / "remotes.json").write_text(json.dumps({"origin": f"file://{root}{BUCKET}/sft"}))
+    else:
         shutil.rmtree(root / ".layerstore")
     scene = Scene(root)
     try:

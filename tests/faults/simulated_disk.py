@@ -72,7 +72,7 @@ class Trace:
             self._begin()
             self._note_writes()
             self._note(operation, path)
-            if operation == "fsync":
+            if operation in {"fsync", "unlink"}:
                 self._dirty.pop(path, None)  # whoever wrote to it has said that this was all
 
     def finish(self) -> None:

@@ -32,7 +32,7 @@ from layerstore.errors import (
 from layerstore.ingest.execute import Ingested
 from layerstore.store import Store, init
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor
-from layerstore.zero3.pt import read_pt
+from layerstore.zero3.pt import Pickles, read_pt
 from tests.environment import REPOSITORY
 from tests.faults.harness import composed, copied, in_child, problems, refused, said_well, seeded, tiny_checkpoint
 from tests.generated import generate
@@ -82,7 +82,7 @@ Edit = Callable[[Path], object]
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
     """Let *change* alter the tree of a ``.pt`` file."""
-    tree = read_pt(path, allowed_globals=frozenset()).tree
+    tree = read_pt(path).tree
     change(tree)
     aside = path.parent / "aside" / path.name
     aside.parent.mkdir(exist_ok=True)
@@ -515,7 +515,7 @@ def test_an_unknown_class_is_named_and_can_be_allowed(place: Path) -> None:
 
     with Store(place / "store") as store:
         store.compose("run@2").write(place / "out")
-    tree: Any = read_pt(place / "out" / TAG / path.name, allowed_globals=frozenset(names)).tree
+    tree: Any = read_pt(place / "out" / TAG / path.name, Pickles(frozenset(names))).tree
     assert (tree["client"], tree["other"]) == (odd, Global("acme.hooks.Hook"))
 
 

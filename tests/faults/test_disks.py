@@ -77,7 +77,12 @@ def _on(kind: str, folder: Path, work: Callable[..., list[str]], *cases: tuple[o
     ("kind", "is_sample"),
     [
         *(pytest.param(kind, True, marks=pytest.mark.sample(1, by="kind")) for kind in ("ext4", "xfs")),
-        *(pytest.param(kind, False, marks=pytest.mark.exhaustive, id=f"{kind} with any room") for kind in SMALL),
+        *(
+            pytest.param(
+                kind, False, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)], id=f"{kind} with any room"
+            )
+            for kind in SMALL
+        ),
     ],
 )
 def test_a_full_disk_is_an_error_or_success_and_no_damage(
@@ -210,6 +215,29 @@ def test_what_may_not_be_read_is_no_damage(scene: Path, fast_path: Path) -> None
 
     assert failure is not None
     assert failure.exit_code == 12
+
+
+def _looked_for_by_nobody(place: Path) -> Failure | None:
+    inside = place / "store"
+    with init(inside):
+        pass
+    inside.chmod(0)
+    place.chmod(0o755)
+    place.parent.chmod(0o755)
+    become_nobody()
+    return attempt(lambda: Store(place))
+
+
+@pytest.mark.fault(27)
+def test_what_may_not_be_looked_at_is_no_hint(fast_path: Path) -> None:
+    """There is no store here, whoever has closed a folder beside."""
+    failure = in_child(_looked_for_by_nobody, fast_path / "place").needed()
+
+    assert failure is not None
+    assert (failure.exit_code, failure.hint) == (
+        10,
+        "name yours with --store; layerstore init makes one in a new or empty folder",
+    )
 
 
 def _made_with(scene: Path, folder: Path, umask: int) -> list[str]:

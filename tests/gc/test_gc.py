@@ -734,6 +734,20 @@ def test_only_what_was_shown_goes(three: Store, saved: Checkpoints) -> None:
     assert steps(three) == [40, 30]
 
 
+def test_no_more_leaves_the_trash_than_was_shown(three: Store) -> None:
+    """What is dropped after the plan was shown can still be brought back."""
+    shown = three.gc(dry_run=True, empty_trash=True)
+    three.drop("r@30")
+    [dropped] = (three.path / "trash" / "commits" / "r").glob("30.*")
+    os.utime(dropped, (1, 1))  # a drop and a gc in the same tick of the disk's clock are told apart by nobody
+
+    with pytest.raises(Conflict, match="more would leave the trash"):
+        three.gc(empty_trash=True, confirmed=shown)
+
+    three.undrop("r@30")
+    assert steps(three) == [30, 20, 10]
+
+
 # -- rules are per run ---------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,10 @@ from layerstore.tree import Tree
 from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 
 EXAMPLES_FOLDER = Path(__file__).parents[2] / "docs" / "examples"
-EXAMPLES = ("with_deepspeed", "with_slurm", "with_trainer", "with_accelerate")
+EXAMPLES = ("with_deepspeed", "with_slurm", "with_bucket", "with_trainer", "with_accelerate")
+
+BUCKET = "s3://first-bucket/sft"
+"""Where with_bucket pushes to."""
 
 
 class Trained:
@@ -284,6 +287,9 @@ WHOLE = tuple(each for each in USUAL if each.name != COMPOSITE)
 
 RESIZED = (ODD, FROZEN, RANK_BUFFERS, "grouped_blocks_first")
 """Those that are resumed at other world sizes, too."""
+
+FROM_CLONE = "grouped_blocks_first"
+"""The one of them that more ranks resume from a clone of the bucket, and not from its URL."""
 
 DAMAGED = ("master", "optimizer")
 """Objects of the last rank that are damaged in a copy of the store, for the engine of ODD to resume from."""

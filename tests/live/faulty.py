@@ -170,6 +170,7 @@ def closed(options: Any) -> None:
 
 KEPT = 2
 LOST_RUN = "lost"
+PUSHED_RUN = "pushed"
 OTHER = 32
 """How wide the model of that run is: so it shares nothing with the other's."""
 
@@ -177,6 +178,8 @@ OTHER = 32
 def collected(options: Any) -> None:
     """
     Save at every step and keep two; then resume a run that was not told from an old step, and take that away.
+
+    Then push another run while it trains, and keep one commit here.
 
     Objects of a collected commit are too young to go in earnest: here nobody else writes.
     """
@@ -201,4 +204,13 @@ def collected(options: Any) -> None:
             train(engine, step, saver=saver, save_at=(step,), name=LOST_RUN)
             saver.wait()
         told(saver, LOST_RUN)
+
+    engine = build(OTHER)
+    remote = {"push": options["bucket"], "durable": "remote"}
+    with layerstore.attach(
+        engine, options["store"], run=PUSHED_RUN, policy="parity", keep=Keep(last=1), **remote
+    ) as saver:
+        train(engine, 4, saver=saver, save_at=(1, 2, 3, 4), name=PUSHED_RUN)
+        saver.wait()
+        told(saver, PUSHED_RUN)
     done()

@@ -1,9 +1,11 @@
 """Train on real DeepSpeed ranks, or resume such trainings from their store and train them to the end.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.live.resuming --out OUT [--all]
-    python -m torch.distributed.run --nproc-per-node W -m tests.live.resuming --out OUT --resume [--all] [--go-wrong]
+    python -m torch.distributed.run --nproc-per-node W -m tests.live.resuming --out OUT --resume [--all] [--go-wrong] \
+        [--from-bucket]
 
-With ``--resume`` a copy of the first training's store lies at ``OUT/store``. Data are drawn from the process's own
+With ``--resume`` a copy of the first training's store lies at ``OUT/store``; with ``--from-bucket`` it is a partial
+clone of ``OUT/bucket``, from which the engines are filled straight, but for one. Data are drawn from the process's own
 generators, so that a resumed training is the same only if these are. DeepSpeed saves by itself, too, right after the
 resume and at the end: ``OUT/checkpoints/<name>``; losses and all else is in ``OUT/<name>.<rank>.json``.
 """
@@ -11,6 +13,7 @@ resume and at the end: ``OUT/checkpoints/<name>``; losses and all else is in ``O
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from dataclasses import asdict
@@ -31,6 +34,7 @@ from tests.deepspeed.training import DTYPES, built_engine
 from tests.live.cases import (
     COMPOSITE,
     DAMAGED,
+    FROM_CLONE,
     LAST,
     MISFITS,
     ODD,
@@ -50,7 +54,9 @@ SEED = 7
 
 def main() -> None:
     """Run what the command line asks for; at other world sizes only a sample."""
-    asked = options("--resume", "--all", "--go-wrong")
+    asked = options("--resume", "--all", "--go-wrong", "--from-bucket")
+    if asked.from_bucket:
+        os.environ["LAYERSTORE_CACHE_DIR"] = str(asked.out / "cache")
     begin(asked.out)
     is_other_size = asked.resume and dist.get_world_size() != WORLD_SIZE and torch.cuda.device_count() != 1
     sample = [RESUMPTION_OF[name] for name in RESIZED]
@@ -74,7 +80,9 @@ def train_on(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
     """Resume *engine* in the middle, and do all that :func:`train` does from there on; the composite is mixed."""
     seed(100 * SEED)
     policy = "parity" if each.name == COMPOSITE else "latest"
-    found = layerstore.resume(engine, out / "store", run=each.name, step=each.at, policy=policy)
+    bucket = out / "bucket"
+    source = f"file://{bucket}" if bucket.exists() and each.name != FROM_CLONE else out / "store"
+    found = layerstore.resume(engine, source, run=each.name, step=each.at, policy=policy)
     assert found is not None
     facts["resumed"] = told(found)
     save_plainly(each, engine, out, found.client_state)

@@ -16,26 +16,46 @@ import pytest
 import layerstore
 from layerstore.live.demo.launch import cpu_environment, free_port
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop, train
-from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
+from tests.live.cases import BUCKET, EXAMPLES, EXAMPLES_FOLDER
+from tests.remote.servers import credentials, seaweedfs
 
 pytestmark = pytest.mark.timeout(3 * LAUNCH_SECONDS_MAX)
 
-RUN_OF = {"with_deepspeed": "plain", "with_slurm": "slurm", "with_trainer": "trainer", "with_accelerate": "accelerate"}
+RUN_OF = {
+    "with_deepspeed": "plain",
+    "with_slurm": "slurm",
+    "with_bucket": "bucket",
+    "with_trainer": "trainer",
+    "with_accelerate": "accelerate",
+}
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what the examples left after four steps and, started again, four more."""
+    """
+    Return what the examples left after four steps and, started again, four more.
+
+    Meanwhile the store of with_bucket is lost with its machine; at the end another one has what is in the bucket.
+    """
     out = tmp_path_factory.mktemp("left")
-    layerstore.init(out / "store").close()
-    for steps in ("4", "8"):
-        launch(out, steps)
+    here = out / "bucket-store"
+    for store in (out / "store", here):
+        layerstore.init(store).close()
+    with seaweedfs(tmp_path_factory.mktemp("server")) as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in credentials(endpoint).items():
+            patch.setenv(name, value)
+        launch(out, "4", endpoint)
+        here.rename(out / "lost")
+        layerstore.clone(BUCKET, here, records=True).close()
+        launch(out, "8", endpoint)
+        layerstore.clone(BUCKET, out / "elsewhere").close()
     return out
 
 
-def launch(out: Path, steps: str) -> None:
-    """Run all examples for *steps* steps."""
-    train("tests.live.run_examples", ["--out", str(out), "--steps", steps], log=out / f"{steps}.log")
+def launch(out: Path, steps: str, endpoint: str) -> None:
+    """Run all examples for *steps* steps; their bucket is at *endpoint*."""
+    arguments = ["--out", str(out), "--steps", steps, "--endpoint", endpoint]
+    train("tests.live.run_examples", arguments, log=out / f"{steps}.log")
 
 
 def printed(out: Path, name: str) -> list[str]:
@@ -47,7 +67,7 @@ def printed(out: Path, name: str) -> list[str]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> None:
     """Eight steps, each trained once; every second one is in the store, and the run has one attempt."""
-    with layerstore.open(left / "store") as store:
+    with layerstore.open(left / ("elsewhere" if name == "with_bucket" else "store")) as store:
         entries = store.log(RUN_OF[name])
 
     assert [line.split(":")[0] for line in printed(left, name)] == [f"step {step}" for step in range(1, 9)]
@@ -56,14 +76,24 @@ def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> N
     assert "from scratch" not in (left / "8.log").read_text()
 
 
+def test_a_bucket_has_all_and_each_machine_its_newest(left: Path) -> None:
+    """What was pushed is whole; what ``keep`` does not name is removed once it was."""
+    kept = {"elsewhere": [8, 6, 4, 2], "bucket-store": [8, 6], "lost": [4, 2]}
+    for name, steps in kept.items():
+        with layerstore.open(left / name) as store:
+            assert [entry.step for entry in store.log("bucket")] == steps, name
+            assert name != "elsewhere" or store.verify(read_data=True).ok
+
+
 def test_examples_mark_what_is_layerstores() -> None:
     """Each is a training script with a handful of lines marked, and no other line of it knows layerstore."""
-    assert {path.stem for path in EXAMPLES_FOLDER.glob("*.py")} == set(EXAMPLES)
-    for name in EXAMPLES:
-        lines = (EXAMPLES_FOLDER / f"{name}.py").read_text().splitlines()
+    names = {path.stem for path in EXAMPLES_FOLDER.glob("*.py")}
+    assert names == {*EXAMPLES, "with_ray"}
+    for name in names:
+        lines = (EXAMPLES_FOLDER / f"{name}.py").read_text().rpartition('"""\n\nimport')[2].splitlines()
         marked = [line for line in lines if "# layerstore" in line]
-        code = [line for line in lines if "layerstore" in line.split("#")[0] and "layerstore init" not in line]
-        assert 3 <= len(marked) <= 4, name
+        code = [line for line in lines if "layerstore" in line.split("#")[0]]
+        assert 3 <= len(marked) <= 5, name
         assert set(code) <= set(marked), name
 
 

@@ -11,7 +11,7 @@ import pytest
 import layerstore
 from layerstore.store import Store
 from tests.forked import Launch, Nursery
-from tests.live.faulty import LOST_RUN, RUN, STEPS
+from tests.live.faulty import LOST_RUN, PUSHED_RUN, RUN, STEPS
 from tests.live.launched import due, losses, one
 
 PROGRAMS = "tests.live.faulty"
@@ -204,7 +204,7 @@ def steps_or_none(store: Path) -> list[int]:
 def collected(ranks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Launch, Store]]:
     """Return what the ranks told, and the store that they left."""
     folder = tmp_path_factory.mktemp("collected")
-    options = {"store": str(folder / "store")}
+    options = {"store": str(folder / "store"), "bucket": f"file://{folder}/bucket"}
     with layerstore.init(folder / "store") as store:
         with ranks.launch(f"{PROGRAMS}:collected", options, folder=folder, name="collected") as launch:
             launch.done()
@@ -242,3 +242,15 @@ def test_a_saver_that_lost_what_it_would_inherit_saves_everything(collected: tup
     assert sorted((entry.attempt, entry.step) for entry in store.log(LOST_RUN)) == [(1, 3), (2, 4), (2, 5)]
     assert due[4] == len(store.compose(f"{LOST_RUN}@4").layers) > due[5] > 0
     assert store.verify(read_data=True).ok
+
+
+def test_a_run_is_pushed_while_it_trains(collected: tuple[Launch, Store]) -> None:
+    """Once ``wait`` returns the remote has every save, and the store keeps what its rules say."""
+    launch, store = collected
+    url = f"file://{store.path.parent}/bucket"
+    [told] = [event for event in launch.events("status") if event["name"] == PUSHED_RUN and event["rank"] == 0]
+    assert (told["pushed_step"], told["collection_error"]) == (4, "")
+    assert [(entry.step, entry.pushed) for entry in store.log(PUSHED_RUN)] == [(4, (url,))]
+    with layerstore.open(url) as remote:
+        assert [entry.step for entry in remote.log()] == [4, 3, 2, 1]
+        assert remote.verify(read_data=True).ok

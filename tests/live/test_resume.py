@@ -20,6 +20,7 @@ from tests.live.cases import (
     COMPOSITE,
     DAMAGED,
     FP16,
+    FROM_CLONE,
     LAST,
     MISFITS,
     ODD,
@@ -49,10 +50,15 @@ class Trainings:
         self.resumed = cache(self._resume)
 
     def _resume(self, device: str, world_size: int, *more: str) -> Launched:
-        """Resume what was trained on *device* with *world_size* ranks, in a copy of its store."""
+        """Resume what was trained on *device* with *world_size* ranks, in a copy of its store or a partial clone."""
         first = self.first(device)
         root = self._folder / f"{device}-{world_size}"
-        shutil.copytree(first.root / "store", root / "store")
+        if world_size > WORLD_SIZE:
+            first.store.push(f"file://{root}/bucket")
+            layerstore.clone(f"file://{root}/bucket", root / "store", records=True).close()
+            more = (*more, "--from-bucket")
+        else:
+            shutil.copytree(first.root / "store", root / "store")
         train(
             "tests.live.resuming",
             ["--out", str(root), "--resume", *more, *self._arguments],
@@ -184,8 +190,28 @@ def check_resized(first: Launched, second: Launched, each: Resumption) -> None:
 def test_masters_and_moments_are_the_same_at_other_world_sizes(
     trainings: Trainings, device: str, world_size: int, name: str
 ) -> None:
-    """Every parameter's master and moments, put together from all ranks; what does not carry over is told."""
+    """
+    Every parameter's master and moments, put together from all ranks; what does not carry over is told.
+
+    More ranks than were are filled from a bucket.
+    """
     check_resized(*resized(trainings, device, world_size), RESUMPTION_OF[name])
+
+
+def test_what_was_trained_elsewhere_comes_back(trainings: Trainings, tmp_path: Path) -> None:
+    """More ranks went on in a partial clone and push it; whoever pulls has both attempts whole, for as many as ever."""
+    first, second = resized(trainings, "cpu", 3)
+    bucket = f"file://{second.root}/bucket"
+    second.store.push(bucket)
+
+    with layerstore.clone(bucket, tmp_path / "back") as back:
+        assert back.verify(read_data=True).ok
+        for name in RESIZED:
+            attempts = [{entry.step for entry in back.log(name) if entry.attempt == attempt} for attempt in (1, 2)]
+            at = RESUMPTION_OF[name].at
+            assert attempts == [{entry.step for entry in first.store.log(name)}, set(range(at + 1, LAST + 1))]
+        written = back.compose(f"{FROM_CLONE}@{LAST}").write(tmp_path / "out", world_size=WORLD_SIZE)
+    assert written.world_size == WORLD_SIZE
 
 
 # -- composites ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,7 @@ def train(engine: Engine, upto: int, *, saver: Any = None, save_at: Sequence[int
 
 def told(saver: Any, name: str = "") -> None:
     """Tell how *saver* is doing."""
-    status = saver.status()
-    tell("status", saved=status.saved, failed=status.failed, queued=status.queued, errors=status.errors, name=name)
+    tell("status", **asdict(saver.status()), name=name)
 
 
 def done() -> None:

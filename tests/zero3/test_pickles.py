@@ -4,6 +4,8 @@ import pickle
 import subprocess
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, Size, Storage, Tensor, Tree
-from layerstore.zero3.pt.picklewrite import write_pickle
-from layerstore.zero3.pt.unpickle import read_pickle
+from layerstore.zero3.pt.picklewrite import WrittenPickles, write_pickle
+from layerstore.zero3.pt.unpickle import Pickles, read_pickle
 from tests.zero3.ptfiles import fingerprint
 from tests.zero3.trees import plain_trees, trees
 
@@ -40,6 +42,48 @@ def read_back(tree: Tree) -> Tree:
 
 def _size_bytes(storage: Storage) -> int:
     return storage.elements * by_code(storage.dtype).bytes
+
+
+def records(path: Path, storages: Sequence[Storage]) -> dict[str, Located]:
+    """Return the records that a file at *path* has of *storages*."""
+    return {
+        str(key): Located(path=path, offset_bytes=key, size_bytes=_size_bytes(storage), crc32=0)
+        for key, storage in enumerate(storages)
+    }
+
+
+@given(tree=trees())
+def test_equal_pickles_are_read_and_written_once(tree: Tree) -> None:
+    """What the files of two ranks share is one tree: each has its own storages, and the same bytes are written."""
+    payload, written = write_pickle(tree)
+    here, there = Path("here.pt"), Path("there.pt")
+    pickles, writing = Pickles(frozenset({"acme.Thing"})), WrittenPickles()
+
+    first, ours = pickles.read(payload, path=here, records=records(here, written))
+    second, theirs = pickles.read(payload, path=there, records=records(there, written))
+
+    assert [storage.content for storage in theirs] == [*records(there, written).values()]
+    assert not {*ours} & {*theirs}
+    assert writing.write(first) == (payload, ours)
+    assert writing.write(second) == (payload, theirs)
+    assert writing.write([second]) == write_pickle([second])
+    assert writing.write(tree) == (payload, written)
+    for source, one, other in zip(written, ours, theirs, strict=True):
+        one.content = other.content = source.content
+    assert fingerprint(first) == fingerprint(second) == fingerprint(tree)
+
+
+def test_an_equal_pickle_of_another_archive_is_held_against_its_own_records() -> None:
+    """A file that lacks bytes is damaged, though its pickle is known from another."""
+    storage = Storage(dtype="F32", elements=4, device="cpu")
+    payload, written = write_pickle(Tensor(storage=storage, offset=0, shape=Size((4,)), stride=(1,)))
+    pickles = Pickles()
+    pickles.read(payload, path=SOMEWHERE, records=records(SOMEWHERE, written))
+    short = {key: replace(located, size_bytes=12) for key, located in records(SOMEWHERE, written).items()}
+
+    for found in (short, {}):
+        with pytest.raises(SourceCheckpoint, match="damaged"):
+            pickles.read(payload, path=SOMEWHERE, records=found)
 
 
 def read_plain(payload: bytes) -> Tree:

@@ -7,6 +7,7 @@ else that depends on the masters come out right. A query says which version of e
 
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -75,9 +76,14 @@ def resume(
         with exchange.together():
             opened = as_store(store)
             wait_for_saves(opened.id, run)
-        with exchange.together():
-            composite = _composite(opened, run, step=step, policy=policy, must_exist=must_exist)
-        if not exchange.is_same("" if composite is None else composite.commit):
+        composite, said = exchange.looked(
+            partial(_composite, opened, run, step=step, policy=policy, must_exist=must_exist),
+            _commit_of,
+            may_be_late=opened.repo.aside.is_on_network,
+        )
+        if isinstance(composite, NotFound):
+            raise composite
+        if set(said) != {said[0]}:
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
         if composite is None:
             return None
@@ -120,16 +126,24 @@ def check_run(store: Store, run: str) -> None:
 
 def _composite(
     store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
-) -> Composite | None:
+) -> Composite | NotFound | None:
     check_run(store, run)
     view = store.repo.catalog.find(run)
     if view is None or not view.rows:
         if must_exist:
-            raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
+            return NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
         if store.runs:
             LOG.warning("run %r has no commit yet, training begins; runs here: %s", run, ", ".join(store.runs[:10]))
         return None
-    return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
+    try:
+        return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
+    except NotFound as exc:
+        return exc  # another host may see it already
+
+
+def _commit_of(composite: Composite | NotFound | None) -> str:
+    """Return what ranks compare: the commit, and nothing where there is none."""
+    return composite.commit if isinstance(composite, Composite) else ""
 
 
 def _resumed(composite: Composite, loaded: Loaded, notes: tuple[str, ...], *, random_state_restored: bool) -> Resumed:

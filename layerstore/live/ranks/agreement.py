@@ -103,7 +103,7 @@ def open_session(exchange: Exchange, repo: Repository) -> str:
         if exchange.rank == 0:
             repo.parts.open_session(session)
     with exchange.together():
-        if not repo.parts.has_session(session):
+        if not repo.parts.sees_session(session):
             raise InvalidInput(f"{repo.layout.root} is not the store that rank 0 has under this path")
     return session
 

@@ -7,6 +7,7 @@ continue. The lock is released by whatever ends the process.
 
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 
 from layerstore.errors import Conflict
 from layerstore.history import Place, place_at, place_free, reserve
@@ -46,11 +47,12 @@ class AttemptLock:
                 with self._exchange.together():
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
-                with self._exchange.together():
-                    # Looked up again: the attempt's last holder may have committed just before its lock was released.
-                    view = self._repo.catalog.find(self._run)
-                    place = place_at(view, wish(view), attempt)
-                said = self._exchange.texts("" if place is None else f"{attempt} {place.save_number} {place.fork}")
+                # Looked up again: the attempt's last holder may have committed just before its lock was released.
+                place, said = self._exchange.looked(
+                    partial(self._place_at, wish, attempt),
+                    lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
+                    may_be_late=self._repo.aside.is_on_network,
+                )
                 if "" in said or place is None:
                     continue
                 if set(said) != {said[0]}:
@@ -62,6 +64,10 @@ class AttemptLock:
                 self._has_saved = False
                 return place
         raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
+
+    def _place_at(self, wish: PlaceFinder, attempt: int) -> Place | None:
+        view = self._repo.catalog.find(self._run)
+        return place_at(view, wish(view), attempt)
 
     def warn_if_not_resumed(self, place: Place) -> None:
         """At the first save at *place*, warn if the run has commits that training was not resumed from."""

@@ -4,17 +4,21 @@ Messages between ranks: one small all-gather on the host, called by the main thr
 It uses a gloo group of its own, which does not wait for the accelerator's work.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from layerstore import errors
 from layerstore.errors import LayerstoreError, StorageIO
+from layerstore.live.log import LOG
+from layerstore.storage import pauses
 
 if TYPE_CHECKING:
     import torch
 
 TEXT_BYTES_MAX = 2048
+
+Found = TypeVar("Found")
 
 
 class Exchange:
@@ -49,6 +53,28 @@ class Exchange:
         data = text.encode()[:TEXT_BYTES_MAX].ljust(TEXT_BYTES_MAX, b"\0")
         found = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [each.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for each in found]
+
+    def looked(
+        self, look: Callable[[], Found], words: Callable[[Found], str], *, may_be_late: bool
+    ) -> tuple[Found, list[str]]:
+        """
+        Return what *look* finds on this rank, and in *words* what it finds on each, by rank.
+
+        Where they differ, and it *may be late* what a host sees, all look again for a while.
+        """
+        again = pauses()
+        while True:
+            with self.together():
+                found = look()
+            texts = self.texts(f"{may_be_late:d}{words(found)}")
+            said = [text[1:] for text in texts]
+            if len(set(said)) == 1 or all(text[0] == "0" for text in texts):
+                return found, said
+            # The first rank waits for all: each other one's clock might end this a moment sooner or later.
+            if self.first((next(again, "over") or "") if self.rank == 0 else ""):
+                return found, said
+            if self.rank == 0:
+                LOG.warning("the hosts do not see the same yet, and look again: %s", "; ".join(sorted(set(said))))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum over all ranks of each of *values*, to the same bit on every rank."""

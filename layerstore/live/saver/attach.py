@@ -18,7 +18,7 @@ from layerstore.live.engine import (
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
-from layerstore.live.saver.settings import Frozen, Mode, Pressure, Settings
+from layerstore.live.saver.settings import Durable, Frozen, Mode, Pressure, Settings
 from layerstore.policy import Keep, Policy, chosen_policy
 from layerstore.publish import SaveTiming
 from layerstore.store import Store, StrPath, as_store
@@ -34,6 +34,8 @@ def attach(
     host_buffer: int | str = "auto",
     on_pressure: Pressure = "wait",
     keep: Keep | None = None,
+    push: str | None = None,
+    durable: Durable = "local",
     frozen: Frozen = "once",
     layer_pattern: str | None = None,
     on_saved: Callable[[SaveTiming], None] | None = None,
@@ -46,6 +48,9 @@ def attach(
     host, in bytes or as ``"8GB"``. *on_pressure* says what to do when the disk does not keep up: ``wait`` for it,
     ``skip`` a save, or ``degrade`` it to as many layers as fit. *frozen* weights are written ``once``, or left out.
     *keep* says which commits of the run to keep: after each save the others are collected in the background.
+    *push* names a remote, or is its URL: after each save the run is pushed there in the background, and *keep* removes
+    only what is there. With *durable* ``remote`` a save counts as safe once it is there: ``wait`` and ``sync`` saves
+    return then.
     *on_saved* is called on rank 0, in its training thread, with the timing of each finished save.
 
     On a run that has commits this begins a new attempt, whose first save is full. To continue a run, call
@@ -66,6 +71,8 @@ def attach(
         frozen=frozen,
         layer_pattern=layer_pattern,
         keep=keep,
+        push=push,
+        durable=durable,
         on_saved=on_saved,
     )
     known = Engine(engine)
@@ -100,6 +107,8 @@ def _agreed(
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         resumed = filled_with(engine.engine, opened)
         opened.repo.prepare_writing()
+        if settings.push is not None and engine.rank == 0:
+            opened.check_remote(settings.push)
     stores = exchange.texts(f"{opened.id} at {opened.path}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:

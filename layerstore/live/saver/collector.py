@@ -1,10 +1,10 @@
 """
-The collection behind a saver: commits that its run need not keep are removed while training goes on.
+What follows commits behind a saver: they are pushed, and commits that the run need not keep are removed.
 
-A thread of the committing rank waits for commits, and a helper process calls `Store.gc`, at the lowest priority. A
-thread alone would hold training up, because marking a store takes Python's interpreter lock: on a store of 100,000
-objects, training steps of 10 ms became 270 ms for the 17 s of a collection in a thread, and stayed at 9 ms beside a
-process.
+A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc`, at the lowest
+priority. A thread alone would hold training up, because marking a store takes Python's interpreter lock: on a store of
+100,000 objects, training steps of 10 ms became 270 ms for the 17 s of a collection in a thread, and stayed at 9 ms
+beside a process.
 """
 
 import json
@@ -37,28 +37,45 @@ answer_question()
 
 
 class Collector:
-    """Collects after commits; several commits during one collection cause one more, not one each."""
+    """Pushes and collects after commits; several commits meanwhile cause this once more, not once each."""
 
-    def __init__(self, store: Store, keep: Keep, *, run: str) -> None:
+    def __init__(self, store: Store, keep: Keep | None, *, run: str, push: str | None) -> None:
         self._store = store
         self._keep = keep
+        self._push = push
         self._run_name = run
         self._wishes: SimpleQueue[bool] = SimpleQueue()
         self._ends_at_once = False
         self.error = ""
-        """Why the last collection removed nothing; empty if it worked, or none has run."""
+        """Why the last one failed; empty if it worked, or none has run."""
+        self.pushed_step: int | None = None
+        """The newest step that was pushed."""
         self._warned = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = self._answered = 0
+        self._is_answered = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="layerstore-collect", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Collect soon: there is a new commit."""
+        """Push and collect soon: there is a new commit."""
+        with self._is_answered:
+            self._asked += 1
         self._wishes.put(True)
 
+    def wait(self) -> None:
+        """Return once what was asked for so far was tried."""
+        with self._is_answered:
+            asked = self._asked
+            self._is_answered.wait_for(lambda: self._answered >= asked)
+
     def close(self, *, at_once: bool) -> None:
-        """End the thread after one more collection, or *at_once*: after the one under way."""
+        """End the thread after one more push and collection, or *at_once*."""
         self._ends_at_once = at_once
         self._wishes.put(False)
+        process = self._process
+        if at_once and process is not None:
+            process.terminate()  # a push and a collection may be killed at any time
         self._thread.join()
 
     def _run(self) -> None:
@@ -67,20 +84,28 @@ class Collector:
             is_open = self._wishes.get()
             while not self._wishes.empty():
                 is_open = self._wishes.get() and is_open
+            asked = self._asked
             if not self._ends_at_once:
-                self._collect()
+                self._collect(is_new=asked > self._answered)
+            with self._is_answered:
+                self._answered = asked
+                self._is_answered.notify_all()
 
-    def _collect(self) -> None:
+    def _collect(self, *, is_new: bool) -> None:
         try:
             # Cheap, so most commits start no process.
-            if has_work(self._store.repo, GcRequest(keep=self._keep, runs=(self._run_name,))):
-                self._note(_run_process(self._question()))
+            if (self._push is not None and (is_new or self.error)) or self._has_work():
+                self._note(self._answer(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
             self._warn(words_of(exc))
 
+    def _has_work(self) -> bool:
+        keep = self._keep
+        return keep is not None and has_work(self._store.repo, GcRequest(keep=keep, runs=(self._run_name,)))
+
     def _question(self) -> dict[str, Any]:
         keep = self._keep
-        rules = {
+        rules = keep and {
             "last": keep.last,
             "every": keep.every,
             "within": f"{keep.within.total_seconds():f}s" if isinstance(keep.within, timedelta) else keep.within,
@@ -90,56 +115,68 @@ class Collector:
         return {
             "store": str(self._store.path),
             "run": self._run_name,
+            "push": self._push,
             "keep": rules,
             "grace_seconds": GRACE_SECONDS,
         }
 
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of the helper process to *question*."""
+        # Files, not pipes: a child that training forks meanwhile would hold a pipe open.
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
+            asked.write(json.dumps(question).encode())
+            asked.seek(0)
+            # -P: modules are not looked for in the folder that training runs in.
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[3])]
+            self._process = subprocess.Popen(command, stdin=asked, stdout=said, stderr=subprocess.STDOUT)
+            if self._ends_at_once:  # since a moment ago
+                self._process.terminate()
+            code = self._process.wait()
+            self._process = None
+            said.seek(0)
+            last = (said.read().decode(errors="replace").splitlines() or ["it said nothing"])[-1]
+        if code:
+            raise LayerstoreError(f"the collecting process ended with {code}: {last}")
+        answer: dict[str, Any] = json.loads(last)
+        return answer
+
     def _note(self, answer: dict[str, Any]) -> None:
+        self.pushed_step = answer.get("pushed_step", self.pushed_step)
         if "error" in answer:
             self._warn(answer["error"])
             return
         self.error = self._warned = ""
         if "is_locked" in answer:
             LOG.info("another collection is under way: the next save tries again")
-        elif answer["commits_removed"]:
+        elif answer.get("commits_removed"):
             LOG.info("%d commits collected, %d bytes freed", answer["commits_removed"], answer["bytes_freed"])
 
     def _warn(self, why: str) -> None:
         self.error = why
         # Once: before the first evaluation, say, there is no best commit after every save.
         if why != self._warned:
-            LOG.warning("not all was collected: %s", why)
+            LOG.warning("not all was %s: %s", "pushed and collected" if self._push else "collected", why)
         self._warned = why
 
 
-def _run_process(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of the helper process to *question*."""
-    # Files, not pipes: a child that training forks meanwhile would hold a pipe open.
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
-        asked.write(json.dumps(question).encode())
-        asked.seek(0)
-        # -P: modules are not looked for in the folder that training runs in.
-        command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[3])]
-        code = subprocess.run(command, stdin=asked, stdout=said, stderr=subprocess.STDOUT, check=False).returncode
-        said.seek(0)
-        last = (said.read().decode(errors="replace").splitlines() or ["it said nothing"])[-1]
-    if code:
-        raise LayerstoreError(f"the collecting process ended with {code}: {last}")
-    answer: dict[str, Any] = json.loads(last)
-    return answer
-
-
 def answer_question() -> None:
-    """Collect as the question on stdin says, and print the answer: the helper process."""
+    """Push and collect as the question on stdin says, and print the answer: the helper process."""
     question = json.load(sys.stdin)
     os.nice(19)  # it computes when training does not
     answer: dict[str, Any] = {}
     try:
         with Store(question["store"]) as store:
-            found = store.gc(Keep(**question["keep"]), runs=[question["run"]], grace_seconds=question["grace_seconds"])
-        answer = {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
+            run, push = question["run"], question["push"]
+            if push is not None:
+                newest = store.repo.catalog.view(run).visible[-1].step
+                store.push(push, runs=[run])
+                answer["pushed_step"] = newest
+            if question["keep"] is not None:
+                keep, grace_seconds = Keep(**question["keep"]), question["grace_seconds"]
+                found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=push)
+                answer |= {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
     except Locked:
-        answer = {"is_locked": True}
+        answer["is_locked"] = True
     except LayerstoreError as exc:
-        answer = {"error": words_of(exc)}
+        answer["error"] = words_of(exc)
     sys.stdout.write(json.dumps(answer) + "\n")

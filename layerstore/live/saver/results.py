@@ -107,8 +107,10 @@ class Status:
     written_bytes: int = 0
     errors: tuple[str, ...] = ()
     """Of the newest saves that failed."""
+    pushed_step: int | None = None
+    """The newest step that the remote has; on rank 0."""
     collection_error: str = ""
-    """Why the last collection behind this saver removed nothing; empty if it worked, or none has run."""
+    """Why the last push or collection behind this saver failed; empty if it worked, or none has run."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -99,8 +99,8 @@ class Saver:
             self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
         self._is_closed = False
         self._session = open_session(exchange, self._repo)
-        collects = settings.keep if self._is_first else None
-        self._collector = None if collects is None else Collector(store, collects, run=run)
+        follows = self._is_first and (settings.keep is not None or settings.push is not None)
+        self._collector = Collector(store, settings.keep, run=run, push=settings.push) if follows else None
         self._background = Background(
             self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector
         )
@@ -227,7 +227,12 @@ class Saver:
         return saved
 
     def wait(self) -> None:
-        """Return once every save is visible and durable, or given up. Every rank calls it."""
+        """
+        Return once every save is visible and durable, or given up; with ``remote``, pushed. Every rank calls it.
+
+        Raises:
+            StorageIO: With ``remote``, the last push failed.
+        """
         if self._is_closed:
             return
         self._seal()
@@ -238,12 +243,20 @@ class Saver:
         if self._is_first:
             for job in self._jobs:
                 job.is_resolved.wait()
+            if self._collector is not None and self._settings.durable == "remote":
+                self._collector.wait()
         self._learn(exchange_reports(self.exchange, self._report()))
+        if self._settings.durable == "remote":
+            with self.exchange.together():
+                if self._collector is not None and self._collector.error:
+                    raise StorageIO(self._collector.error, errno=None, filename=str(self._settings.push))
 
     def status(self) -> Status:
         """Return how this rank's saves are doing; asks no other rank."""
-        error = "" if self._collector is None else self._collector.error
-        return replace(reduce(with_job, self._jobs, self._over), collection_error=error)
+        found, behind = reduce(with_job, self._jobs, self._over), self._collector
+        return (
+            found if behind is None else replace(found, collection_error=behind.error, pushed_step=behind.pushed_step)
+        )
 
     def close(self) -> None:
         """Wait for the saves under way, and release the engine. Every rank calls it; twice is harmless."""

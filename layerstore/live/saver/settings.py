@@ -16,6 +16,7 @@ from layerstore.units import size_in_bytes
 Mode = Literal["async", "sync"]
 Pressure = Literal["wait", "skip", "degrade"]
 Frozen = Literal["once", "exclude"]
+Durable = Literal["local", "remote"]
 
 # Padding between slices, and what is lost where the ring begins again.
 _SLACK_BYTES = 16 * MIB
@@ -36,20 +37,26 @@ class Settings:
     frozen: Frozen
     layer_pattern: str | None
     keep: Keep | None
+    push: str | None
+    durable: Durable
     on_saved: Callable[[SaveTiming], None] | None
 
     def __post_init__(self) -> None:
-        for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen)):
+        for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen), ("durable", Durable)):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise InvalidInput(f"keep is {self.keep!r}", hint="say layerstore.Keep(last=3), or None to keep all")
 
+        if self.durable == "remote" and self.push is None:
+            raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
+
     @property
     def of_all_ranks(self) -> str:
         """The settings that have to be the same on all ranks."""
-        return f"mode {self.mode}, on_pressure {self.on_pressure}, frozen {self.frozen}"
+        names = ("mode", "on_pressure", "frozen", "push", "durable")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
 def pool_bytes(engine: Engine, wanted: int | str) -> int:

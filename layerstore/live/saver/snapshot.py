@@ -8,7 +8,7 @@ any size. The saver holds the next update until nothing is left to copy.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +171,14 @@ class Snapshot:
             finally:
                 self._pool.give_back()
             offset += len(chunk.data)
+
+    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
+        """Fill each buffer with the bytes of the next slice, as `chunks` does."""
+        for path, offset, buffer in places:
+            filled = 0
+            for chunk in self.chunks(path, offset, len(buffer)):
+                buffer[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
 
     def discard(self) -> None:
         """Discard the rest, so that the copying thread does not wait for a writer that has given up."""

@@ -6,6 +6,8 @@ is on no list is refused. No module here imports ``pickle``.
 """
 
 from layerstore.zero3.pt.picklenames import INERT, VALUES
+from layerstore.zero3.pt.picklewrite import WrittenPickles
 from layerstore.zero3.pt.ptfile import PtFile, PtLayout, layout_pt, read_pt
+from layerstore.zero3.pt.unpickle import Pickles
 
-__all__ = ["INERT", "VALUES", "PtFile", "PtLayout", "layout_pt", "read_pt"]
+__all__ = ["INERT", "VALUES", "Pickles", "PtFile", "PtLayout", "WrittenPickles", "layout_pt", "read_pt"]

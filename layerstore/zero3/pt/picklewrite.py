@@ -12,7 +12,7 @@ from typing import Any
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
-from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
 from layerstore.zero3.pt import picklenames as names
 from layerstore.zero3.pt.treecheck import MalformedPickleError, check_tree, view_end
 
@@ -49,6 +49,24 @@ def write_pickle(tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
     writer = _Writer()
     writer.write(tree)
     return b"\x80\x02" + writer.payload() + _STOP, tuple(writer.storages)
+
+
+class WrittenPickles:
+    """Writes trees of which many are copies of each other, as those of all ranks of a save are: the first alone."""
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[Template, bytes]] = []
+
+    def write(self, tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
+        """Return what `write_pickle` does; it raises the same."""
+        for template, pickled in self._latest:
+            storages = template.storages_of(tree)
+            if storages is not None:
+                return pickled, tuple(storages)
+        pickled, found = write_pickle(tree)
+        # A rank has two trees.
+        self._latest = [(Template(tree, found), pickled), *self._latest[:1]]
+        return pickled, found
 
 
 def _check(tree: Tree) -> None:

@@ -16,8 +16,8 @@ from layerstore.errors import Unsupported
 from layerstore.format import crc32 as crc32_of
 from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Located, Storage, Tree
-from layerstore.zero3.pt.picklewrite import write_pickle
-from layerstore.zero3.pt.unpickle import read_pickle
+from layerstore.zero3.pt.picklewrite import WrittenPickles
+from layerstore.zero3.pt.unpickle import Pickles
 from layerstore.zero3.pt.ziparchive import ZipLayout, layout_archive, read_archive
 from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
 
@@ -76,12 +76,12 @@ class PtLayout:
         return sorted([*framing, *((at.offset_bytes, part) for at, part in placed if isinstance(part, bytes))])
 
 
-def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtFile:
+def read_pt(path: Path, pickles: Pickles | None = None) -> PtFile:
     """
     Return what *path* describes, without reading any tensor's bytes and without running anything.
 
     The layout, the pickle and its CRC are checked; the payloads' CRCs are only passed on.
-    Globals in *allowed_globals* become inert objects.
+    Whoever reads many files gives each the same *pickles*, which know equal ones and which globals are allowed.
 
     Raises:
         SourceCheckpoint: Missing, cut short, damaged, of another format, or untrusted.
@@ -97,21 +97,23 @@ def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtF
         for name, located in entries.items()
         if name.startswith(_STORAGE_FOLDER)
     }
-    tree, storages = read_pickle(payload, path=path, records=records, allowed_globals=allowed_globals)
+    tree, storages = (pickles or Pickles()).read(payload, path=path, records=records)
     return PtFile(path=path, tree=tree, storages=storages, root=root)
 
 
-def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> PtLayout:
+def layout_pt(
+    tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES, pickles: WrittenPickles | None = None
+) -> PtLayout:
     """
     Lay *tree* out as a ``.pt`` file whose archive folder is *name*: the file's stem, as torch does it.
 
     Every payload that is not empty starts at a multiple of *alignment_bytes*, so that whole pages can be
-    copied or shared by the kernel.
+    copied or shared by the kernel. Whoever lays out many trees gives each the same *pickles*.
 
     Raises:
         InvalidInput: A tree or a name that cannot be written.
     """
-    pickled, storages = write_pickle(tree)
+    pickled, storages = (pickles or WrittenPickles()).write(tree)
     # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
     # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
     contents: tuple[bytes | Storage, ...] = (pickled, b"little", *storages, b"3\n")

@@ -8,10 +8,12 @@ Every count is bounded before memory is spent on it. Neither ``pickle`` nor ``pi
 
 import struct
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.format import digest
 from layerstore.limits import (
     PICKLE_BYTES_MAX,
     PICKLE_DEPTH_MAX,
@@ -20,7 +22,7 @@ from layerstore.limits import (
     PICKLE_OBJECTS_MAX,
     PICKLE_OPCODES_MAX,
 )
-from layerstore.tree import Global, Inert, Located, OrderedMap, Storage, Tree
+from layerstore.tree import Global, Inert, Located, OrderedMap, Storage, Template, Tree
 from layerstore.zero3.pt import picklenames
 from layerstore.zero3.pt.picklecalls import Calls, DamagedPickleError
 from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, check_tree
@@ -52,6 +54,38 @@ def read_pickle(
         SourceCheckpoint: Damaged, or untrusted: all unknown globals at once, each with its key path.
         Unsupported: A tensor of a kind or element type that is not supported.
     """
+    tree, storages = _read(payload, path, records, allowed_globals)
+    return tree, tuple(storages.values())
+
+
+class Pickles:
+    """Reads pickles of which many may be equal, as those of all ranks of a save are: the first of them alone."""
+
+    def __init__(self, allowed_globals: frozenset[str] = frozenset()) -> None:
+        self._allowed_globals = allowed_globals
+        self._known: dict[bytes, tuple[Template, dict[str, Storage]]] = {}
+
+    def read(self, payload: bytes, *, path: Path, records: Mapping[str, Located]) -> tuple[Tree, tuple[Storage, ...]]:
+        """Return what `read_pickle` does; it raises the same."""
+        template, storages = self._known.get(digest(payload), (None, {}))
+        if template is None or not all(_is_like(of, records.get(key)) for key, of in storages.items()):
+            tree, storages = _read(payload, path, records, self._allowed_globals)
+            self._known[digest(payload)] = Template(tree, tuple(storages.values())), storages
+            return tree, tuple(storages.values())
+        own = tuple(replace(storage, content=records[key]) for key, storage in storages.items())
+        return template.filled(own), own
+
+
+def _is_like(storage: Storage, record: Located | None) -> bool:
+    """Whether *record*, of another file, can be what *storage* holds, too."""
+    assert isinstance(storage.content, Located)
+    return record is not None and record.size_bytes == storage.content.size_bytes
+
+
+def _read(
+    payload: bytes, path: Path, records: Mapping[str, Located], allowed_globals: frozenset[str]
+) -> tuple[Tree, dict[str, Storage]]:
+    """Return the tree, and its storages by record."""
     trusted = picklenames.KNOWN | set(map(_one_spelling, allowed_globals))
     machine = _Machine(payload, Calls(records))
     try:
@@ -69,7 +103,7 @@ def read_pickle(
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
     for name in sorted(found.names.keys() & picklenames.CALLED):
         raise untrusted(path, f"its pickle names {name} at {found.names[name]} without calling it")
-    return cast(Tree, tree), tuple(machine.calls.storages.values())
+    return cast(Tree, tree), machine.calls.storages
 
 
 def _one_spelling(name: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -19,16 +18,18 @@ from layerstore.live.engine.savers import place_resumed
 from layerstore.live.ranks.attempt import AttemptLock
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
-from layerstore.storage import RunView
+from layerstore.storage import RunView, handles
 from tests.generated import generate
 
 RUN = "sft"
 
 
-class OneRank:
+class OneRank(Exchange):
     """What the ranks of a job with one of them tell each other."""
 
-    rank = 0
+    def __init__(self) -> None:
+        """Ask nobody."""
+        self.rank, self.size = 0, 1
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -66,7 +67,7 @@ def tip(store: Store) -> Composition:
 
 def attempt_of(store: Store) -> AttemptLock:
     """Return the attempt lock of another job."""
-    return AttemptLock(cast(Exchange, OneRank()), store.repo, run=RUN)
+    return AttemptLock(OneRank(), store.repo, run=RUN)
 
 
 def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,12 +121,47 @@ def test_ranks_that_see_different_commits_are_told(store: Store) -> None:
 
     class Torn(OneRank):
         def texts(self, text: str) -> list[str]:
-            return [text, "another"]
+            return [text, "0another"]
 
     with pytest.raises(Conflict, match="the ranks see different commits of run 'sft'"):
-        AttemptLock(cast(Exchange, Torn()), store.repo, run=RUN).acquire(partial(place_resumed, composition=None))
+        AttemptLock(Torn(), store.repo, run=RUN).acquire(partial(place_resumed, composition=None))
 
     assert attempt_of(store).acquire(partial(place_resumed, composition=None)).attempt == 2
+
+
+class OneIsLate(OneRank):
+    """The second rank sees an old state, so many times."""
+
+    def __init__(self, times: int) -> None:
+        """Begin."""
+        super().__init__()
+        self.left = times
+
+    def texts(self, text: str) -> list[str]:
+        """Answer for both."""
+        self.left -= 1
+        return [text, f"{text[0]}old" if self.left >= 0 else text]
+
+
+@pytest.mark.fault(106)
+def test_ranks_whose_hosts_see_an_old_state_look_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a network, for a while, with a word in the log; on a disk of one host there is nothing to wait for."""
+    monkeypatch.setattr(handles, "LATE_SECONDS", 0.2)
+    looks: list[int] = []
+
+    def look() -> int:
+        looks.append(len(looks))
+        return looks[-1]
+
+    assert OneIsLate(2).looked(look, str, may_be_late=True) == (2, ["2", "2"])
+    assert "the hosts do not see the same yet, and look again: 1; old" in caplog.text
+    assert OneIsLate(1000).looked(look, str, may_be_late=True)[1][1] == "old"
+    assert len(looks) > 5
+    before = len(looks)
+    assert OneIsLate(1000).looked(look, str, may_be_late=False)[1][1] == "old"
+    assert len(looks) == before + 1
 
 
 def test_a_collection_keeps_what_running_jobs_rest_on(store: Store) -> None:

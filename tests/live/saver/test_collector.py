@@ -37,11 +37,14 @@ def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def collect(store: Store, keep: Keep, *, times: int = 1) -> Collector:
+def collect(store: Store, keep: Keep | None, *, times: int = 1, push: str | None = None) -> Collector:
     """Collect as behind a saver, after so many commits."""
-    behind = Collector(store, keep, run=RUN)
+    behind = Collector(store, keep, run=RUN, push=push)
     for _ in range(times - 1):
-        behind._collect()
+        behind._collect(is_new=True)
+    if push is not None:
+        behind.wake()
+        behind.wait()
     behind.close(at_once=False)
     return behind
 
@@ -61,7 +64,7 @@ def test_it_collects_what_the_rules_say(
     assert store.gc(grace_seconds=0).objects.count == 0
     assert "2 commits collected" in heard.text
     assert behind.error == ""
-    monkeypatch.setattr(collector, "_run_process", None)
+    monkeypatch.setattr(Collector, "_answer", None)
     assert collect(store, Keep(last=1)).error == ""
 
 
@@ -118,12 +121,12 @@ def test_every_rule_reaches_the_process(store: Store, keep: Keep, monkeypatch: p
     """Ages and metrics arrive in any form in which they were given."""
     asked: list[dict[str, Any]] = []
 
-    def noted(question: dict[str, Any]) -> dict[str, Any]:
+    def noted(self: Collector, question: dict[str, Any]) -> dict[str, Any]:
         asked.append(question)
         return {"is_locked": True}
 
     monkeypatch.setattr(collector, "has_work", lambda *_: True)
-    monkeypatch.setattr(collector, "_run_process", noted)
+    monkeypatch.setattr(Collector, "_answer", noted)
     collect(store, keep)
 
     (question,) = asked
@@ -131,3 +134,44 @@ def test_every_rule_reaches_the_process(store: Store, keep: Keep, monkeypatch: p
     for rule in ("last", "every", "drop_optimizer_older_than", "age", "best_of"):
         assert getattr(found, rule) == getattr(keep, rule)
     assert (question["run"], question["store"]) == (RUN, str(store.path))
+
+
+# -- pushing -------------------------------------------------------------------------------------------------------
+
+
+def test_it_pushes_and_removes_only_what_was_pushed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run alone; what the remote has is what the store had."""
+    monkeypatch.setattr(collector, "GRACE_SECONDS", 0)
+    store.ingest(generate(tmp_path / "other", layers=1, hidden=8, vocab=8, step=5, seed=5), run="other")
+    url = f"file://{tmp_path}/bucket"
+
+    behind = collect(store, Keep(last=1), push=url)
+
+    assert (behind.pushed_step, behind.error) == (30, "")
+    assert [entry.step for entry in store.log(RUN)] == [30]
+    with layerstore.open(url) as remote:
+        assert {(entry.run, entry.step) for entry in remote.log()} == {(RUN, 10), (RUN, 20), (RUN, 30)}
+        assert remote.verify(read_data=True).ok
+    assert [entry.pushed for entry in store.log()] == [(), (url,)]
+
+
+def test_what_is_not_pushed_stays(store: Store, tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    """Where the remote cannot be had, nothing is removed, and the status says why."""
+    with layerstore.init(tmp_path / "another") as another:
+        another.push(f"file://{tmp_path}/bucket")
+
+    behind = collect(store, Keep(last=1), push=f"file://{tmp_path}/bucket")
+
+    assert behind.pushed_step is None
+    assert "is a remote of another store" in behind.error
+    assert "not all was pushed and collected" in heard.text
+    assert len(store.log(RUN)) == 3
+
+
+def test_without_rules_it_only_pushes(store: Store, tmp_path: Path) -> None:
+    """Every commit stays."""
+    behind = collect(store, None, push=f"file://{tmp_path}/bucket")
+    assert (behind.pushed_step, behind.error) == (30, "")
+    assert len(store.log(RUN)) == 3

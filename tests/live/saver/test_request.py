@@ -26,6 +26,8 @@ USUAL: dict[str, Any] = {
     "frozen": "once",
     "layer_pattern": None,
     "keep": Keep(last=3),
+    "push": "s3://checkpoints/sft",
+    "durable": "local",
     "on_saved": None,
 }
 
@@ -44,6 +46,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         ("mode", "synchronous", "choose one of: 'async', 'sync'"),
         ("on_pressure", "drop", "choose one of: 'wait', 'skip', 'degrade'"),
         ("frozen", "never", "choose one of: 'once', 'exclude'"),
+        ("durable", "there", "choose one of: 'local', 'remote'"),
         ("keep", 3, "say layerstore.Keep(last=3)"),
     ],
 )
@@ -55,6 +58,12 @@ def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> N
         Settings(**USUAL | {name: value})
 
     assert hint in str(caught.value.hint)
+
+
+def test_a_save_is_durable_there_only_if_it_is_pushed() -> None:
+    """Nobody should wait for what never comes."""
+    with pytest.raises(InvalidInput, match="there is no push"):
+        Settings(**USUAL | {"push": None, "durable": "remote"})
 
 
 ASKED: dict[str, Any] = {"run": "sft", "tag": "t", "step": 7, "client_state": None, "extra_files": None, "pin": None}

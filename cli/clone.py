@@ -1,0 +1,49 @@
+"""``layerstore clone``: a store of what a remote has."""
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+import layerstore
+from layerstore.cli.options import AsJson
+from layerstore.cli.progress import shown_progress
+from layerstore.cli.render import counted, name_store, say, say_json, say_note, shown, with_store
+from layerstore.cli.shares import shares
+
+
+def clone(
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")],
+    path: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="A new or empty folder; else the last name in the URL.")
+    ] = None,
+    records: Annotated[
+        bool, typer.Option("--records", help="No tensors: each is fetched when it is first needed, and stays.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Make a store of all that a remote has; the remote is its origin.
+
+    A clone that was killed goes on where it was.
+
+    \b
+    Examples:
+      layerstore clone s3://checkpoints/sft
+      layerstore clone s3://checkpoints/sft /scratch/me/store
+      layerstore clone --records s3://checkpoints/sft /scratch/me/partial
+    """
+    parts = urlsplit(url)
+    path = path or Path((parts.path.strip("/") or parts.netloc).rpartition("/")[2] or "store")
+    with (
+        shown_progress(as_json=as_json) as progress,
+        layerstore.clone(url, path, records=records, shares=shares(), progress=progress) as made,
+    ):
+        commits, pins = len(made.log()), len(made.pins())
+        if as_json:
+            say_json({"path": str(made.path), "id": made.id, "url": url, "commits": commits, "pins": pins})
+            return
+        say(f"cloned {shown(url)} to {shown(made.path)}: {counted(commits, 'commit')}, {counted(pins, 'pin')}")
+        name_store(str(path))
+        say_note(with_store("next: layerstore log"))

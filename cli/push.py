@@ -1,0 +1,85 @@
+"""``layerstore push`` and ``layerstore pull``: what another place lacks goes there, and comes from there."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.progress import shown_progress
+from layerstore.cli.render import counted, say, say_json, shown, size, some
+from layerstore.json_fields import json_fields
+from layerstore.layout import is_url
+
+if TYPE_CHECKING:
+    from layerstore import Store
+    from layerstore.remote import Pulled, Pushed
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[REMOTE] [REF]...", help="A remote's name or URL; then references, all by default."),
+]
+
+
+Follow = Annotated[bool, typer.Option("--follow", help="Go on behind a run: send each new commit, until Ctrl-C.")]
+
+
+def push(words: Words = None, *, store: StorePath = None, follow: Follow = False, as_json: AsJson = False) -> None:
+    """
+    Send commits and pins that a remote lacks.
+
+    That is all of them, or those that are named.
+    A commit is there once all that it names is there. A push that was killed goes on where it was.
+    Without REMOTE it is the store's only one.
+
+    \b
+    Examples:
+      layerstore push
+      layerstore push origin sft@200
+      layerstore push --follow
+      layerstore push s3://checkpoints/sft
+    """
+    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+        name, refs = _split(opened_store, words or [])
+        if follow:
+            for pushed in opened_store.follow(name, refs=refs, progress=progress):
+                _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+            return
+        pushed = opened_store.push(name, refs=refs, progress=progress)
+    _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+
+
+def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = False) -> None:
+    """
+    Fetch commits and pins that a remote has.
+
+    That is all that this store lacks, or those that are named.
+    Every byte is compared with its name before a commit shows. What was dropped here stays dropped.
+
+    \b
+    Examples:
+      layerstore pull
+      layerstore pull origin sft@200
+    """
+    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+        name, refs = _split(opened_store, words or [])
+        pulled = opened_store.pull(name, refs=refs, progress=progress)
+    _say(pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received)
+
+
+def _split(store: "Store", words: list[str]) -> tuple[str | None, list[str] | None]:
+    """Return the remote and the references that *words* name."""
+    if words and (is_url(words[0]) or words[0] in store.remotes.urls()):
+        return words[0], words[1:] or None
+    return None, words or None
+
+
+def _say(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
+    if as_json:
+        say_json(json_fields(done))
+        return
+    what = [counted(len(done.commits), "commit"), *([counted(len(done.pins), "pin")] if done.pins else [])]
+    if not (done.commits or done.pins):
+        say(f"{shown(done.url)} has it all" if verb == "sent" else f"all of {shown(done.url)} is here")
+        return
+    say(f"{verb} {' and '.join(what)}: {counted(done.objects, 'object')}, {size(size_bytes)}")
+    say(f"  {some([*done.commits, *done.pins])}")

@@ -1,0 +1,64 @@
+"""``layerstore remote``: names for other places."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.render import Column, let_through, say, say_json, say_note, say_rows, shown, with_store
+from layerstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from layerstore import Store
+
+
+def remote(
+    action: Annotated[Literal["add", "list", "remove"], typer.Argument(metavar="add|list|remove")] = "list",
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The remote.")] = None,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")
+    ] = None,
+    *,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Name the buckets that this store is pushed to and pulled from.
+
+    Keys and endpoints are not kept: they come from the environment, as the clouds' own tools read it.
+    Removing a name leaves what lies there as it is.
+
+    \b
+    Examples:
+      layerstore remote add origin s3://checkpoints/sft
+      layerstore remote list
+      layerstore remote remove origin
+    """
+    wanted = {"add": 2, "list": 0, "remove": 1}[action]
+    given = [each for each in (name, url) if each is not None]
+    if len(given) != wanted:
+        takes = {"add": "NAME and URL", "list": "nothing else", "remove": "NAME"}[action]
+        raise InvalidInput(f"remote {action} takes {takes}", hint="layerstore remote --help")
+    with opened(store) as opened_store:
+        if action == "list":
+            _say_remotes(opened_store, as_json=as_json)
+            return
+        recorded = (opened_store.remotes.add if action == "add" else opened_store.remotes.remove)(*given)
+    if as_json:
+        say_json({"action": action, "name": name, "url": recorded})
+    elif action == "add":
+        say(f"{shown(name)} is {shown(recorded)}")
+        say_note(with_store(f"next: layerstore push {name}"))
+    else:
+        say(f"{shown(name)} is no remote any more; what lies at {shown(recorded)} stays")
+
+
+def _say_remotes(store: "Store", *, as_json: bool) -> None:
+    found = store.remotes.urls()
+    let_through()
+    if as_json:
+        say_json({"remotes": [{"name": name, "url": url} for name, url in found.items()]})
+    elif found:
+        say_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, found.items())
+    else:
+        say_note(with_store("no remotes yet; next: layerstore remote add NAME URL"))

@@ -1,0 +1,127 @@
+"""
+A command under a launcher: ``torchrun --no-python … layerstore``, ``srun layerstore``, ``mpirun layerstore``.
+
+The first process runs the command and prints; the others work for it, silently, and end with it.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerstore.shares import ALONE, Shares
+
+if TYPE_CHECKING:
+    from layerstore.storage import Repository
+
+# What starts the processes, the number of a process, and how many there are: torchrun, Accelerate and DeepSpeed; Open
+# MPI; MPICH and Intel MPI; Slurm.
+_LAUNCHERS = {
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed.launcher.launch"),
+    *("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi", "orterun", "prterun", "orted", "prted"),
+    *("hydra_pmi_proxy", "hydra_bstrap_proxy", "slurmstepd"),
+}
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+
+_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+"""What DeepSpeed's launcher adds to the words of a command."""
+
+_of_this_process = ALONE
+_is_cut_off = False
+"""Whether the others, to which connections are open, do not know that this process ends."""
+
+
+def shares() -> Shares:
+    """Return the processes that the command works with."""
+    return _of_this_process
+
+
+def is_follower() -> bool:
+    """Whether another process runs the command."""
+    found = launched()
+    return found is not None and found[0] > 0
+
+
+@contextmanager
+def led(words: list[str]) -> Iterator[list[str]]:
+    """Yield the *words* of the command for the process that runs it, which may be the first of many."""
+    global _of_this_process, _is_cut_off  # noqa: PLW0603  # a process is of one job
+    if _is_launcher(os.getppid()):
+        words = [word for word in words if not _LOCAL_RANK.fullmatch(word)]
+    found = launched()
+    if found is None:
+        yield words
+        return
+    from layerstore.errors import JobLost
+    from layerstore.live.shares import Led
+
+    _is_cut_off = True
+    _of_this_process = job = Led(count=found[1])
+    try:
+        yield words
+    finally:
+        _of_this_process = ALONE
+        with suppress(JobLost):  # what comes first says why
+            job.end()
+            _is_cut_off = False
+
+
+def follow() -> None:
+    """Work for the process that runs the command, until it ends."""
+    global _is_cut_off  # noqa: PLW0603
+    from layerstore.live.shares import follow as follow_lead
+
+    found = launched()
+    assert found is not None, "a launcher has started this"
+    _is_cut_off = True
+    follow_lead(*found, _opened)
+    _is_cut_off = False
+
+
+def leave(code: int) -> None:
+    """End the process at once with *code* if it is cut off: threads wait in its connections."""
+    if _is_cut_off:
+        os._exit(code)
+
+
+@contextmanager
+def _opened(name: str) -> Iterator["Repository"]:
+    from layerstore.store import Store
+
+    with Store(name) as store:
+        yield store.repo
+
+
+@functools.cache
+def launched() -> tuple[int, int] | None:
+    """
+    Return this process's number among those that a launcher has started, and how many there are; None if it is alone.
+
+    Whatever a rank of a training or a shell starts inherits the launcher's variables. So its parent has to be the
+    launcher, or the variable ``LAYERSTORE_SHARES`` has to say that it is of the job (1), or is not (0).
+    """
+    said = os.environ.get("LAYERSTORE_SHARES", "")
+    if said == "0" or not (said or _is_launcher(os.getppid())):
+        return None
+    for number, count in _VARIABLES:
+        found = os.environ.get(number, ""), os.environ.get(count, "")
+        if all(map(str.isdecimal, found)) and int(found[1]) > 1:
+            return int(found[0]), int(found[1])
+    return None
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return name in _LAUNCHERS or any(Path(word).name in _LAUNCHERS for word in words[:4])

@@ -1,0 +1,294 @@
+"""
+Shares of the processes that a launcher has started: the lead's questions and the others' answers, over gloo.
+
+Both are small, and pickled by torch: every process runs the same code for the same user, as the ranks of a training do.
+"""
+
+import os
+import platform
+import re
+import secrets
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from layerstore.errors import Internal, InvalidInput, JobLost, LayerstoreError, StorageIO
+from layerstore.shares import Answer, Shares, Work
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from layerstore.storage import Repository
+
+_MEETING = timedelta(minutes=5)
+"""How long the processes wait for each other at the beginning."""
+_WORKING = timedelta(days=30)
+"""How long one may work on its share. The system of one that dies closes its connections: then the others end."""
+_PORTS = range(20_000, 32_000)
+"""Below the ports that systems give to outgoing connections."""
+
+# Whether all processes are on this host: Open MPI, MPICH and Intel's.
+_LOCAL_COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    store: str
+    session: str
+    """A folder that the lead has made in the store, so that the others see whether theirs is the same; or empty."""
+    cache_size: str | None
+    work: Work[Any]
+    part: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answered:
+    found: Any = None
+    problem: LayerstoreError | None = None
+    warned: tuple[tuple[type[Warning], str], ...] = ()
+
+
+class Led(Shares):
+    """The processes of a job, seen by the one that leads them."""
+
+    def __init__(self, *, count: int) -> None:
+        self.count = count
+        self._line = _Line(0, count)
+
+    @contextmanager
+    def asked(
+        self, repo: "Repository", work: Work[Answer], parts: Sequence[Any]
+    ) -> Iterator[Callable[[], list[Answer]]]:
+        """Let every other process do *work* on its one of *parts*; yield what waits for the answers."""
+        cache_size = os.environ.get("LAYERSTORE_CACHE_SIZE")
+        with _seen_by_all(repo) as session:
+            self._line.tell(
+                [
+                    _Question(store=repo.name, session=session, cache_size=cache_size, work=work, part=part)
+                    for part in parts
+                ]
+            )
+            answers = self._line.hear()
+            try:
+                yield lambda: list(_found(_waited(answers)))
+            finally:
+                if not answers.done():
+                    with suppress(JobLost):  # what went wrong here says more
+                        _waited(answers)
+
+    def end(self) -> None:
+        """Let the others end."""
+        self._line.tell([None] * (self.count - 1))
+        self._line.close()
+
+
+@contextmanager
+def _seen_by_all(repo: "Repository") -> Iterator[str]:
+    """Yield a session of the store, a folder that is in no copy of it; empty if the store cannot be written."""
+    session = ""
+    if repo.remote is None:
+        with suppress(StorageIO):
+            repo.parts.open_session(named := secrets.token_hex(16))
+            session = named
+    try:
+        yield session
+    finally:
+        if session:
+            repo.parts.close_session(session, is_over=True)
+
+
+def _found(answers: list[_Answered]) -> Iterator[Any]:
+    """Yield what the others have found; raise the first error, and pass on warnings."""
+    for number, answer in enumerate(answers, 1):
+        for kind, words in answer.warned:
+            warnings.warn(words, kind, stacklevel=2)
+        if answer.problem is not None:
+            answer.problem.locate(f"process {number}")
+            raise answer.problem
+        yield answer.found
+
+
+def follow(number: int, count: int, opened: Callable[[str], AbstractContextManager["Repository"]]) -> None:
+    """Do what the lead asks, as process *number* of *count*, until it ends; *opened* opens a store by its name."""
+    line = _Line(number, count)
+    with ExitStack() as stores:
+        repos: dict[str, Repository] = {}
+        question = line.listen()
+        while question is not None:
+            if question.cache_size is not None:
+                os.environ["LAYERSTORE_CACHE_SIZE"] = question.cache_size
+            # What the work holds is released when the next question comes.
+            with ExitStack() as held, warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                found, problem = None, None
+                try:
+                    if question.store not in repos:
+                        repos[question.store] = stores.enter_context(opened(question.store))
+                    repo = repos[question.store]
+                    _check_same(repo, question.session)
+                    found = held.enter_context(question.work(repo, question.part))
+                except LayerstoreError as exc:
+                    problem = exc
+                except Exception as exc:  # noqa: BLE001  # the lead reports it
+                    problem = _as_ours(exc)
+                line.answer(_Answered(found=found, problem=problem, warned=_told(warned)))
+                question = line.listen()
+    line.close()
+
+
+def _check_same(repo: "Repository", session: str) -> None:
+    if session and not repo.parts.sees_session(session):
+        raise InvalidInput(
+            f"{repo.name} on {platform.node()} is not the store that the first process has under this path",
+            hint="all processes must see one store: put it on a disk that they share",
+        )
+
+
+def _as_ours(exc: Exception) -> LayerstoreError:
+    if isinstance(exc, MemoryError):
+        return LayerstoreError(f"memory ran out on {platform.node()}", hint="start fewer processes on each host")
+    if isinstance(exc, OSError):
+        return StorageIO(f"{exc.filename}: {exc.strerror or exc}", errno=exc.errno, filename=str(exc.filename))
+    traceback.print_exc()
+    return Internal(f"unexpected {type(exc).__name__}: {exc}")
+
+
+def _told(warned: Sequence[warnings.WarningMessage]) -> tuple[tuple[type[Warning], str], ...]:
+    return tuple({(each.category, str(each.message)): None for each in warned})
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+class _Line:
+    """The connections between the lead, process 0, and the others."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self._count = count
+        _name_meeting_point()
+
+        def meet() -> "ProcessGroup":
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo", rank=number, world_size=count, timeout=_MEETING)
+            group: ProcessGroup = dist.new_group(backend="gloo", timeout=_WORKING)
+            return group
+
+        try:
+            self._group = _begun(meet).result()
+        except RuntimeError as exc:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise JobLost(
+                f"the {count} processes of this job do not meet at {where} ({_words(exc)})",
+                hint="have all been started? MASTER_ADDR and MASTER_PORT say where, LAYERSTORE_SHARES=0 works alone",
+            ) from exc
+
+    def tell(self, questions: Sequence[_Question | None]) -> None:
+        """Send each of *questions* to its process."""
+        import torch.distributed as dist
+
+        _uninterrupted(lambda: dist.scatter_object_list([None], [None, *questions], src=0, group=self._group))
+
+    def listen(self) -> _Question | None:
+        """Return the lead's next question; None at the end."""
+        import torch.distributed as dist
+
+        heard: list[_Question | None] = [None]
+        _uninterrupted(lambda: dist.scatter_object_list(heard, None, src=0, group=self._group))
+        return heard[0]
+
+    def answer(self, answer: _Answered) -> None:
+        """Send *answer* to the lead."""
+        import torch.distributed as dist
+
+        _uninterrupted(lambda: dist.gather_object(answer, dst=0, group=self._group))
+
+    def hear(self) -> "Future[list[_Answered]]":
+        """Return what will be what the others answer."""
+        import torch.distributed as dist
+
+        def receive() -> list[_Answered]:
+            heard: list[Any] = [None] * self._count
+            dist.gather_object(None, heard, dst=0, group=self._group)
+            return heard[1:]
+
+        return _begun(receive)
+
+    def close(self) -> None:
+        """Close the connections."""
+        import torch.distributed as dist
+
+        _uninterrupted(dist.destroy_process_group)
+
+
+def _begun(call: Callable[[], Result]) -> "Future[Result]":
+    """Return what will be what *call* returns; a thread of its own makes it."""
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as exc:  # noqa: BLE001  # raised where the result is waited for
+            result.set_exception(exc)
+
+    threading.Thread(target=run, name="shares", daemon=True).start()
+    return result
+
+
+def _waited(result: "Future[Result]") -> Result:
+    try:
+        return result.result()
+    except RuntimeError as exc:
+        raise JobLost(
+            f"another process of this job has ended, or cannot be reached ({_words(exc)})",
+            hint="repeat the command; if a process was killed, its host's log says why",
+        ) from exc
+
+
+def _uninterrupted(call: Callable[[], Result]) -> Result:
+    """Return what *call* returns, which another thread makes: while gloo waits in this one, no signal is heard."""
+    return _waited(_begun(call))
+
+
+def _words(exc: RuntimeError) -> str:
+    """Return what gloo says, without its own place and its advice."""
+    return str(exc).partition(". ")[0].rpartition("] ")[2]
+
+
+def _name_meeting_point() -> None:
+    """Set where torch looks for the lead, unless the launcher has."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    # Open MPI starts its daemons as steps of Slurm, and what these hand on names their own hosts.
+    is_slurms = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ
+    if is_slurms and "SLURM_STEP_NODELIST" in os.environ:
+        host = first_host(os.environ["SLURM_STEP_NODELIST"])
+        number = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))
+    elif all(os.environ.get(here) == os.environ.get(everywhere) for here, everywhere in _LOCAL_COUNTS):
+        host, number = "127.0.0.1", os.getppid()  # that of the launcher
+    else:
+        raise InvalidInput(
+            "these processes are on several hosts, and their launcher does not say where the first one is",
+            hint="set MASTER_ADDR to its host and MASTER_PORT to a free port: mpirun -x MASTER_ADDR=HOST -x ...",
+        )
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", str(_PORTS[number % len(_PORTS)]))
+
+
+def first_host(nodes: str) -> str:
+    """
+    Return the first of Slurm's list of *nodes*.
+
+    >>> first_host("node[007-009,012],gpu1"), first_host("gpu1,gpu2"), first_host("r[1-2]n[3-4],x")
+    ('node007', 'gpu1', 'r1n3')
+    """
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0] if found else nodes)

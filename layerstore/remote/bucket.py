@@ -1,0 +1,463 @@
+"""
+A bucket: what lies under one prefix of S3, Google Cloud Storage, Azure, a folder or this process's memory.
+
+The only user of obstore, which reads credentials and endpoints from the environment as the clouds' own tools do.
+Requests that fail for a passing reason are repeated with growing pauses, and each repetition is told.
+"""
+
+import errno as errnos
+import itertools
+import math
+import os
+import random
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import datetime
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import unquote, urlsplit
+
+from layerstore.errors import (
+    IntegrityError,
+    Internal,
+    InvalidInput,
+    LayerstoreError,
+    NoStore,
+    NotFound,
+    StorageIO,
+    Unsupported,
+)
+from layerstore.limits import (
+    IO_CHUNK_BYTES,
+    REMOTE_PART_BYTES,
+    REMOTE_PAUSE_SECONDS,
+    REMOTE_REQUESTS_MAX,
+    REMOTE_SILENCE_SECONDS,
+    REMOTE_TRIES,
+    REMOTE_UPLOAD_SECONDS,
+)
+from layerstore.remote.credentials import s3_options
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
+    from obstore.store import ObjectStore as Client
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+Chunks = Callable[[], Iterable[bytes | memoryview]]
+"""Returns the bytes to be written, from their beginning: a request may be repeated."""
+
+OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
+"""Where objects lie."""
+COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
+"""Where each collection of the last day has its mark."""
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+_CLOUD_SCHEMES = ("s3", "gs", "az")
+
+# What servers answer, in the first line of obstore's message, when repeating cannot help.
+_REFUSED = re.compile(
+    r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|AuthenticationFailed"
+    r"|status: 40[13]|40[13] (Forbidden|Unauthorized)",
+    re.IGNORECASE,
+)
+_FULL = re.compile(r"QuotaExceeded|InsufficientStorage|status: 507|507 |No space left|XAmzQuota", re.IGNORECASE)
+_BAD_ANSWER = re.compile(r"invalid DeleteObjects response", re.IGNORECASE)
+_NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
+
+_PASSING = frozenset({"GenericError", "JoinError", "TimeoutError", "ConnectionError", "OSError"})
+"""Errors that may pass, by name: a connection that was cut, a server that is busy."""
+
+_memories: dict[str, "Client"] = {}
+"""Of ``memory://`` URLs: every bucket of this process that names the same one sees the same bytes."""
+_memories_guard = threading.Lock()
+
+
+class RemoteNotice(UserWarning):
+    """A request to a remote failed and is repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One name in a bucket."""
+
+    name: str
+    size_bytes: int
+    modified_ns: int
+    """By the server's clock."""
+
+
+class _Download:
+    """A range of bytes on its way; after an error it goes on with a new stream where the old one was cut."""
+
+    def __init__(self, stream_of: Callable[[int, int], Iterator[Any]], at: int, end: int) -> None:
+        self._stream_of = stream_of
+        self._stream: Iterator[Any] | None = None
+        self.at = at
+        self.end = end
+
+    def next_piece(self) -> memoryview:
+        """Return the next bytes; none where there are no more."""
+        for _ in range(2):  # a stream that has ended early is followed by another one
+            if self._stream is None:
+                self._stream = self._stream_of(self.at, self.end)
+            stream, self._stream = self._stream, None  # gone, if this raises
+            piece = memoryview(next(stream, b""))
+            if piece:
+                self._stream = stream
+                self.at += len(piece)
+                return piece
+        return memoryview(b"")
+
+
+class Bucket:
+    """
+    Names and bytes under one URL. Safe to use from several threads; not across a fork.
+
+    Names are as in a store: ``objects/ab/…``, with ``/``. A write is whole or not there at all.
+    """
+
+    def __init__(self, url: str, *, may_make: bool = False) -> None:
+        """
+        Name it; nothing is asked there yet.
+
+        Raises:
+            InvalidInput: *url* is none.
+            NoStore: It is a folder that is not there, unless that *may be made*.
+        """
+        self.url = checked_url(url)
+        self._obstore = _imported()
+        self._client, self._writer = _clients_of(self.url, may_make=may_make)
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.url!r})"
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, *, size_bytes_max: int) -> bytes | None:
+        """Return the bytes of *name*; None where there is none. Raises IntegrityError if they are too many."""
+
+        def once() -> bytes:
+            found = self._obstore.get(self._client, name)
+            size_bytes = found.meta["size"]
+            if size_bytes > size_bytes_max:
+                raise IntegrityError(
+                    f"{self._called(name)} has {size_bytes} bytes, at most {size_bytes_max} were expected"
+                )
+            return bytes(found.bytes())
+
+        return self._answer(f"read {name}", once)
+
+    def chunks(self, name: str, *, start: int, size_bytes: int, is_whole: bool = False) -> Iterator[memoryview]:
+        """
+        Yield *size_bytes* of *name* from *start* on, in pieces; after a cut it goes on where that was.
+
+        *is_whole* says that this is all of it.
+
+        Raises:
+            NotFound: There is no such name.
+            IntegrityError: It is shorter.
+        """
+        download = _Download(lambda at, end: self._stream(name, at, end, is_whole=is_whole), start, start + size_bytes)
+        while download.at < download.end:
+            piece = self._answer(f"read {name}", download.next_piece)
+            if piece is None:
+                raise NotFound(f"{self._called(name)} is not there")
+            if not piece:
+                raise IntegrityError(
+                    f"{self._called(name)} ends at {download.at} bytes, at least {download.end} were expected"
+                )
+            yield piece
+
+    def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
+        # Where a range is all there is, some servers answer as if none had been asked for.
+        options = {} if is_whole and not start else {"range": (start, end)}
+        found = self._obstore.get(self._client, name, options=options)
+        return iter(found.stream(IO_CHUNK_BYTES))
+
+    def _look(self, name: str) -> Listed | None:
+        """Return what a listing says of *name*, None where there is none."""
+        return self._answer(f"look at {name}", lambda: _listed(self._obstore.head(self._client, name)))
+
+    def size(self, name: str) -> int | None:
+        """Return the size of *name*, None where there is none."""
+        found = self._look(name)
+        return None if found is None else found.size_bytes
+
+    def listed(self, folder: str) -> list[Listed]:
+        """Return all names below *folder*, by name."""
+        found = self._answer(
+            f"list {folder}", lambda: [_listed(each) for batch in self._batches(folder) for each in batch]
+        )
+        return sorted(found or (), key=attrgetter("name"))
+
+    def objects(self) -> "list[Listed]":
+        """Return all objects, folder by folder at once: a listing comes a thousand names at a time."""
+        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
+            folders = pool.map(self.listed, OBJECT_FOLDERS)
+            return [each for listed in folders for each in listed]
+
+    def _batches(self, folder: str) -> Iterable[Any]:
+        return cast("Iterable[Any]", self._obstore.list(self._client, f"{folder}/", chunk_size=1000))
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, chunks: Chunks) -> None:
+        """Write what *chunks* yields as *name*, over what is there; if it raises, nothing is written."""
+
+        def once() -> bool:
+            body = _body(chunks())
+            self._obstore.put(
+                self._writer,
+                name,
+                body,
+                use_multipart=not isinstance(body, bytes),
+                chunk_size=REMOTE_PART_BYTES,
+                max_concurrency=2,
+            )
+            return True
+
+        if not self._answer(f"write {name}", once):
+            raise StorageIO(
+                f"{self.url}: cannot write {name}: the server says that there is no such place",
+                errno=errnos.EIO,
+                filename=self.url,
+                hint="check the bucket's name and its rules for unfinished uploads, and repeat the command",
+            )
+
+    def remove(self, names: Sequence[str], *, until: float = math.inf) -> bool:
+        """Remove *names*; those that are not there are no error. Return False if it was not to be had by *until*."""
+
+        def once() -> bool:
+            if hours_on() > until:
+                return False
+            try:
+                self._obstore.delete(self._client, names)
+            except self._obstore.exceptions.GenericError as exc:
+                # Some servers do it, and say so in a way that nobody understands.
+                if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in names):
+                    raise
+            return True
+
+        return not names or self._answer(f"remove {names[0]}", once) is not False
+
+    def now_ns(self) -> int:
+        """Return the time by the server's clock; it writes a file to learn it."""
+        name = f"gc/clock-{random.getrandbits(64):016x}"
+        written_ns = self.mark(name)
+        self.remove([name])
+        return written_ns
+
+    def mark(self, name: str) -> int:
+        """Write a mark called *name*; return when, by the server's clock."""
+        self.write(name, lambda: [b"what time is it?"])
+        found = self._look(name)
+        if found is None:
+            raise IntegrityError(
+                f"{self._called(name)} was just written and is not there",
+                hint="a store needs a server that shows at once what it has taken",
+            )
+        return found.modified_ns
+
+    def check_process(self) -> None:
+        """Raise Internal in a child of the process that opened it."""
+        if self._pid != os.getpid():
+            raise Internal(
+                f"this remote was opened in process {self._pid} and is used in its child {os.getpid()}",
+                hint="open it again after the fork, or start workers with 'spawn'",
+            )
+
+    # -- trouble -------------------------------------------------------------------------------------------------
+
+    def _called(self, name: str) -> str:
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def _answer(self, doing: str, ask: Callable[[], Answer]) -> Answer | None:
+        """Return what *ask* returns, None where the name is not there; repeat what fails for a passing reason."""
+        self.check_process()
+        for tried in range(1, REMOTE_TRIES + 1):
+            try:
+                return ask()
+            except LayerstoreError:
+                raise
+            except FileNotFoundError as exc:
+                if _NO_BUCKET.search(str(exc)):
+                    raise self._no_bucket() from None
+                return None
+            except Exception as exc:  # noqa: BLE001  # what it is, its name and text say
+                problem = self._problem(doing, exc)
+                if problem is not None or tried == REMOTE_TRIES:
+                    # Without its cause, whose text is long, and may hold what is in the endpoint's URL.
+                    raise problem or self._gave_up(doing, exc) from None
+                pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * random.uniform(0.5, 1.5)
+                warnings.warn(
+                    f"{self.url}: cannot {doing} ({_first_line(exc)}); trying again in {pause:.1f} s "
+                    f"({tried} of {REMOTE_TRIES - 1})",
+                    RemoteNotice,
+                    stacklevel=3,
+                )
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    def _problem(self, doing: str, exc: Exception) -> Exception | None:
+        """Return the error for what will not pass, None for what may."""
+        text, kind = str(exc), type(exc).__name__
+        if _NO_BUCKET.search(text):
+            return self._no_bucket()
+        if kind in {"PermissionDeniedError", "UnauthenticatedError"} or _REFUSED.search(text):
+            return StorageIO(
+                f"{self.url}: cannot {doing}: the server refuses this key",
+                errno=errnos.EACCES,
+                filename=self.url,
+                hint=_credentials_hint(self.url),
+            )
+        if _FULL.search(text):
+            return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
+        if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError)):
+            return exc  # our own fault
+        return None if kind in _PASSING else self._gave_up(doing, exc)
+
+    def _gave_up(self, doing: str, exc: Exception) -> StorageIO:
+        return StorageIO(
+            f"{self.url}: cannot {doing}: {_first_line(exc)}",
+            errno=errnos.EIO,
+            filename=self.url,
+            hint="repeat the command once the server answers: what has arrived is not sent again",
+        )
+
+    def _no_bucket(self) -> NoStore:
+        return NoStore(
+            f"{self.url}: there is no such bucket", hint="make it with your cloud's own tool, or check its name"
+        )
+
+
+def hours_on() -> float:
+    """Return a time in seconds that goes on while this process is stopped, or the machine asleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Do *work* on all *items*; where one fails, return only once nothing is under way any more."""
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        for future in futures:
+            future.result()
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise
+
+
+def checked_url(url: str) -> str:
+    """
+    Return *url* as it is recorded and shown.
+
+    Raises:
+        InvalidInput: It is no URL of a bucket, or holds a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise InvalidInput(
+            f"{_without_secrets(url)!r} is no remote",
+            hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}",
+        )
+    is_secret = parts.scheme in _CLOUD_SCHEMES and (":" in parts.netloc or "@" in url)
+    if is_secret or parts.username or parts.password or parts.query or parts.fragment:
+        raise InvalidInput(
+            f"{_without_secrets(url)!r} holds more than a bucket and a prefix",
+            hint=f"keys belong into the environment; {_credentials_hint(url)}",
+        )
+    if parts.scheme in _CLOUD_SCHEMES and not parts.netloc:
+        raise InvalidInput(f"{url!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        raise InvalidInput(f"{url!r} names no folder", hint="file:///ABSOLUTE/PATH")
+    return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
+
+
+def _without_secrets(url: str) -> str:
+    shown = re.sub(r"//.*@", "//…@", url.split("?", maxsplit=1)[0])
+    return re.sub(r"//[^/@]*:.*", "//…", shown)
+
+
+def _credentials_hint(url: str) -> str:
+    scheme = urlsplit(url).scheme
+    if scheme == "s3":
+        return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
+    if scheme == "gs":
+        return "GOOGLE_APPLICATION_CREDENTIALS names the file that says who you are"
+    return "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY say who you are"
+
+
+def _imported() -> Any:
+    try:
+        import obstore
+    except ImportError as exc:
+        raise Unsupported("remotes need obstore", hint="pip install 'layerstore[remote]'") from exc
+    return obstore
+
+
+def _clients_of(url: str, *, may_make: bool) -> "tuple[Client, Client]":
+    """Return what asks the server, and what writes: that may be silent for as long as an upload takes."""
+    from obstore.store import LocalStore, MemoryStore
+
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        with _memories_guard:
+            memory = _memories.setdefault(url, MemoryStore())
+        return memory, memory
+    if parts.scheme == "file":
+        path = Path(unquote(parts.path))
+        if not (may_make or path.is_dir()):
+            raise NoStore(f"there is no folder {path}", hint="check its name; a push from a store makes one")
+        folder = LocalStore(path, mkdir=may_make)
+        return folder, folder
+    options = s3_options() if parts.scheme == "s3" else {}
+    # A download takes as long as it takes; cut after a day, it goes on.
+    reader = _client(url, options, {"read_timeout": f"{REMOTE_SILENCE_SECONDS}s", "timeout": "1d"})
+    return reader, _client(url, options, {"timeout": f"{REMOTE_UPLOAD_SECONDS}s"})
+
+
+def _client(url: str, options: Mapping[str, Any], patience: "ClientConfig") -> "Client":
+    from obstore.store import from_url
+
+    client_options: ClientConfig = {"allow_http": True, **patience}
+    # obstore repeats silently; we do it ourselves, and tell.
+    try:
+        return from_url(url, retry_config={"max_retries": 0}, client_options=client_options, **options)
+    except Exception as exc:  # noqa: BLE001  # each cloud has its own
+        raise InvalidInput(f"{url} cannot be used: {_first_line(exc)}", hint=_credentials_hint(url)) from None
+
+
+def _listed(meta: Any) -> Listed:
+    modified: datetime = meta["last_modified"]
+    return Listed(meta["path"], meta["size"], int(modified.timestamp() * 1e6) * 1000)
+
+
+def _body(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
+    """
+    Return all *chunks* as one where that is a part at most: in parts it would take three requests; else one by one.
+
+    They are copies: obstore keeps what it is given until it is sent.
+    """
+    rest = (bytes(chunk) for chunk in chunks)
+    first = bytearray()
+    for chunk in rest:
+        first += chunk
+        if len(first) > REMOTE_PART_BYTES:
+            return itertools.chain([bytes(first)], rest)
+    return bytes(first)
+
+
+def _first_line(exc: Exception) -> str:
+    """Return what *exc* says, without what obstore adds: its own words for the service, and microseconds."""
+    line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+    line = re.sub(r"//[^/\s]*@", "//…@", line)
+    line = re.sub(r"^Generic \S+ error: (Error performing )?| in [0-9.]+[µmn]?s(?= - )", "", line)
+    return line if len(line) <= 300 else f"{line[:300]}…"

@@ -1,0 +1,66 @@
+"""
+The cache of mirrors: where it is, how large it may become, and what goes first.
+
+``LAYERSTORE_CACHE_DIR`` names the folder, and ``LAYERSTORE_CACHE_SIZE`` the most that the objects of all mirrors may
+take together. What was used longest ago goes first; whoever needs it again fetches it again.
+"""
+
+import os
+import threading
+from pathlib import Path
+
+from layerstore.layout import OBJECT_ID, layout_at
+from layerstore.limits import CACHE_BYTES
+from layerstore.storage import Files
+from layerstore.units import size_in_bytes
+
+FOLDER_VARIABLE = "LAYERSTORE_CACHE_DIR"
+SIZE_VARIABLE = "LAYERSTORE_CACHE_SIZE"
+
+_guard = threading.Lock()
+_sums: dict[Path, int] = {}
+"""By folder, what lay there when this process looked last, and what it has added since."""
+
+
+def cache_folder() -> Path:
+    """Return where mirrors are kept, and nothing else."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore"
+    return (Path(named) if named else home) / "mirrors"
+
+
+def cache_bytes() -> int:
+    """Return how much may lie there; raises InvalidInput if that is no size."""
+    named = os.environ.get(SIZE_VARIABLE)
+    return CACHE_BYTES if not named else size_in_bytes(named)
+
+
+def make_room(files: Files, size_bytes: int) -> None:
+    """Make room for *size_bytes* more: down to three quarters of what may lie there, so that it is rarely looked at."""
+    folder, most = cache_folder(), cache_bytes()
+    with _guard:
+        if folder not in _sums or _sums[folder] + size_bytes > most:
+            _sums[folder] = _emptied(files, folder, most)
+        _sums[folder] += size_bytes
+
+
+def _emptied(files: Files, folder: Path, most: int) -> int:
+    """Remove the oldest objects of all mirrors until three quarters of *most* are left; return what is."""
+    found = []
+    for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # as mirrors are called
+        layout = layout_at(folder / name)
+        objects = layout.objects
+        for place in (layout.sparse, *(objects / prefix for prefix in files.names_in_folder(objects))):
+            for path in (place / each for each in files.names_in_folder(place)):
+                state = files.look(path)
+                if state is not None:
+                    found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # a sparse one has holes
+    left = sum(size_bytes for _, size_bytes, _ in found)
+    if left <= most * 3 // 4:
+        return left
+    for _, size_bytes, path in sorted(found):
+        if left <= most * 3 // 4:
+            break
+        files.discard(path)
+        left -= size_bytes
+    return left

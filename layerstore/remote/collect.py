@@ -1,0 +1,214 @@
+"""
+Collect a remote: records that retention does not keep go to its trash, and objects that nothing names go a day later.
+
+It is the rule of a local store by the server's clock, with a day's grace in place of renames. Named is what a record, a
+pin, or a record names that came to the trash within the grace; records are listed before the trash, because that is how
+they move. Then each folder of objects is listed, and thinned out in the same moment. What a push counts on is named or
+young until its own record is there; docs/internals/durability.md says why.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Overtaken, Unsupported
+from layerstore.gc import (
+    GcOutcome,
+    GcRequest,
+    Gone,
+    check_confirmed,
+    chosen,
+    commit_named,
+    concluding,
+    readable_pins,
+)
+from layerstore.history import Needs, references_to
+from layerstore.layout import OBJECT_ID
+from layerstore.limits import RECORD_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_MOMENT_SECONDS, REMOTE_REQUESTS_MAX
+from layerstore.model import ObjectId
+from layerstore.progress import Progress
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket, hours_on
+from layerstore.remote.mirror import Remote
+from layerstore.storage import RecordName, Repository, name_in
+
+_LISTINGS_MAX = 5
+
+
+def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Progress) -> GcOutcome:
+    """
+    Remove what *request* does not keep, and what nothing has named for a day; with *dry_run* only find out.
+
+    It may be killed at any moment, and several may run at once.
+
+    Raises:
+        IntegrityError: A record, pin or blob cannot be read, so what it needs is unknown.
+        Conflict: More would go than was confirmed; nothing was removed.
+        Unsupported: Moments are to go, or a trash that is younger than the grace.
+        InvalidInput: The grace is shorter than a push counts on, and not nothing.
+    """
+    if request.keep.drop_optimizer_older_than is not None:
+        raise Unsupported("a remote's commits keep their moments", hint="trim them in a store, and push that")
+    if request.trash_seconds is not None:
+        raise Unsupported(
+            "a remote's trash goes by its age alone: a push may count on it",
+            hint="--grace 0s takes all that is unneeded, where nobody pushes",
+        )
+    if request.grace_seconds and request.grace_seconds < REMOTE_GRACE_SECONDS:
+        raise InvalidInput(
+            f"a remote's grace cannot be {request.grace_seconds:g} s: a push counts on 24 hours",
+            hint="--grace 0s, where nobody pushes; else 24h or more",
+        )
+    with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
+        return _collected(remote, request, now_ns, dry_run=dry_run, progress=progress)
+
+
+@contextlib.contextmanager
+def _at_work(bucket: Bucket) -> Iterator[int]:
+    """Yield the time, and let pushes see that a collection is at work, or was."""
+    name = f"{random.getrandbits(64):016x}"
+    try:
+        yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
+    finally:
+        bucket.mark(f"{COLLECTIONS_ENDED}/{name}")
+        bucket.remove([f"{COLLECTIONS_AT_WORK}/{name}"])
+
+
+def _collected(remote: Remote, request: GcRequest, now_ns: int, *, dry_run: bool, progress: Progress) -> GcOutcome:
+    bucket, repo, watch = remote.bucket, remote.repo, _Watch()
+    with concluding("nothing was removed"):
+        runs = chosen(repo, request, now_ns)
+        fates = [fate for _, each in runs for fate in each]
+        going = [fate.name for fate in fates if fate.goes]
+        needs = _named(repo, progress, without=set(going))
+    check_confirmed(fates, Gone(), request)  # the trash goes by age alone
+    grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
+    old_before_ns = now_ns - int(grace_seconds * 1e9)
+    if not dry_run:
+        hidden = [view.rows[each].name for view, _ in runs for each in view.hidden if each in view.rows]
+        for name in (*hidden, *going):  # what a record hides goes before it
+            _to_trash(remote, name, watch)
+        remote.refresh()
+        with concluding("no object was removed"):
+            needs = _named(repo, progress, without=frozenset())
+    old_trash, held = _trash(remote, needs, old_before_ns)
+    if dry_run and grace_seconds:
+        for name in going:
+            held.add_readable(repo.catalog.commit(name).record)
+    progress.start("folders of objects", len(OBJECT_FOLDERS))
+
+    def sweep(folder: str) -> tuple[Gone, Gone]:
+        found = _swept(bucket, folder, needs, held, old_before_ns, watch=None if dry_run else watch)
+        progress.advance(1)
+        return found
+
+    with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="sweep") as pool:
+        swept = list(pool.map(sweep, OBJECT_FOLDERS))
+    objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
+    if not dry_run:
+        marks = [each.name for each in bucket.listed("gc") if each.modified_ns < old_before_ns]
+        bucket.remove([*old_trash, *marks])
+    references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
+    return GcOutcome(
+        commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
+        objects=objects,
+        orphans=objects,
+        young=young,
+        unfinished=Gone(),
+        trash=Gone(len(old_trash)),
+        unserved=(),
+        pins=tuple(repo.records.pin_names()),
+    )
+
+
+class _Watch:
+    """Tells whether a collection has taken too long: what it has marked is good for half a grace."""
+
+    def __init__(self) -> None:
+        self._deadline = hours_on() + REMOTE_GRACE_SECONDS / 2
+
+    def check(self) -> None:
+        """Raise Overtaken if it has, before something is removed."""
+        if hours_on() > self._deadline:
+            raise Overtaken(
+                "this collection was stopped for too long, and what it found out may have changed",
+                hint="repeat the command",
+            )
+
+
+def _named(repo: Repository, progress: Progress, *, without: Collection[RecordName]) -> Needs:
+    """Return what the records, but for *without*, and the pins need; raises IntegrityError if that is unknown."""
+    names = [name for run in repo.records.runs() for name in repo.records.names(run) if name not in without]
+    progress.start("records", len(names))
+    needs = Needs(repo)
+    for name, commit in repo.records.each(names):
+        with commit_named(name):
+            if isinstance(commit, LayerstoreError):
+                raise commit
+            repo.objects.expect(commit.record.blobs)
+            needs.add_record(commit.record)
+        progress.advance(1)
+    for pin in readable_pins(repo):
+        needs.add_record(pin.record)
+    return needs
+
+
+def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str], Needs]:
+    """Return the names of what leaves the trash, and what the rest of it needs besides *needs*."""
+    held, old = Needs(remote.repo, besides=needs), []
+    for each in remote.bucket.listed("trash/commits"):
+        if each.modified_ns < old_before_ns:
+            old.append(each.name)
+            continue
+        *_, run, file_name = each.name.split("/")
+        name, data = name_in(run, file_name), remote.bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
+        if name is not None and data is not None:
+            with contextlib.suppress(IntegrityError):  # damage in the trash stops nothing
+                held.add_readable(remote.repo.records.decode(data, name).record)
+    return old, held
+
+
+def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> None:
+    """Move the record *name* to the trash: the copy comes first, so that it is always in one of the two."""
+    called = remote.repo.layout.name(remote.repo.layout.record(name.run, name.step, name.id))
+    data = remote.bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+    if data is None:
+        return  # another collection has moved it
+    remote.bucket.write(f"trash/{called}", lambda: [data])
+    watch.check()
+    remote.bucket.remove([called])
+
+
+def _swept(
+    bucket: Bucket, folder: str, needs: Needs, held: Needs, old_before_ns: int, *, watch: "_Watch | None"
+) -> tuple[Gone, Gone]:
+    """
+    Remove what is old and unnamed in *folder*; return what went, and what is young.
+
+    A push may write an old object again at any time; beside a collection it looks two moments later whether that is
+    there. So what is removed was listed a moment ago; where this process was stopped in between, it lists again.
+    """
+    for _ in range(_LISTINGS_MAX):
+        listed_at = hours_on()
+        doomed, young = [], Gone()
+        for each in bucket.listed(folder):
+            object_id = ObjectId(each.name.rpartition("/")[2])
+            if not OBJECT_ID.fullmatch(object_id) or object_id in needs:
+                continue
+            if each.modified_ns >= old_before_ns or object_id in held:
+                young += Gone(1, each.size_bytes)
+            else:
+                doomed.append(each)
+        if watch is None:
+            break
+        watch.check()
+        if bucket.remove([each.name for each in doomed], until=listed_at + REMOTE_MOMENT_SECONDS):
+            break
+    else:
+        raise Overtaken(
+            f"{bucket.url}: {folder} cannot be listed and thinned out within {REMOTE_MOMENT_SECONDS:.0f} s",
+            hint="repeat the command where the connection is better",
+        )
+    return Gone(len(doomed), sum(each.size_bytes for each in doomed)), young

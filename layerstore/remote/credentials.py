@@ -1,0 +1,87 @@
+"""
+Who we are to S3 where the environment does not say it: the profile of the AWS tools, in ``~/.aws``.
+
+obstore reads keys, endpoint and region from the environment by itself, and asks the machine's own role last. Profiles
+with keys are read here; those that take more than reading (single sign-on, assumed roles, a process) are left to boto3.
+"""
+
+import configparser
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from layerstore.errors import InvalidInput, Unsupported
+
+_KEYS = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+_SETTINGS = {"region": "region", "endpoint_url": "endpoint"}
+_NEED_BOTO3 = frozenset({"sso_session", "sso_start_url", "role_arn", "credential_process", "source_profile"})
+
+
+def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """
+    Return what the chosen profile says, as arguments for obstore; what the environment says goes before it.
+
+    Raises:
+        InvalidInput: The profile that ``AWS_PROFILE`` names is not there, or its file is malformed.
+        Unsupported: It needs boto3, which is not installed.
+    """
+    chosen = environment.get("AWS_PROFILE")
+    name = chosen or "default"
+    found = _profile(environment, name)
+    if chosen and not found:
+        raise InvalidInput(
+            f"there is no profile {chosen!r}, which AWS_PROFILE names", hint="aws configure list-profiles"
+        )
+    options: dict[str, Any] = {}
+    for setting, argument in _SETTINGS.items():
+        if setting in found and f"AWS_{setting.upper()}" not in environment:
+            options[argument] = found[setting]
+    if "AWS_ACCESS_KEY_ID" in environment:
+        return options
+    options |= {argument: found[key] for key, argument in _KEYS.items() if key in found}
+    if "access_key_id" not in options and not _NEED_BOTO3.isdisjoint(found):
+        options["credential_provider"] = _from_boto3(name)
+    return options
+
+
+def _profile(environment: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return the settings of the profile *name* from both files; the keys of ``credentials`` go before."""
+    home = Path.home() / ".aws"
+    config = _read(Path(environment.get("AWS_CONFIG_FILE", home / "config")))
+    keys = _read(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")))
+    found: dict[str, str] = {}
+    for parser, section in ((config, name if name == "default" else f"profile {name}"), (keys, name)):
+        if parser.has_section(section):
+            found |= {key: value.strip() for key, value in parser.items(section)}
+    service = f"services {found.get('services', '')}"
+    if config.has_section(service):
+        for line in config.get(service, "s3", fallback="").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "endpoint_url":
+                found["endpoint_url"] = value.strip()
+    return found
+
+
+def _read(path: Path) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None, default_section="\0")
+    try:
+        parser.read(path.expanduser(), encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError, OSError) as exc:
+        # Its text may hold keys, so only the kind of fault is told.
+        raise InvalidInput(f"{path} cannot be read: {type(exc).__name__}", hint="aws configure writes it") from None
+    return parser
+
+
+def _from_boto3(profile: str) -> Any:
+    if importlib.util.find_spec("boto3") is None:
+        raise Unsupported(f"the profile {profile!r} has no keys of its own", hint="pip install boto3, which gets them")
+    from boto3 import Session
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return Boto3CredentialProvider(Session(profile_name=profile))

@@ -1,0 +1,75 @@
+"""Check a remote as a store is checked, and put what it has lost or damaged back from a store that has it sound."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from layerstore.check import Damage, Fetched, Repaired, Verdict, verify_store
+from layerstore.errors import IntegrityError, NotFound
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.model import BlobRef, ObjectId
+from layerstore.progress import Progress
+from layerstore.remote.bucket import Chunks
+from layerstore.remote.mirror import Remote, unmirrored
+from layerstore.remote.push import chunks_of
+from layerstore.storage import Repository
+
+# A blob that was put back names objects that could not be looked at before.
+_LOOKS_MAX = 4
+
+
+def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
+    """Check every record and every object's size in the bucket itself; with *read_data* every byte, too."""
+    return verify_store(unmirrored(remote.repo), read_data=read_data, progress=progress)
+
+
+def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:
+    """
+    Send what *remote* has lost or damaged, as far as *repo* has it sound; nothing else there is changed.
+
+    Whoever reads meanwhile sees the damaged bytes or the sound ones.
+    """
+    done = Repaired()
+    for _ in range(_LOOKS_MAX):
+        verdict = verify_remote(remote, read_data=read_data, progress=progress)
+        sent = tuple(_sent(repo, remote, verdict, dry_run=dry_run))
+        paths = {each.path for each in sent}
+        left = [damage for damage in verdict.damaged if damage.path not in paths]
+        done = replace(
+            done,
+            fetched=(*done.fetched, *sent),
+            lost=tuple(cost for damage in left if damage.kind not in {"record", "pin"} for cost in damage.costs),
+            unreadable=tuple(name for damage in left if damage.kind in {"record", "pin"} for name in damage.needed_by),
+        )
+        if dry_run or not sent:
+            break
+    return done
+
+
+def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) -> Iterator[Fetched]:
+    """Send what is damaged there and sound here."""
+    for damage in verdict.damaged:
+        try:
+            chunks, size_bytes = _sound(repo, damage)
+        except (IntegrityError, NotFound):  # damaged or missing here, too
+            continue
+        if not dry_run:
+            remote.bucket.write(damage.path, chunks)
+        yield Fetched(kind=damage.kind, path=damage.path, source=repo.name, size_bytes=size_bytes)
+
+
+def _sound(repo: Repository, damage: Damage) -> tuple[Chunks, int]:
+    """Return the bytes that belong at the place of *damage*, and their number; raises if they are not here."""
+    if damage.size_bytes is not None:
+        ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
+        repo.objects.verify(ref)
+        return partial(chunks_of, repo, ref), ref.size_bytes
+    if damage.kind == "pin":
+        repo.records.read_pin(damage.id)
+    else:
+        name = repo.records.name_at(repo.layout.root / damage.path)
+        if name is None:
+            raise NotFound(f"{damage.path} is not here")
+        repo.records.read(name)
+    data = repo.files.read(repo.layout.root / damage.path, size_bytes_max=RECORD_BYTES_MAX)
+    return lambda: [data], len(data)

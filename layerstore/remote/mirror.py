@@ -1,0 +1,149 @@
+"""
+A store straight from a bucket: its records come when it is opened, and tensor bytes as somebody reads them.
+
+    store = layerstore.open("s3://checkpoints/sft")
+
+It is a mirror in the user's cache folder: records and pins as the bucket has them, and objects that were needed.
+Several processes may share it. Nothing is ever written to the bucket.
+"""
+
+import errno as errnos
+from collections.abc import Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
+
+from layerstore.errors import NoStore, StorageIO
+from layerstore.format import StoreIdentity, encode_identity, object_id
+from layerstore.layers import is_name
+from layerstore.layout import Layout, layout_at
+from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
+from layerstore.model import BlobRef, ObjectId
+from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, Listed, in_parallel
+from layerstore.remote.cache import FOLDER_VARIABLE, cache_folder
+from layerstore.remote.fetch import FetchedObjects
+from layerstore.remote.push import identity_of
+from layerstore.remote.source import Source
+from layerstore.storage import Files, Repository, name_in, open_repository
+
+
+class Remote:
+    """A bucket that holds a store, and its mirror."""
+
+    def __init__(self, bucket: Bucket, files: Files) -> None:
+        """Open it; raises NoStore if there is none."""
+        identity = identity_of(bucket)
+        if identity is None:
+            raise NoStore(f"there is no store at {bucket.url}", hint="a push from a store makes one")
+        self.bucket = bucket
+        self.url = bucket.url
+        path = cache_folder() / object_id(f"{bucket.url} {identity.store_id}".encode())
+        layout = layout_at(path)
+        _make(layout, files, identity)
+        self.source = Source(bucket.url, layout, bucket=bucket)
+        objects = MirroredObjects(layout, files, self.source, is_mirror=True)
+        self.repo = open_repository(path, files, remote=bucket.url, objects=objects)
+        """The mirror; it is only read."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the records and pins of the mirror to what the bucket has."""
+        _refresh(self.repo, self.bucket)
+
+
+def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
+    """Make the mirror, or what a cleaner has taken of it: cleaners go by age, and look at each file."""
+    try:
+        files.make_directories(layout.root)
+        for folder in layout.folders:
+            files.make_directory(folder, durable=False)
+        if not files.touch(layout.identity):
+            with files.temporary(layout.tmp, encode_identity(identity)) as source:
+                files.link_exclusive(source, layout.identity)
+    except StorageIO as exc:
+        if exc.errno not in {errnos.EACCES, errnos.EPERM, errnos.EROFS}:
+            raise
+        raise StorageIO(
+            f"the cache of remotes cannot be written to: {exc}",
+            errno=exc.errno,
+            filename=exc.filename,
+            hint=f"name a folder of your own: {FOLDER_VARIABLE}",
+        ) from exc
+
+
+def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> None:
+    """Bring the records and pins of the mirror *repo* to what *bucket* has; *anew*, read all of them again."""
+    files, layout = repo.files, repo.layout
+    here = {layout.name(path): path for path in (*layout.commits.glob("*/*"), *layout.pins.glob("*"))}
+    listed = {
+        each.name: each for folder in ("commits", "pins") for each in bucket.listed(folder) if _is_ours(each.name)
+    }
+    for name in here.keys() - listed.keys():
+        files.discard(here[name])
+        record = repo.records.name_at(here[name])
+        if record is not None:
+            repo.catalog.forget([record])  # as it should be: nobody need be told
+
+    def fetch(each: Listed) -> None:
+        data = bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            return  # removed since it was listed
+        target = layout.root / each.name
+        files.make_directory(target.parent, durable=False)
+        with files.temporary(layout.tmp, data) as source:
+            files.touch(source, time_ns=each.modified_ns)  # retention goes by it
+            files.rename(source, target)
+
+    # A pin may mean something else by now; a record never changes.
+    is_pin = f"{layout.pins.name}/"
+    missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
+    with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
+        in_parallel(pool, fetch, missing)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether *name* is that of a record or a pin; anything else in the bucket is left where it is."""
+    folder, *names = name.split("/")
+    if folder == "pins":
+        return len(names) == 1 and is_name(names[0])
+    return len(names) == 2 and is_name(names[0]) and name_in(*names) is not None
+
+
+class MirroredObjects(FetchedObjects):
+    """The objects of a remote: those that the bucket lists are there."""
+
+    def check_there(self, ref: BlobRef) -> None:
+        """Raise IntegrityError unless the bucket lists *ref* in full size."""
+        self.source.check_there(ref)
+
+    def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:
+        """Return the bytes that an object takes in the bucket."""
+        size_bytes = self.source.listed(object_id[:2]).get(object_id)
+        return None if size_bytes is None else (object_id, size_bytes)
+
+    def ids(self) -> Iterator[ObjectId]:
+        """Yield every object in the bucket, by id."""
+        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
+            yield from chain.from_iterable(pool.map(self.ids_in, [name.rpartition("/")[2] for name in OBJECT_FOLDERS]))
+
+    def ids_in(self, prefix: str) -> list[ObjectId]:
+        """Return the objects in the bucket whose ids begin with the two digits *prefix*, by id."""
+        return sorted(self.source.listed(prefix))
+
+
+def unmirrored(repo: Repository) -> Repository:
+    """Return the mirror *repo* as its bucket is now: records are read again, and objects verified there."""
+    assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
+    source = repo.objects.source
+    source.forget()
+    _refresh(repo, source.bucket, anew=True)
+    return replace(repo, objects=UnmirroredObjects(repo.layout, repo.files, source, is_mirror=True))
+
+
+class UnmirroredObjects(MirroredObjects):
+    """The same, but what is verified is what the bucket has now."""
+
+    def verify(self, ref: BlobRef) -> None:
+        """Read all of *ref* in the bucket, and compare it with its name."""
+        for _ in self.source.checked(ref):
+            pass

@@ -1,0 +1,237 @@
+"""
+Pull: commits and pins that a remote has and a store lacks come here, each by the one transaction.
+
+Every object is compared with its name before anything names it. What was dropped here stays dropped.
+
+A partial clone has all records and blobs of its origin, and of its tensors those that were needed so far;
+``partial.json`` says where the rest is. What is saved in such a store is in it whole.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput
+from layerstore.history import named_by, references_to, resolve
+from layerstore.layers import typed
+from layerstore.layout import layout_at
+from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
+from layerstore.model import BlobRef, Commit, CommitRecord, Pin
+from layerstore.progress import Progress
+from layerstore.publish import Transaction, check_pin_means
+from layerstore.remote.bucket import checked_url, in_parallel
+from layerstore.remote.fetch import FetchedObjects
+from layerstore.remote.mirror import Remote
+from layerstore.remote.remotes import Remotes
+from layerstore.remote.source import Source
+from layerstore.shares import ALONE, Shares, cut
+from layerstore.storage import Files, ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """What a pull has fetched."""
+
+    url: str
+    commits: tuple[str, ...]
+    """References of those that were not here."""
+    pins: tuple[str, ...]
+    objects: int
+    bytes_received: int
+    """Of objects and blobs."""
+
+
+def pull(repo: Repository, remote: Remote, *, refs: Iterable[str] | None, progress: Progress) -> Pulled:
+    """
+    Fetch the commits and pins of *remote* that are not here, or only *refs*, as they are called there.
+
+    Raises:
+        Conflict: It is another store's.
+        AlreadyExists: A pin means something else here.
+        IntegrityError: What it sent is damaged; what was fetched before stays.
+    """
+    theirs = remote.repo.identity.store_id
+    if theirs != repo.identity.store_id:
+        raise Conflict(
+            f"{remote.url} is a remote of another store ({theirs}); nothing was fetched",
+            hint=f"layerstore clone {typed(remote.url)} PATH makes a store of it",
+        )
+    repo.prepare_writing()
+    return _Pull(repo, remote, progress).run(refs)
+
+
+def clone(
+    remote: Remote, path: Path, *, is_partial: bool = False, shares: Shares = ALONE, progress: Progress
+) -> Pulled:
+    """
+    Make *path* a store with all that *remote* has, which is called ``origin`` there. After a kill, repeat it.
+
+    A *partial* one fetches tensors only as they are needed.
+
+    Raises:
+        AlreadyExists: There is another store at *path*, or something else.
+    """
+    identity, files = remote.repo.identity, Files()
+    try:
+        make_store(path, files, identity=identity)
+    except AlreadyExists:
+        if not files.exists(layout_at(path).identity):
+            raise
+    repo = replace(open_repository(path, files), shares=shares)
+    try:
+        if repo.identity.store_id != identity.store_id:
+            raise AlreadyExists(f"{path} is another store; nothing was fetched", hint="choose another path")
+        Remotes(repo).add("origin", remote.url)
+        if is_partial:
+            if _partial_of(repo) is None and repo.records.runs():
+                raise AlreadyExists(
+                    f"{path} is a clone with all tensors; nothing was changed",
+                    hint="leave --records out, or choose another path",
+                )
+            _make_partial(repo, remote.url)
+        return pull(repo, remote, refs=None, progress=progress)
+    finally:
+        repo.catalog.close()
+
+
+class _Pull:
+    def __init__(self, repo: Repository, remote: Remote, progress: Progress) -> None:
+        self._repo = repo
+        self._remote = remote
+        self._progress = progress
+        self._is_partial = _partial_of(repo) == remote.url
+        self._objects = 0
+        self._bytes_received = 0
+
+    def run(self, refs: Iterable[str] | None) -> Pulled:
+        """Fetch what is missing."""
+        commits, pins = self._asked(refs)
+        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
+            for commit in commits:
+                with Transaction(self._repo) as tx:
+                    self._fetch(pool, tx.objects, commit.record)
+                    tx.commit(commit.record, observed=commit.observed)
+            for pin in pins:
+                with Transaction(self._repo) as tx:
+                    self._fetch(pool, tx.objects, pin.record)
+                    tx.objects.publish()  # a pin names what is there
+                    tx.pin(pin)
+        return Pulled(
+            url=self._remote.url,
+            commits=tuple(references_to(self._repo, [commit.record for commit in commits])),
+            pins=tuple(pin.name for pin in pins),
+            objects=self._objects,
+            bytes_received=self._bytes_received,
+        )
+
+    def _asked(self, refs: Iterable[str] | None) -> tuple[list[Commit], list[Pin]]:
+        """Return the commits and pins that are asked for and not here, commits in the order of their steps."""
+        theirs = self._remote.repo
+        if refs is None:
+            gone = set(self._repo.trash.records())
+            names = [row.name for run in theirs.catalog.runs() for row in theirs.catalog.view(run).visible]
+            names = [name for name in names if name not in gone]
+            pins = [pin.name for pin in theirs.records.readable_pins()]
+        else:
+            resolved = [resolve(theirs, ref) for ref in refs]
+            commits = [commit for commit in resolved if commit.pin is None]
+            names = [RecordName(each.record.run, each.record.step, each.commit) for each in commits]
+            pins = [each.pin for each in resolved if each.pin is not None]
+        wanted = [theirs.catalog.commit(name) for name in sorted(names) if not self._repo.records.is_there(name)]
+        missing = []
+        for name in pins:
+            pin = theirs.records.read_pin(name)
+            check_pin_means(self._repo, name, pin.base)
+            if name not in self._repo.records.pin_names():
+                missing.append(pin)
+        return wanted, missing
+
+    def _fetch(self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord) -> None:
+        """Stage all that *record* names and the store lacks, each blob after what it names."""
+        blobs = [blob for blob in record.blobs if not objects.claim(blob)]
+        self._remote.repo.objects.expect(blobs)
+        inner = {} if self._is_partial else dict.fromkeys(self._named_by(blobs))
+        lacking = [ref for ref in inner if not objects.reuse(ref)]
+        self._progress.start(f"pull {record.run}@{record.step}", sum(ref.size_bytes for ref in lacking))
+        shares = self._repo.shares
+        mine, *theirs = (
+            lacking[of.start : of.stop] for of in cut([ref.size_bytes for ref in lacking], count=shares.count)
+        )
+        with shares.asked(self._repo, fetch_share, [(self._remote.url, part) for part in theirs]) as answers:
+            in_parallel(pool, partial(self._stage, objects), mine)
+            for staged in answers():
+                objects.join(staged)
+                self._objects += len(staged.new)
+                self._bytes_received += sum(ref.size_bytes for ref, _ in staged.new)
+        for blob in blobs:
+            objects.copy(blob, self._remote.repo.objects)
+
+    def _named_by(self, blobs: Iterable[BlobRef]) -> Iterator[BlobRef]:
+        for blob in blobs:
+            yield from named_by(self._remote.repo, blob)
+
+    def _stage(self, objects: ObjectWriter, ref: BlobRef) -> None:
+        objects.stage(ref, self._counted(ref))
+        self._objects += 1
+
+    def _counted(self, ref: BlobRef) -> Iterator[memoryview]:
+        for _, data in self._remote.source.checked(ref):
+            self._bytes_received += len(data)
+            self._progress.advance(len(data))
+            yield data
+
+
+@contextmanager
+def fetch_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterator[Staged]:
+    """Stage some objects of the bucket at a URL for the process that leads. It publishes them."""
+    url, refs = part
+    source = Source(url, repo.layout)
+
+    def stage(ref: BlobRef) -> None:
+        writer.stage(ref, (data for _, data in source.checked(ref)))
+
+    with ObjectWriter(repo.layout, repo.files, repo.objects) as writer:
+        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
+            in_parallel(pool, stage, refs)
+        yield writer.staged
+
+
+# -- partial clones --------------------------------------------------------------------------------------------------
+
+
+def completed(repo: Repository) -> Repository:
+    """
+    Return the partial clone *repo* with objects that are fetched when they are needed.
+
+    Raises:
+        IntegrityError: ``partial.json`` is damaged.
+    """
+    url = _partial_of(repo)
+    assert url is not None, "it is one"
+    return replace(repo, objects=FetchedObjects(repo.layout, repo.files, Source(url, repo.layout)))
+
+
+def _partial_of(repo: Repository) -> str | None:
+    """Return the URL of the remote that has what *repo* lacks; None if it is no partial clone."""
+    path = repo.layout.partial
+    data = repo.files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+    if data is None:
+        return None
+    try:
+        return checked_url(json.loads(data)["url"])
+    except (ValueError, TypeError, KeyError, AttributeError, InvalidInput) as exc:
+        raise IntegrityError(
+            f"{path} does not say which remote has the rest of this store",
+            hint='write {"url": URL} to it, where URL is what this store was cloned from',
+        ) from exc
+
+
+def _make_partial(repo: Repository, url: str) -> None:
+    """Note that the remote at *url* has what *repo* lacks."""
+    with repo.files.temporary(repo.layout.tmp, json.dumps({"url": url}).encode() + b"\n") as source:
+        repo.files.rename(source, repo.layout.partial)
+    repo.files.sync_directory(repo.layout.root)

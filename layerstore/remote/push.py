@@ -1,0 +1,421 @@
+"""
+Push: what a bucket lacks of a store goes there, objects first, then version and state blobs, then records, pins last.
+
+So a record in the bucket means that all it names is there, however often a push is killed, and whoever else pushes.
+Nothing rests on conditional writes: objects are named by their content, and records never change.
+"""
+
+import errno as errnos
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, LayerstoreError, StorageIO
+from layerstore.format import NameHasher, StoreIdentity, decode_identity, encode_identity, unseal_pin
+from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, references_to
+from layerstore.limits import (
+    FOLLOW_SECONDS,
+    RECORD_BYTES_MAX,
+    REMOTE_GRACE_SECONDS,
+    REMOTE_MOMENT_SECONDS,
+    REMOTE_REQUESTS_MAX,
+)
+from layerstore.model import BlobRef, CommitRecord, ObjectId, Pin
+from layerstore.progress import Progress
+from layerstore.remote.bucket import (
+    COLLECTIONS_AT_WORK,
+    COLLECTIONS_ENDED,
+    Bucket,
+    Listed,
+    RemoteNotice,
+    hours_on,
+    in_parallel,
+)
+from layerstore.shares import cut
+from layerstore.storage import RecordName, Repository, check_hash, name_in, read_chunks
+
+IDENTITY = "store.json"
+# Servers tell whole seconds.
+_CLOCK_NS = 2 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What a push has sent."""
+
+    url: str
+    commits: tuple[str, ...]
+    """References of those that the remote did not have."""
+    pins: tuple[str, ...]
+    objects: int
+    bytes_sent: int
+
+
+def push(
+    repo: Repository,
+    bucket: Bucket,
+    *,
+    refs: Iterable[Resolved] | None,
+    runs: Iterable[str] | None = None,
+    progress: Progress,
+) -> Pushed:
+    """
+    Send what *bucket* lacks of *refs*, or of every visible commit and pin, of *runs* or of all.
+
+    Once a commit is told as sent, the remote has it whole. After a kill, a repetition sends only what is left.
+
+    Raises:
+        Conflict: The bucket holds another store, or a pin there means something else.
+        IntegrityError: An object that would be sent is damaged or missing here.
+    """
+    claim(bucket, repo.identity)
+    return _Push(repo, bucket, progress).run(*_asked(repo, refs, runs))
+
+
+def follow(
+    repo: Repository,
+    bucket: Bucket,
+    *,
+    refs: Callable[[], Iterable[Resolved] | None],
+    stop: Event,
+    progress: Progress,
+) -> Iterator[Pushed]:
+    """
+    Push, and push again what comes, until *stop* is set; yield what each push has sent, the first one's in any case.
+
+    *refs* is asked each time. While the server does not answer, that is told, and tried again.
+
+    Raises:
+        StorageIO: The server refuses the key, or is full.
+    """
+    claim(bucket, repo.identity)
+    pushes, is_first = _Push(repo, bucket, progress), True
+    while not stop.is_set():
+        try:
+            pushed = pushes.run(*_asked(repo, refs()))
+        except StorageIO as exc:
+            if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
+                raise
+            pushes = _Push(repo, bucket, progress)  # what has arrived is found out anew
+            warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
+        else:
+            if is_first or pushed.commits or pushed.pins:
+                yield pushed
+            is_first = False
+        progress.start("", 0)  # nothing is under way
+        stop.wait(FOLLOW_SECONDS)
+
+
+def claim(bucket: Bucket, identity: StoreIdentity) -> None:
+    """Make *bucket* a remote of the store *identity*, unless it is one; raises Conflict if it is another store's."""
+    found = identity_of(bucket)
+    if found is None:
+        for folder in ("commits", "objects"):
+            if bucket.listed(folder):
+                raise IntegrityError(
+                    f"{bucket.url} holds {folder}, but its store.json is missing; nothing was sent",
+                    hint="name another prefix, or put store.json back",
+                )
+        bucket.write(IDENTITY, lambda: [encode_identity(identity)])
+        found = identity_of(bucket) or identity
+    if found.store_id != identity.store_id:
+        raise Conflict(
+            f"{bucket.url} is a remote of another store ({found.store_id}); nothing was sent",
+            hint="name another prefix",
+        )
+
+
+def identity_of(bucket: Bucket) -> StoreIdentity | None:
+    """Return which store *bucket* holds, None if it holds none."""
+    data = bucket.read(IDENTITY, size_bytes_max=RECORD_BYTES_MAX)
+    return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
+
+
+def record_names(bucket: Bucket) -> list[RecordName]:
+    """Return the records in *bucket*, by run and step."""
+    paths = (each.name.split("/") for each in bucket.listed("commits"))
+    return sorted(name for path in paths if len(path) == 3 and (name := name_in(path[1], path[2])) is not None)
+
+
+def _asked(
+    repo: Repository, refs: Iterable[Resolved] | None, runs: Iterable[str] | None = None
+) -> tuple[list[RecordName], list[Pin]]:
+    if refs is not None:
+        resolved = list(refs)
+        named = [repo.records.read_pin(each.pin) for each in resolved if each.pin is not None]
+        return [RecordName(each.record.run, each.record.step, each.commit) for each in resolved if not each.pin], named
+    wanted = repo.catalog.runs() if runs is None else list(runs)
+    views = [repo.catalog.find(run) for run in wanted]
+    for view in views:
+        for problem in view.damaged.values() if view is not None else ():
+            raise problem
+    names = [row.name for view in views if view is not None for row in view.visible]
+    return names, [pin for pin in repo.records.readable_pins() if runs is None or pin.record.run in wanted]
+
+
+_Wanted = tuple[Path, CommitRecord]
+"""A record that is to be sent, or a pin's, and its file."""
+
+
+class _Push:
+    """
+    One push.
+
+    What the bucket has, but no record of ours that it also has names, may be on its way out: a collection there removes
+    what is old and unnamed. So anything of that kind that is half as old is sent again, the listing is made anew before
+    it is half a day old, and what a collection that is at work may have listed before is looked at once it has removed.
+    """
+
+    def __init__(self, repo: Repository, bucket: Bucket, progress: Progress) -> None:
+        self._repo = repo
+        self._bucket = bucket
+        self._progress = progress
+        self._own: set[RecordName] = set()
+        """Records that this push sends."""
+        self._common: list[CommitRecord] = []
+        """Records that the bucket has: all that they name is there."""
+        self._common_blobs: set[ObjectId] = set()
+        self._named: Needs | None = None
+        self._listed: dict[str, Listed] = {}
+        self._listed_ns = self._old_before_ns = 0
+        """By the server's clock."""
+        self._list_again_at = 0.0
+        self._sent: set[ObjectId] = set()
+        self._unnamed: dict[ObjectId, BlobRef] = {}
+        """What it counts on since the last listing, sent or young, that no record in the bucket names."""
+        self._objects = 0
+        self._bytes_sent = 0
+
+    def run(self, names: Sequence[RecordName], pins: Sequence[Pin]) -> Pushed:
+        """Send the records *names* and *pins* with all that they name."""
+        layout, there = self._repo.layout, set(record_names(self._bucket))
+        names = [name for name in names if name not in there]
+        self._own.update(names)
+        commits = dict(self._read(names))
+        for name in names:
+            if name not in commits:
+                _tell_gone(name.run, name.step)
+        pins = [pin for pin in pins if not self._has_pin(pin)]
+        paths = {layout.record(name.run, name.step, name.id): name for name in commits}
+        waiting = deque(zip(paths, commits.values(), strict=True))
+        waiting += ((layout.pin(pin.name), pin.record) for pin in pins)
+        if waiting:
+            if self._is_stale():
+                self._list()
+            wanted, seen = list[BlobRef](), set(self._sent)
+            waiting = deque(self._still_here(waiting, lambda _, record: wanted.extend(self._missing(record, seen))))
+            self._progress.start("push", sum(ref.size_bytes for ref in wanted))
+        sent = set[Path]()
+        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
+            while waiting:
+                sent.update(path for path, _ in self._send(pool, waiting))
+        names = [name for path, name in paths.items() if path in sent]
+        try:
+            note_pushed(self._repo, self._bucket.url, {name.id for name in (*there, *names)})
+        except StorageIO as exc:  # a store that may not be written
+            warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=2)
+        pushed = Pushed(
+            url=self._bucket.url,
+            commits=tuple(references_to(self._repo, [commits[name] for name in names])),
+            pins=tuple(pin.name for pin in pins if layout.pin(pin.name) in sent),
+            objects=self._objects,
+            bytes_sent=self._bytes_sent,
+        )
+        self._objects = self._bytes_sent = 0
+        return pushed
+
+    def _read(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, CommitRecord]]:
+        """Yield the records *names*, but for those that a collection has removed here."""
+        for name, commit in self._repo.records.each(names):
+            if isinstance(commit, LayerstoreError):
+                raise commit
+            yield name, commit.record
+
+    def _has_pin(self, pin: Pin) -> bool:
+        """Whether the bucket has *pin*; raises AlreadyExists if it means something else there."""
+        called = self._repo.layout.name(self._repo.layout.pin(pin.name))
+        data = self._bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            return False
+        theirs = unseal_pin(data, name=called, store_id=self._repo.identity.store_id)
+        if (theirs.record, theirs.base) != (pin.record, pin.base):
+            raise AlreadyExists(
+                f"pin {pin.name!r} means {theirs.record.run}@{theirs.record.step} in {self._bucket.url}, and something "
+                "else here; nothing was sent",
+                hint="delete one of the two, or push the references that you mean",
+            )
+        return True
+
+    # -- what is missing -----------------------------------------------------------------------------------------
+
+    def _list(self) -> None:
+        """Find out what the bucket has; this is good for half a grace."""
+        self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
+        self._listed_ns = self._bucket.now_ns()
+        self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
+        there = (name for name in record_names(self._bucket) if name not in self._own)
+        self._common = [record for _, record in self._read(there)]
+        self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
+        self._named = None
+        self._listed = {each.name: each for each in self._bucket.objects()}
+        self._sent.clear()
+        self._unnamed.clear()
+
+    def _missing(self, record: CommitRecord, seen: set[ObjectId]) -> list[BlobRef]:
+        """Return what has to be sent of *record* and is not *seen* yet, each blob after all that it names."""
+        found = []
+        for blob in record.blobs:
+            if blob.id in self._common_blobs or blob.id in seen:
+                continue
+            for ref in (*named_by(self._repo, blob), blob):
+                if ref.id not in seen and not self._has(ref):
+                    found.append(ref)
+                seen.add(ref.id)
+        return found
+
+    def _has(self, ref: BlobRef) -> bool:
+        listed = self._listed.get(self._repo.layout.object_name(ref.id))
+        if listed is None or listed.size_bytes != ref.size_bytes:
+            return False
+        if ref.id in self._needs_of_common():
+            return True
+        if listed.modified_ns < self._old_before_ns:
+            return False
+        self._unnamed[ref.id] = ref
+        return True
+
+    def _needs_of_common(self) -> Needs:
+        if self._named is None:
+            self._named = Needs(self._repo)
+            for record in self._common:
+                self._named.add_readable(record)
+        return self._named
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def _send(self, pool: ThreadPoolExecutor, waiting: deque[_Wanted]) -> list[_Wanted]:
+        """
+        Send the first record of *waiting* after all that it names; return it, unless it was collected here meanwhile.
+
+        Beside a collection of the bucket send all that wait, so that they need one look together.
+        """
+        group = [waiting.popleft()]
+        while group:
+            if self._is_stale():
+                self._list()
+            group = self._still_here(group, lambda _, record: self._send_objects(pool, record))
+            if self._is_stale():
+                continue
+            if self._is_collected():
+                if waiting:
+                    group += waiting
+                    waiting.clear()
+                    continue
+                if not self._are_there():
+                    self._list_again_at = 0.0
+                    continue
+            group = self._still_here(group, self._send_record)
+            if not self._is_stale():  # suspended before a record, it may have lost what that counts on
+                self._unnamed.clear()  # these records name it
+                break
+        return group
+
+    def _still_here(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
+        """*Do* something with each of *group*; return those that a collection has not removed here meanwhile."""
+        found = []
+        for path, record in group:
+            try:
+                do(path, record)
+                found.append((path, record))
+            except (IntegrityError, StorageIO):
+                if self._repo.files.exists(path):
+                    raise
+                _tell_gone(record.run, record.step)
+                self._list_again_at = 0.0  # what was sent of it, no record names
+        return found
+
+    def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:
+        blobs, seen = {blob.id for blob in record.blobs}, set(self._sent)
+        missing = self._missing(record, seen)
+        for which in (False, True):  # nothing names an object that is not there yet
+            self._send_shares(pool, [ref for ref in missing if (ref.id in blobs) is which])
+        self._sent |= seen
+
+    def _send_record(self, path: Path, _: CommitRecord) -> None:
+        data = self._repo.files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+        self._bucket.write(self._repo.layout.name(path), lambda: [data])
+        self._bytes_sent += len(data)
+
+    def _is_collected(self) -> bool:
+        """Whether a collection of the bucket may have been at work since it was listed."""
+        at_work, ended = map(self._bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
+        return any(each.modified_ns >= self._old_before_ns for each in at_work) or any(
+            each.modified_ns >= self._listed_ns - _CLOCK_NS for each in ended
+        )
+
+    def _are_there(self) -> bool:
+        """Look at what no record names yet, when whoever had listed it as old has removed that."""
+        self._progress.start("objects looked at beside a collection", len(self._unnamed))
+        time.sleep(2 * REMOTE_MOMENT_SECONDS)
+        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
+            sizes = pool.map(self._bucket.size, [self._repo.layout.object_name(name) for name in self._unnamed])
+            return all(size == ref.size_bytes for size, ref in zip(sizes, self._unnamed.values(), strict=True))
+
+    def _is_stale(self) -> bool:
+        return hours_on() > self._list_again_at
+
+    def _send_shares(self, pool: ThreadPoolExecutor, refs: Sequence[BlobRef]) -> None:
+        """Send *refs*, in shares."""
+        shares = self._repo.shares
+        mine, *theirs = (refs[of.start : of.stop] for of in cut([ref.size_bytes for ref in refs], count=shares.count))
+        with shares.asked(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
+            in_parallel(pool, self._send_object, mine)
+            answers()
+        for part in theirs:
+            for ref in part:
+                self._note_sent(ref)
+
+    def _send_object(self, ref: BlobRef) -> None:
+        send_object(self._repo, self._bucket, ref)
+        self._note_sent(ref)
+
+    def _note_sent(self, ref: BlobRef) -> None:
+        self._unnamed[ref.id] = ref
+        self._objects += 1
+        self._bytes_sent += ref.size_bytes
+        self._progress.advance(ref.size_bytes)
+
+
+@contextmanager
+def send_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterator[None]:
+    """Send some objects to the bucket at a URL for the process that leads."""
+    url, refs = part
+    with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
+        in_parallel(pool, partial(send_object, repo, Bucket(url)), refs)
+    yield
+
+
+def send_object(repo: Repository, bucket: Bucket, ref: BlobRef) -> None:
+    """Send one object."""
+    bucket.write(repo.layout.object_name(ref.id), partial(chunks_of, repo, ref))
+
+
+def _tell_gone(run: str, step: int) -> None:
+    warnings.warn(f"{run}@{step} was removed here meanwhile, and is not sent", PushedNotice, stacklevel=2)
+
+
+def chunks_of(repo: Repository, ref: BlobRef) -> Iterator[memoryview]:
+    """Yield the bytes of *ref*; raises IntegrityError at their end if they are not what its name says."""
+    hasher = NameHasher()
+    with repo.objects.open(ref) as file:
+        for data in read_chunks(file):
+            hasher.update(data)
+            yield data
+    check_hash(ref, hasher)

@@ -1,0 +1,99 @@
+"""The names that a store gives to remotes: ``remotes.json``, a map of names to URLs, without any key or password."""
+
+import json
+
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
+from layerstore.layers import check_name, typed
+from layerstore.layout import is_url
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.remote.bucket import checked_url
+from layerstore.storage import Repository
+
+
+class Remotes:
+    """The remotes of one store, by name."""
+
+    def __init__(self, repo: Repository) -> None:
+        self._repo = repo
+
+    def urls(self) -> dict[str, str]:
+        """
+        Return the URL of each, by name.
+
+        Raises:
+            IntegrityError: The file is damaged.
+        """
+        path = self._repo.layout.remotes
+        data = self._repo.files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            return {}
+        try:
+            found = json.loads(data)
+            if not isinstance(found, dict) or not all(isinstance(url, str) for url in found.values()):
+                raise ValueError("it is no map of names to URLs")
+        except ValueError as exc:
+            raise IntegrityError(
+                f"{path} is damaged: {exc}", hint="remove it, then layerstore remote add writes it anew"
+            ) from exc
+        return dict(sorted(found.items()))
+
+    def add(self, name: str, url: str) -> str:
+        """
+        Let *name* stand for the bucket at *url*, which is returned as it is recorded; nothing is asked there.
+
+        Raises:
+            AlreadyExists: The name stands for another URL.
+            InvalidInput: That is no URL, or no name.
+        """
+        check_name(name, what="the remote's name")
+        found, url = self.urls(), checked_url(url)
+        if found.get(name, url) != url:
+            raise AlreadyExists(
+                f"remote {name!r} is {found[name]} already", hint=f"layerstore remote remove {typed(name)}"
+            )
+        self._write(found | {name: url})
+        return url
+
+    def remove(self, name: str) -> str:
+        """Forget *name*; return its URL. What lies there stays."""
+        found = self.urls()
+        if name not in found:
+            raise _no_remote(name, found)
+        url = found.pop(name)
+        self._write(found)
+        return url
+
+    def url(self, name: str | None = None) -> str:
+        """
+        Return the URL of the remote *name*, which may be a URL itself; None means the only one.
+
+        Raises:
+            NotFound: There is none of that name.
+            InvalidInput: None was given, and there are several.
+        """
+        if name is not None and is_url(name):
+            return checked_url(name)
+        found = self.urls()
+        if name is None and len(found) == 1:
+            return next(iter(found.values()))
+        if name is None and found:
+            raise InvalidInput(f"there are several remotes: {', '.join(found)}", hint="name one of them, or a URL")
+        if name is None or name not in found:
+            raise _no_remote(name, found)
+        return found[name]
+
+    def _write(self, found: dict[str, str]) -> None:
+        repo = self._repo
+        repo.prepare_writing()
+        data = json.dumps(dict(sorted(found.items())), indent=2).encode() + b"\n"
+        with repo.files.temporary(repo.layout.tmp, data) as source:
+            repo.files.rename(source, repo.layout.remotes)
+        repo.files.sync_directory(repo.layout.root)
+
+
+def _no_remote(name: str | None, found: dict[str, str]) -> NotFound:
+    if not found:
+        return NotFound("this store has no remote", hint="layerstore remote add NAME URL, or name a URL")
+    hint = did_you_mean(nearest(name or "", found), else_="layerstore remote list lists them")
+    return NotFound(f"there is no remote {name!r}", hint=hint)

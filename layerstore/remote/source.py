@@ -1,0 +1,80 @@
+"""Objects as a bucket has them: listed, and compared with their names as they come."""
+
+import threading
+from collections.abc import Iterator
+
+from layerstore.errors import IntegrityError, NotFound
+from layerstore.format import NameHasher
+from layerstore.layers import typed
+from layerstore.layout import OBJECT_ID, Layout
+from layerstore.model import BlobRef, ObjectId
+from layerstore.remote.bucket import Bucket
+from layerstore.storage import check_hash
+
+
+class Source:
+    """Objects as a bucket has them; *url* is looked at when the first one is asked for."""
+
+    def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None) -> None:
+        self.url = url
+        self._layout = layout
+        self._bucket = bucket
+        self._guard = threading.Lock()
+        self._sizes: dict[str, dict[ObjectId, int]] = {}
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket."""
+        with self._guard:
+            if self._bucket is None:
+                self._bucket = Bucket(self.url)
+            return self._bucket
+
+    def listed(self, prefix: str) -> dict[ObjectId, int]:
+        """Return the sizes of the objects whose ids begin with the two digits *prefix*; listed once."""
+        if prefix not in self._sizes:
+            folder = f"{self._layout.objects.name}/{prefix}"
+            names = ((each.name.removeprefix(f"{folder}/"), each.size_bytes) for each in self.bucket.listed(folder))
+            self._sizes[prefix] = {ObjectId(name): size for name, size in names if OBJECT_ID.fullmatch(name)}
+        return self._sizes[prefix]
+
+    def check_process(self) -> None:
+        """Raise Internal in a child of the process that opened the bucket."""
+        if self._bucket is not None:
+            self._bucket.check_process()
+
+    def forget(self) -> None:
+        """Forget what was listed, so that it is listed again."""
+        self._sizes.clear()
+
+    def check_there(self, ref: BlobRef) -> None:
+        """Raise IntegrityError unless the bucket lists *ref* in full size."""
+        size_bytes = self.listed(ref.id[:2]).get(ref.id)
+        if size_bytes != ref.size_bytes:
+            found = "is missing" if size_bytes is None else f"has {size_bytes} bytes, expected {ref.size_bytes}"
+            raise self.damaged(ref, IntegrityError(f"object {ref.id} {found}"))
+
+    def checked(self, ref: BlobRef) -> Iterator[tuple[int, memoryview]]:
+        """
+        Yield the bytes of *ref* as the bucket has them, each piece with its offset.
+
+        Raises:
+            IntegrityError: At their end, if they are not what its name says; or it is missing.
+        """
+        hasher = NameHasher()
+        name = self._layout.object_name(ref.id)
+        try:
+            for data in self.bucket.chunks(name, start=0, size_bytes=ref.size_bytes, is_whole=True):
+                yield hasher.size_bytes, data
+                hasher.update(data)
+            check_hash(ref, hasher)
+        except (NotFound, IntegrityError) as exc:
+            raise self.damaged(ref, exc) from exc
+
+    def damaged(self, ref: BlobRef, problem: Exception) -> IntegrityError:
+        """Return the error for *ref*, which the bucket has lost or damaged."""
+        return IntegrityError(
+            f"{self.url}: {problem}",
+            hint=f"layerstore repair --remote {typed(self.url)}, in a store that has it sound, puts it back",
+            object_id=ref.id,
+        )

@@ -1,0 +1,310 @@
+"""
+New objects: staged in ``tmp/``, then linked to their places together, durably, once their source has proven sound.
+
+Write order and crashes: docs/reference/format.md, section 6.
+"""
+
+import contextlib
+import errno as errnos
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, Overtaken, StorageIO
+from layerstore.format import Bytes, NameHasher
+from layerstore.layout import Layout
+from layerstore.model import BlobRef, ObjectId
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Stream
+from layerstore.storage.objects import ObjectStore, check_hash, check_size, read_chunks
+from layerstore.storage.syncing import Syncing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What another process has staged, or found in the store, for the same commit."""
+
+    new: tuple[tuple[BlobRef, Path], ...]
+    """Each with its file in ``tmp/``."""
+    reused: tuple[BlobRef, ...]
+    damaged: tuple[BlobRef, ...]
+
+
+class ObjectWriter:
+    """
+    One commit's new objects: staged first, published together once their source has proven sound.
+
+    Safe to use from several threads. *past_cache* is for bytes that nobody reads again soon.
+    With *reads_reused*, objects that the store has already are read once and compared with their names.
+    """
+
+    def __init__(
+        self, layout: Layout, files: Files, store: ObjectStore, *, past_cache: bool = False, reads_reused: bool = False
+    ) -> None:
+        self._layout = layout
+        self._files = files
+        self._store = store
+        self._past_cache = past_cache
+        self.reads_reused = reads_reused
+        self._guard = threading.Lock()
+        self._syncing = Syncing()
+        self._staged: dict[ObjectId, tuple[BlobRef, Path]] = {}
+        self._damaged: dict[ObjectId, BlobRef] = {}
+        self._reused: dict[ObjectId, BlobRef] = {}
+        self._claimed: dict[ObjectId, BlobRef] = {}
+        self.bytes_new = 0
+        self.bytes_reused = 0
+
+    @property
+    def count_new(self) -> int:
+        """How many objects were staged."""
+        return len(self._staged)
+
+    @property
+    def count_reused(self) -> int:
+        """How many were in the store before."""
+        return len(self._reused)
+
+    @property
+    def damaged(self) -> list[BlobRef]:
+        """Objects of the store that turned out damaged; staged ones replace them."""
+        return list(self._damaged.values())
+
+    def reuse(self, ref: BlobRef) -> bool:
+        """
+        Claim *ref* if the store has it already.
+
+        It is touched first and looked at then; a collection renames first and looks then: one of them sees the other.
+        """
+        with self._guard:
+            if ref.id in self._reused or ref.id in self._staged:
+                return True
+        return self.put_back(ref) and self._claimed_as_reused(ref)
+
+    def spares_writing(self, ref: BlobRef) -> bool:
+        """
+        Claim *ref* if the store has it already; else the caller, who has its bytes, writes them.
+
+        With *reads_reused* the object is read here, once: a damaged one has to be written again.
+        """
+        if not self.reads_reused:
+            return self.reuse(ref)
+        with self._guard:
+            if ref.id in self._damaged:
+                return False
+            if ref.id in self._reused or ref.id in self._staged:
+                return True
+        home = self._layout.object(ref.id)
+        try:
+            if not self.put_back(ref):
+                return False
+            is_sound = self._store.is_sound(home, ref)
+        except IntegrityError:
+            if not self._files.is_file(home):
+                raise  # a link or a folder: a person has to look at it
+            is_sound = False
+        if not is_sound:
+            with self._guard:
+                self._damaged[ref.id] = ref
+            return False
+        return self._claimed_as_reused(ref)
+
+    def _claimed_as_reused(self, ref: BlobRef) -> bool:
+        with self._guard:
+            if ref.id not in self._reused:
+                self._reused[ref.id] = ref
+                self.bytes_reused += ref.size_bytes
+        return True
+
+    def claim(self, ref: BlobRef) -> bool:
+        """
+        Claim all that the version or state blob *ref* names, for a record that inherits it.
+
+        A collection keeps what a young blob names. False if the blob is not at its place: a collection may be taking
+        its objects, so each has to be reused for itself.
+        """
+        home = self._layout.object(ref.id)
+        if not self._files.touch(home) or self._files.size(home) != ref.size_bytes:
+            return False
+        with self._guard:
+            self._claimed[ref.id] = ref
+        return True
+
+    def put_back(self, ref: BlobRef) -> bool:
+        """Touch *ref*, and link it back if it lies aside; return whether it is at its place."""
+        home, aside = self._layout.object(ref.id), self._layout.aside / ref.id
+        if not self._files.touch(home) and self._files.touch(aside):
+            self._files.make_directory(home.parent)
+            try:
+                self._link(aside, ref)
+            except StorageIO as exc:
+                if exc.errno != errnos.ENOENT:  # gone from there, too
+                    raise
+            self._files.sync_directory(home.parent)
+        size_bytes = self._files.size(home)
+        if size_bytes is not None:
+            check_size(ref, size_bytes, home)
+        return size_bytes is not None
+
+    def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:
+        """
+        Write and sync the bytes of *ref*, which *chunks* yields.
+
+        Raises:
+            IntegrityError: *chunks* are not the bytes that *ref* names: they changed since they were hashed.
+        """
+        with self.draft() as draft:
+            hasher = NameHasher()
+            for data in chunks:
+                draft.write_at(hasher.size_bytes, data)
+                hasher.update(data)
+            check_hash(ref, hasher)
+            self.keep(draft, ref)
+
+    def copy(self, ref: BlobRef, objects: ObjectStore) -> None:
+        """Stage *ref* as another store has it; raises as `stage` does."""
+        with objects.open(ref) as file:
+            self.stage(ref, read_chunks(file))
+
+    @contextlib.contextmanager
+    def draft(self) -> Iterator[Stream]:
+        """Yield a new file for bytes whose name is known only afterwards; it is removed unless it is kept."""
+        path = self._layout.tmp / secrets.token_hex(16)
+        file = self._files.create(path, sync_ahead=True)
+        draft = Stream(file, past_cache=self._past_cache)
+        try:
+            yield draft
+        finally:
+            draft.close()
+            if not draft.is_kept:
+                file.close()
+                self._files.discard(path)
+
+    def keep(self, draft: Stream, ref: BlobRef) -> bool:
+        """
+        Stage *draft* as *ref*, unless the store or another draft has that; return whether it was new.
+
+        It is synced until `publish`; this raises if one that was kept earlier could not be synced.
+        """
+        return not self.spares_writing(ref) and self._keep(draft, ref)
+
+    def _keep(self, draft: Stream, ref: BlobRef) -> bool:
+        draft.finish()
+        with self._guard:
+            if ref.id in self._staged:
+                return False
+            self._staged[ref.id] = ref, draft.file.path
+            self.bytes_new += ref.size_bytes
+            draft.is_kept = True
+        self._syncing.add([draft.file])
+        return True
+
+    def put(self, data: Bytes, ref: BlobRef) -> None:
+        """Stage the small object *data*, whose name is *ref*, unless it is there already."""
+        if not self.spares_writing(ref):
+            with self.draft() as draft:
+                draft.write_at(0, data)
+                self._keep(draft, ref)
+
+    @property
+    def staged(self) -> Staged:
+        """What was staged, durably, and found in the store, so far."""
+        self._syncing.wait()
+        with self._guard:
+            return Staged(
+                new=tuple(self._staged.values()),
+                reused=tuple(self._reused.values()),
+                damaged=tuple(self._damaged.values()),
+            )
+
+    def join(self, others: Staged) -> None:
+        """Add what another process has *staged*, to be published with the rest; its files stay that process's."""
+        with self._guard:
+            for ref, path in others.new:
+                if ref.id not in self._staged:
+                    self._staged[ref.id] = ref, path
+                    self.bytes_new += ref.size_bytes
+            for ref in others.reused:
+                if ref.id not in self._reused and ref.id not in self._staged:
+                    self._reused[ref.id] = ref
+                    self.bytes_reused += ref.size_bytes
+            self._damaged.update((ref.id, ref) for ref in others.damaged)
+
+    def publish(self) -> None:
+        """
+        Make everything staged visible and durable, together with what is reused.
+
+        Once this returns, a power cut cannot lose any of it. If it raises, the store has more objects that nothing
+        names.
+
+        Raises:
+            Overtaken: A reused object is gone: a collection or a repair has taken it.
+        """
+        self._syncing.wait()
+        # Once more, right before they are named: they may have been found hours ago.
+        lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
+        if lost:
+            raise Overtaken(
+                f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
+                hint="repeat the command",
+            )
+        # Also of reused objects: their writer may have died before its own fsync.
+        folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
+        for folder in folders:
+            self._files.make_directory(folder, durable=False)
+        self._files.sync_directory(self._layout.objects)
+        for ref, path in self._staged.values():
+            self._files.touch(path)  # it may have been written long ago
+            if ref.id in self._damaged:
+                self._files.rename(path, self._layout.object(ref.id))
+            else:
+                self._link(path, ref)
+        self._syncing.directories(self._files, folders)
+
+    def _link(self, source: Path, ref: BlobRef) -> None:
+        target = self._layout.object(ref.id)
+        if not self._files.link_exclusive(source, target):
+            # Another writer was faster. Its bytes have the same name, so only their number can be wrong.
+            self._files.touch(target)
+            size_bytes = self._files.size(target)
+            if size_bytes is None:
+                self._files.link_exclusive(source, target)
+            else:
+                check_size(ref, size_bytes, target)
+
+    def look_again(self) -> list[BlobRef]:
+        """
+        Return the objects that are gone after all; those that lie aside are linked back.
+
+        Call this once the record that names them is visible: from then on no collection takes them.
+        `claimed_elsewhere` tells of claimed blobs.
+        """
+        lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
+        for ref, path in self._staged.values():
+            if self.put_back(ref):
+                continue
+            if self._files.exists(path):
+                self._link(path, ref)
+                self._files.sync_directory(self._layout.object(ref.id).parent)
+            if not self.put_back(ref):
+                lost.append(ref)
+        return lost
+
+    def claimed_elsewhere(self) -> list[BlobRef]:
+        """Return the claimed blobs that are not at their places: their objects may be on their way out, too."""
+        return [ref for ref in self._claimed.values() if not self.claim(ref)]
+
+    def __enter__(self) -> "ObjectWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what was staged and never published."""
+        self._syncing.close()
+        for _, path in self._staged.values():
+            if self._files.exists(path):
+                self._files.discard(path)

@@ -1,0 +1,75 @@
+"""
+Files that are complete on their way to the disk: synced and closed by threads, while their writer goes on.
+
+A disk takes a millisecond for an fsync, and as long for several at once: small files wait together.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from layerstore.limits import SYNCING_MAX, SYNCS_AT_ONCE
+from layerstore.storage.files import Files
+from layerstore.storage.handles import NewFile
+
+Item = TypeVar("Item")
+
+
+class Syncing:
+    """Syncs files and folders, several at a time; *durable* says whether at all. Safe to use from several threads."""
+
+    def __init__(self, *, durable: bool = True) -> None:
+        self._durable = durable
+        self._pool = ThreadPoolExecutor(SYNCS_AT_ONCE, thread_name_prefix="fsync")
+        self._guard = threading.Lock()
+        self._under_way: deque[Future[None]] = deque()
+
+    def add(self, files: Iterable[NewFile]) -> None:
+        """
+        Take *files*, which are complete; wait if too many are under way.
+
+        Raises:
+            StorageIO: One that was taken earlier could not be synced.
+        """
+        for file in files:
+            if self._durable:
+                file.start_writing()
+            self._under_way.append(self._begun(self._sync, file))
+        self._wait(SYNCING_MAX)
+
+    def wait(self) -> None:
+        """Return once all files are durable; raises as `add` does."""
+        self._wait(0)
+
+    def directories(self, files: Files, directories: Iterable[Path]) -> None:
+        """Make the names in all *directories* durable."""
+        for done in [self._begun(files.sync_directory, directory) for directory in directories]:
+            done.result()  # raises where one cannot be synced
+
+    def close(self) -> None:
+        """Close the files that are still under way; they are not synced any more."""
+        self._durable = False
+        self._pool.shutdown()
+
+    def _begun(self, work: Callable[[Item], None], item: Item) -> Future[None]:
+        try:
+            return self._pool.submit(work, item)
+        except RuntimeError:  # the interpreter is ending, and a save is still being written: no thread starts any more
+            work(item)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    def _wait(self, left_max: int) -> None:
+        with self._guard:
+            done = [self._under_way.popleft() for _ in range(len(self._under_way) - left_max)]
+        for future in done:
+            future.result()
+
+    def _sync(self, file: NewFile) -> None:
+        with file:
+            if self._durable:
+                file.sync()

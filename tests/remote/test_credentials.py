@@ -1,0 +1,175 @@
+"""Who we are: profiles as the AWS tools keep them, the environment before them, and no secret anywhere."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Store
+from layerstore.errors import InvalidInput, StorageIO, Unsupported
+from layerstore.remote import Bucket
+from layerstore.remote.credentials import s3_options
+from tests.remote.conftest import KEY, SECRET
+from tests.unit.checkpoints import Checkpoints
+
+CREDENTIALS = f"""
+[default]
+aws_access_key_id = DEFAULTDEFAULT
+aws_secret_access_key = default-secret
+
+[lab]
+aws_access_key_id = {KEY}
+aws_secret_access_key = {SECRET}
+aws_session_token = a-token%with$signs
+"""
+CONFIG = """
+[default]
+region = eu-west-1
+
+[profile lab]
+region = us-west-2
+endpoint_url = http://lab:9000
+
+[profile ours]
+services = minio
+region = us-east-2
+aws_access_key_id = AKIAOURS
+aws_secret_access_key = ours
+
+[services minio]
+s3 =
+  endpoint_url = http://minio:9000
+  addressing_style = path
+
+[profile role]
+role_arn = arn:aws:iam::1:role/reader
+source_profile = default
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Return an environment whose profiles are ours."""
+    (tmp_path / "credentials").write_text(CREDENTIALS)
+    (tmp_path / "config").write_text(CONFIG)
+    return {
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        (
+            None,
+            {"region": "eu-west-1", "access_key_id": "DEFAULTDEFAULT", "secret_access_key": "default-secret"},
+        ),
+        (
+            "lab",
+            {
+                "region": "us-west-2",
+                "endpoint": "http://lab:9000",
+                "access_key_id": KEY,
+                "secret_access_key": SECRET,
+                "session_token": "a-token%with$signs",
+            },
+        ),
+        (
+            "ours",
+            {
+                "region": "us-east-2",
+                "endpoint": "http://minio:9000",
+                "access_key_id": "AKIAOURS",
+                "secret_access_key": "ours",
+            },
+        ),
+    ],
+)
+def test_profiles(environment: dict[str, str], profile: str | None, expected: dict[str, str]) -> None:
+    """From both files; an endpoint may also be that of a service."""
+    assert s3_options(environment | ({} if profile is None else {"AWS_PROFILE": profile})) == expected
+
+
+def test_the_environment_goes_before(environment: dict[str, str]) -> None:
+    """obstore reads it by itself."""
+    ours = {"AWS_ACCESS_KEY_ID": "a", "AWS_REGION": "b", "AWS_ENDPOINT_URL": "c", "AWS_PROFILE": "lab"}
+    assert s3_options(environment | ours) == {}
+
+
+def test_no_profile_at_all(tmp_path: Path) -> None:
+    """A machine's own role, say: obstore asks for it."""
+    nothing = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "a"), "AWS_CONFIG_FILE": str(tmp_path / "b")}
+    assert s3_options(nothing) == {}
+    with pytest.raises(InvalidInput, match="no profile 'lab'"):
+        s3_options(nothing | {"AWS_PROFILE": "lab"})
+
+
+def test_a_file_that_is_malformed(environment: dict[str, str]) -> None:
+    """Its path is told, and none of its text, which may hold a key."""
+    Path(environment["AWS_SHARED_CREDENTIALS_FILE"]).write_text(f"aws_secret_access_key {SECRET}")
+    with pytest.raises(InvalidInput, match="credentials cannot be read") as told:
+        s3_options(environment)
+    assert SECRET not in f"{told.value!r} {told.value.__cause__!r}"
+
+
+def test_a_role_needs_boto3(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so; with boto3 it is asked when a request is made."""
+    assumed = environment | {"AWS_PROFILE": "role"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Unsupported, match="role"):
+        s3_options(assumed)
+
+
+def test_secrets_are_nowhere(
+    s3: str,
+    store: Store,
+    saved: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not in the store, the bucket, the mirror, errors, representations or logs; nor is the key's id."""
+    caplog.set_level(logging.DEBUG)
+    saved.into(store, 2)
+    store.remotes.add("origin", s3)
+    store.push()
+    with layerstore.open(s3) as remote:
+        remote.compose("r@2").write(tmp_path / "out")
+    texts = [repr(Bucket(s3)), repr(store.remotes.urls()), repr(remote.repo), caplog.text]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_TRIES", 1)
+    with pytest.raises(StorageIO) as told:
+        store.push()
+    texts += [str(told.value), repr(told.value), str(told.value.hint)]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://me:{SECRET}@127.0.0.1:9")
+    with pytest.raises(StorageIO) as told:
+        store.push()
+    texts += [str(told.value), repr(told.value), repr(told.value.__cause__)]
+    files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "s3" not in path.parts)
+    for secret in (KEY, SECRET):
+        assert secret not in " ".join(texts)
+        assert secret.encode() not in files
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/prefix",
+        "s3://key:sec/ret+secret@bucket/prefix",
+        "s3://key:secret",
+        "https://key:sec/secret@host/prefix",
+        "s3://bucket/prefix?X-Amz-Signature=secret",
+        "https://bucket.s3.amazonaws.com/prefix",
+        "s3://",
+        "file://relative/path",
+        "ftp://host/path",
+    ],
+)
+def test_urls_that_are_none(store: Store, url: str) -> None:
+    """They are refused in one line, which does not repeat a secret; nothing is recorded."""
+    with pytest.raises(InvalidInput) as told:
+        store.remotes.add("origin", url)
+    assert "secret" not in str(told.value)
+    assert store.remotes.urls() == {}

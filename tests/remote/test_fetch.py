@@ -1,0 +1,399 @@
+"""A store straight from a bucket: records first, bytes as they are needed, and nothing is written there."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Store
+from layerstore.errors import IntegrityError, InvalidInput, NoStore, StorageIO, Unsupported
+from layerstore.history import named_by
+from layerstore.limits import REMOTE_REQUESTS_MAX
+from layerstore.model import BlobRef
+from layerstore.remote import Bucket, RemoteNotice
+from tests.faults.harness import Failure, attempt, become_nobody, in_child
+from tests.unit.checkpoints import Checkpoints, digests
+
+
+@pytest.fixture
+def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
+    """Return a store of three steps whose remote has it all."""
+    saved.into(store, 2, 4, 6)
+    store.pin("best", "r@4")
+    store.remotes.add("origin", url)
+    store.push()
+    return store
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return what is read of objects from buckets: names and bytes, as it happens."""
+    found: list[tuple[str, int]] = []
+    chunks = Bucket.chunks
+
+    def counted(
+        self: Bucket, name: str, *, start: int, size_bytes: int, is_whole: bool = False
+    ) -> Iterator[memoryview]:
+        found.append((name, size_bytes))
+        return chunks(self, name, start=start, size_bytes=size_bytes, is_whole=is_whole)
+
+    monkeypatch.setattr(Bucket, "chunks", counted)
+    return found
+
+
+QUESTIONS: dict[str, Callable[[Store], object]] = {
+    "log": lambda store: [replace(entry, pushed=()) for entry in store.log()],
+    "show": lambda store: store.show("r@4"),
+    "ls": lambda store: store.ls("best"),
+    "diff": lambda store: store.diff("r@2", "r@6"),
+    "pins": lambda store: store.pins(),
+    "stats": lambda store: replace(store.stats(), physical_bytes=0),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_remote_answers_as_the_store_does(
+    pushed: Store, url: str, read: list[tuple[str, int]], question: str
+) -> None:
+    """And no tensor is fetched for it."""
+    ask = QUESTIONS[question]
+    tensors = {ref.id for ref in tensor_objects(pushed)}
+
+    with layerstore.open(url) as remote:
+        assert ask(remote) == ask(pushed)
+
+    assert not [name for name, _ in read if name.rpartition("/")[2] in tensors]
+
+
+def test_stats_of_a_remote(pushed: Store, url: str) -> None:
+    """The bytes that the bucket holds, not those that have been fetched from there."""
+    with layerstore.open(url) as remote:
+        found = remote.stats()
+    assert found.missing == 0
+    assert 0 <= found.physical_bytes - found.unique_bytes <= 4 * 4096  # records, by blocks
+
+
+def tensor_objects(store: Store) -> list[BlobRef]:
+    """Return all that version blobs name."""
+    repo = store.repo
+    records = [repo.catalog.commit(name).record for name in repo.records.names("r")]
+    return [each.ref for record in records for entry in record.layers for each in repo.version_of(entry).objects]
+
+
+def test_a_composite_fetches_what_it_needs(
+    pushed: Store, url: str, read: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """Each object once, none that it does not need; the same bytes come out."""
+    pushed.compose("r@6", policy="parity").write(tmp_path / "here")
+    composite = pushed.compose("r@6", policy="parity")
+
+    with layerstore.open(url) as remote:
+        remote.compose("r@6", policy="parity").write(tmp_path / "there")
+
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+    names = [name for name, _ in read]
+    assert len(names) == len(set(names))
+    chosen = composite.composition
+    blobs = [*(entry.version for entry in chosen.layers), *chosen.base.states]
+    needed = {ref.id for blob in blobs for ref in named_by(pushed.repo, blob)}
+    tensors = {ref.id for ref in tensor_objects(pushed)}
+    assert {name.rpartition("/")[2] for name in names} & tensors == needed & tensors
+
+
+def test_what_was_fetched_is_used_again(pushed: Store, url: str, read: list[tuple[str, int]], tmp_path: Path) -> None:
+    """By another process, too; and what has rotted in the cache is fetched again."""
+    with layerstore.open(url) as remote:
+        remote.compose("r@6").write(tmp_path / "a")
+    read.clear()
+    with layerstore.open(url) as remote:
+        remote.compose("r@6").write(tmp_path / "b")
+    assert read == []
+    victim = max((tmp_path / "cache").rglob("objects/??/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+
+    with layerstore.open(url) as remote:
+        remote.compose("r@6").write(tmp_path / "c")
+
+    assert [name.rpartition("/")[2] for name, _ in read] == [victim.name]
+    assert digests(tmp_path / "c") == digests(tmp_path / "a")
+
+
+def test_the_cache_is_bounded(
+    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[tuple[str, int]]
+) -> None:
+    """What was used longest ago goes first; a composite that is larger than the cache comes out all the same."""
+    pushed.compose("r@6").write(tmp_path / "here")
+    monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "40kB")
+    with layerstore.open(url) as remote:
+        remote.compose("r@6").write(tmp_path / "there")
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+    cached = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("objects/??/*"))
+    assert cached <= 40_000 + max(size_bytes for _, size_bytes in read) * 16
+    monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "much")
+    with layerstore.open(url) as remote, pytest.raises(InvalidInput, match="is no size"):
+        remote.show("r@2")
+
+
+def test_a_record_that_is_damaged_later_is_found(pushed: Store, url: str, bucket: Bucket) -> None:
+    """A verify reads records in the bucket, and not what the mirror has of them; healed there, they are sound here."""
+    [name] = [each.name for each in bucket.listed("commits") if "/4." in each.name]
+    with layerstore.open(url) as remote:
+        assert remote.verify().ok
+        bucket.write(name, lambda: [b"rotten"])
+        assert [damage.path for damage in remote.verify().damaged] == [name]
+        assert [each.path for each in pushed.repair(remote=url).fetched] == [name]
+        assert remote.verify().ok
+
+
+def test_what_a_cleaner_took_is_made_again(pushed: Store, url: str, tmp_path: Path) -> None:
+    """A mirror may lose any part of itself between two commands."""
+    with layerstore.open(url) as remote:
+        remote.show("r@6")
+        place = remote.path
+    (place / "store.json").unlink()
+    for taken in ("commits", "tmp", "locks", "manifest"):
+        shutil.rmtree(place / taken)
+        with layerstore.open(url) as remote:
+            assert remote.log() == [replace(entry, pushed=()) for entry in pushed.log()]
+    with layerstore.open(url) as remote:
+        remote.compose("r@4").write(tmp_path / "out")
+
+
+def test_strangers_in_a_bucket_are_left_alone(pushed: Store, bucket: Bucket) -> None:
+    """Whatever somebody puts beside the records and pins, however deep, or long its name."""
+    strangers = ["commits/r/a/b/c", "commits/stray", f"commits/r/{'x' * 300}", f"commits/{'x' * 300}/1", "pins/a/b"]
+    if bucket.url.startswith("file://"):
+        strangers = [name for name in strangers if len(name) < 255]
+    for name in strangers:
+        bucket.write(name, lambda: [b"stray"])
+    with layerstore.open(bucket.url) as remote:
+        assert remote.log() == [replace(entry, pushed=()) for entry in pushed.log()]
+        assert remote.verify().ok
+    pushed.gc(remote="origin", grace_seconds=0)
+    assert {each.name for folder in ("commits", "pins") for each in bucket.listed(folder)} >= set(strangers)
+
+
+def _opened_by_two(folder: Path) -> Failure | None:
+    """Open the bucket at *folder* as one user, and then as another one with the same cache."""
+    os.environ["LAYERSTORE_CACHE_DIR"] = str(folder / "cache")
+    os.umask(0o022)
+    layerstore.open(f"file://{folder}/bucket").close()
+    become_nobody()
+    return attempt(lambda: layerstore.open(f"file://{folder}/bucket"))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_a_cache_of_another_user_is_refused(pushed: Store, tmp_path: Path) -> None:
+    """At once, and it is said how to name another one."""
+    pushed.push(f"file://{tmp_path}/bucket")
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    failure = in_child(_opened_by_two, tmp_path).needed()
+    assert failure is not None
+    assert (failure.exit_code, failure.hint) == (12, "name a folder of your own: LAYERSTORE_CACHE_DIR")
+
+
+def test_what_is_closed_fetches_no_more(
+    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what waits for its turn, nor the rest of what is on its way; nothing half done is left."""
+    stream, begun, go_on = Bucket._stream, list[str](), threading.Event()
+
+    def held(self: Bucket, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[bytes]:
+        begun.append(name)
+        go_on.wait()
+        return stream(self, name, start, end, is_whole=is_whole)
+
+    remote = layerstore.open(url)
+    refs = list(dict.fromkeys(tensor_objects(pushed)))
+    monkeypatch.setattr(Bucket, "_stream", held)
+    remote.repo.objects.expect(refs)
+    while len(begun) < REMOTE_REQUESTS_MAX:
+        time.sleep(0.001)
+    threading.Timer(0.05, go_on.set).start()
+    remote.close()
+    remote.close()
+    assert len(begun) == REMOTE_REQUESTS_MAX < len(refs)
+    assert not [*remote.path.glob("objects/*/*"), *remote.path.glob("tmp/*"), *remote.path.glob("locks/fetch-*")]
+    with pytest.raises(InvalidInput, match="was closed"):
+        remote.repo.objects.verify(refs[-1])
+
+
+def test_only_mirrors_make_room(
+    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Checkpoints
+) -> None:
+    """A store that lies in the cache's folder is none of its business."""
+    with layerstore.init(tmp_path / "cache" / "mirrors" / "mine") as mine:
+        saved.into(mine, 2)
+        monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "10kB")
+        with layerstore.open(url) as remote:
+            remote.compose("r@6").write(tmp_path / "out")
+        assert mine.verify(read_data=True).ok
+
+
+def test_a_fetch_that_failed_is_tried_again(
+    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same open store reads on once the network is back."""
+    with layerstore.open(url) as remote:
+        with monkeypatch.context() as away:
+            away.setattr("layerstore.remote.bucket.REMOTE_TRIES", 1)
+
+            def cut(*_: object, **__: object) -> Iterator[bytes]:
+                raise ConnectionError("no route to host")
+
+            away.setattr(Bucket, "_stream", cut)
+            with pytest.raises(StorageIO, match="no route"):
+                remote.compose("r@6").write(tmp_path / "first")
+        remote.compose("r@6").write(tmp_path / "second")
+
+
+def test_the_command_line_bounds_the_cache_too(pushed: Store, tmp_path: Path) -> None:
+    """``--cache`` goes before the environment; a size that is none is refused."""
+    pushed.push(f"file://{tmp_path}/bucket")
+    command = [sys.executable, "-m", "layerstore.cli", "--store", f"file://{tmp_path}/bucket", "--cache", "much"]
+    done = subprocess.run([*command, "show", "r@2"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: 'much' is no size")
+
+
+def test_two_processes_fetch_each_object_once(
+    pushed: Store, url: str, tmp_path: Path, read: list[tuple[str, int]]
+) -> None:
+    """Ranks of one host share the mirror: who comes second waits for the first."""
+    with ThreadPoolExecutor() as pool:
+
+        def compose(number: int) -> None:
+            with layerstore.open(url) as remote:  # of its own, as a process has it
+                remote.compose("r@6").write(tmp_path / f"out{number}")
+
+        list(pool.map(compose, range(4)))
+    names = [name for name, _ in read]
+    assert len(names) == len(set(names))
+    assert not list((tmp_path / "cache").rglob("locks/fetch-*"))
+
+
+def test_a_flipped_bit_there_is_found(pushed: Store, bucket: Bucket, tmp_path: Path) -> None:
+    """By name, before a byte of it is handed out; healing puts it back."""
+    damage(bucket, pushed)
+    with layerstore.open(bucket.url) as remote, pytest.raises(IntegrityError, match="is damaged"):
+        remote.compose("r@6").write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    [found] = layerstore.open(bucket.url).verify(read_data=True).damaged
+    assert found.kind == "object"
+    assert found.needed_by == ("r@6",)
+    assert layerstore.open(bucket.url).verify().ok
+
+    planned = pushed.repair(remote="origin", read_data=True, dry_run=True)
+    assert not layerstore.open(bucket.url).verify(read_data=True).ok
+    assert pushed.repair(remote="origin", read_data=True) == planned
+
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+def damage(bucket: Bucket, store: Store) -> str:
+    """Flip a bit of a tensor of the last step; return its object's name in *bucket*."""
+    record = store.repo.catalog.commit(store.repo.records.names("r")[-1]).record
+    name = f"objects/{(found := store.repo.version_of(record.layers[1]).objects[0].id)[:2]}/{found}"
+    data = bytearray(bucket.read(name, size_bytes_max=10**9) or b"")
+    data[-1] ^= 1
+    bucket.write(name, lambda: [bytes(data)])
+    return name
+
+
+@pytest.mark.parametrize("folder", ["objects", "commits", "pins"])
+def test_what_is_lost_there_is_put_back(pushed: Store, bucket: Bucket, folder: str) -> None:
+    """An object, a blob with all that it names, a pin; a record that is gone is simply pushed."""
+    before = {each.name: each.size_bytes for each in bucket.listed(folder)}
+    bucket.remove(list(before))
+    if folder == "objects":
+        assert not layerstore.open(bucket.url).verify().ok
+
+    pushed.repair(remote="origin")
+    pushed.push()
+
+    assert {each.name: each.size_bytes for each in bucket.listed(folder)} == before
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+def test_what_changes_there_shows(pushed: Store, saved: Checkpoints, url: str) -> None:
+    """A new commit, and one that is gone."""
+    with layerstore.open(url) as remote:
+        assert [entry.step for entry in remote.log()] == [6, 4, 2]
+    saved.into(pushed, 8)
+    pushed.push()
+    Bucket(url).remove([each.name for each in Bucket(url).listed("commits") if "/2." in each.name])
+    with layerstore.open(url) as remote:
+        assert [entry.step for entry in remote.log()] == [8, 6, 4]
+
+
+@pytest.mark.parametrize("write", ["ingest", "drop", "pin", "gc", "reindex"])
+def test_a_remote_is_only_read(pushed: Store, saved: Checkpoints, url: str, write: str) -> None:
+    """Every verb that writes says so, and how to."""
+    verbs: dict[str, Callable[[Store], object]] = {
+        "ingest": lambda store: store.ingest(saved(8), run="r"),
+        "drop": lambda store: store.drop("r@2"),
+        "pin": lambda store: store.pin("other", "r@2"),
+        "gc": lambda store: store.gc(),
+        "reindex": lambda store: store.reindex(),
+    }
+    with layerstore.open(url) as remote, pytest.raises(Unsupported, match="only read"):
+        verbs[write](remote)
+
+
+def test_no_store_there(url: str, tmp_path: Path) -> None:
+    """One line, and nothing is made."""
+    with pytest.raises(NoStore, match=r"there is no (store|folder)"):
+        layerstore.open(url)
+    with pytest.raises(NoStore, match=r"there is no (store|folder)"):
+        layerstore.clone(url, tmp_path / "clone")
+    assert not (tmp_path / "clone").exists()
+
+
+# -- trouble on the way ------------------------------------------------------------------------------------------------
+
+
+def test_what_fails_for_a_moment_is_repeated_and_told(
+    pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A download goes on where it was cut."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
+    stream = Bucket._stream
+    cuts: list[str] = []
+
+    def cut(self: Bucket, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[bytes]:
+        for piece in stream(self, name, start, end, is_whole=is_whole):
+            if len(cuts) < 10:
+                cuts.append(name)
+                yield bytes(piece)[:100]
+                raise ConnectionError("the connection was cut")
+            yield piece
+
+    monkeypatch.setattr(Bucket, "_stream", cut)
+    with layerstore.open(url) as remote, pytest.warns(RemoteNotice, match="trying again"):
+        remote.compose("r@6").write(tmp_path / "out")
+    assert len(cuts) == 10
+
+
+def test_what_fails_for_long_is_given_up(pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a bounded number of tries, in one line."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
+
+    def never(self: Bucket, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[bytes]:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(Bucket, "_stream", never)
+    with layerstore.open(url) as remote, pytest.warns(RemoteNotice), pytest.raises(StorageIO, match="no route") as told:
+        remote.show("r@6")
+    assert told.value.hint is not None

@@ -1,0 +1,127 @@
+"""A partial clone has all records, fetches tensors when they are needed, and is written to like any store."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import AlreadyExists, IntegrityError
+from layerstore.remote import Bucket
+from tests.unit.checkpoints import Checkpoints, digests
+
+
+@pytest.fixture
+def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
+    """Return a store of three steps and a pin whose remote has it all."""
+    saved.into(store, 2, 4, 6)
+    store.pin("best", "r@4")
+    store.push(url)
+    return store
+
+
+@pytest.fixture
+def clone(pushed: Store, url: str, tmp_path: Path) -> Store:
+    """Return a partial clone of it."""
+    return layerstore.clone(url, tmp_path / "clone", records=True)
+
+
+def objects(store: Store) -> set[str]:
+    """Return the names of the objects that are in the folder of *store*."""
+    return {path.name for path in (store.path / "objects").glob("*/*")}
+
+
+def test_it_has_all_records_and_no_tensors(pushed: Store, clone: Store) -> None:
+    """Questions are answered without the bucket."""
+    assert clone.log() == [replace(entry, pushed=()) for entry in pushed.log()]
+    assert clone.pins() == pushed.pins()
+    assert clone.diff("r@2", "r@6") == pushed.diff("r@2", "r@6")
+    names = pushed.repo.records.names("r")
+    blobs = {blob.id for name in names for blob in pushed.repo.catalog.commit(name).record.blobs}
+    assert objects(clone) == blobs
+
+
+def test_tensors_come_when_they_are_needed(pushed: Store, clone: Store, tmp_path: Path) -> None:
+    """And stay: without the bucket the same composite can be written again."""
+    before = objects(clone)
+    clone.compose("r@4").write(tmp_path / "there")
+    pushed.compose("r@4").write(tmp_path / "here")
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+    assert before < objects(clone) < objects(pushed)
+
+    clone.repo.layout.partial.write_text('{"url": "memory://another"}')
+    again = layerstore.open(clone.path)
+    again.compose("r@4").write(tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(tmp_path / "here")
+    with pytest.raises(IntegrityError, match="memory://another"):
+        again.compose("r@2").write(tmp_path / "other")
+
+
+def test_it_is_written_to(pushed: Store, clone: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """What is saved there inherits layers that are not there, is pushed, and is whole elsewhere."""
+    saved.into(clone, 8, policy="parity")
+    assert clone.verify().ok
+    assert clone.push().commits == ("r@8",)
+
+    with layerstore.clone(url, tmp_path / "whole") as whole:
+        assert whole.verify(read_data=True).ok
+        whole.compose("r@8").write(tmp_path / "whole 8")
+    clone.compose("r@8").write(tmp_path / "partial 8")
+    assert digests(tmp_path / "whole 8") == digests(tmp_path / "partial 8")
+
+    assert pushed.pull(url).commits == ("r@8",)
+    saved.into(pushed, 10)
+    pushed.push(url)
+    before = objects(clone)
+    assert clone.pull().commits == ("r@10",)
+    new = {blob.id for blob in clone.repo.catalog.commit(clone.repo.records.names("r")[-1]).record.blobs}
+    assert objects(clone) == before | new
+
+
+def test_collecting_it_leaves_the_remote_alone(pushed: Store, clone: Store, url: str) -> None:
+    """What nothing there needs goes, and what was never there is no error."""
+    clone.gc(Keep(last=1), grace_seconds=0, empty_trash=True)
+    assert [entry.step for entry in clone.log()] == [6, 4]  # one is pinned
+    assert clone.verify(read_data=True).ok
+    assert layerstore.open(url).verify(read_data=True).ok
+
+
+def test_what_it_lacks_is_looked_up(clone: Store, pushed: Store, url: str) -> None:
+    """An object that neither has is damage."""
+    assert clone.verify().ok
+    missing = min(objects(pushed) - objects(clone))
+    Bucket(url).remove([f"objects/{missing[:2]}/{missing}"])
+    with layerstore.open(clone.path) as again:
+        assert [damage.id for damage in again.verify().damaged] == [missing]
+
+
+def test_its_note_may_be_damaged(clone: Store) -> None:
+    """Then it is not opened: half of it would look lost."""
+    for text in ("{}", "[]", "x", '{"url": "elsewhere"}', '{"url": 1}'):
+        clone.repo.layout.partial.write_text(text)
+        with pytest.raises(IntegrityError, match="does not say which remote"):
+            layerstore.open(clone.path)
+
+
+def test_it_outlives_the_name_of_its_origin(pushed: Store, clone: Store, tmp_path: Path) -> None:
+    """Names are for people."""
+    clone.remotes.remove("origin")
+    with layerstore.open(clone.path) as again:
+        again.compose("r@2").write(tmp_path / "out")
+
+
+def test_what_another_remote_sends_is_whole(pushed: Store, clone: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """Only its origin can be asked later."""
+    saved.into(pushed, 8)
+    pushed.push(f"file://{tmp_path}/other")
+    clone.pull(f"file://{tmp_path}/other")
+    (tmp_path / "other").rename(tmp_path / "away")
+    clone.compose("r@8").write(tmp_path / "out")
+
+
+def test_a_whole_clone_is_not_made_partial(pushed: Store, url: str, tmp_path: Path) -> None:
+    """Later pulls would bring no tensors."""
+    layerstore.clone(url, tmp_path / "whole").close()
+    with pytest.raises(AlreadyExists, match="with all tensors"):
+        layerstore.clone(url, tmp_path / "whole", records=True)

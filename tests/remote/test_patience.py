@@ -1,0 +1,74 @@
+"""How long a server is waited for: as long as bytes move, and not much longer."""
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from layerstore.errors import StorageIO
+from layerstore.remote import Bucket, RemoteNotice
+from tests.remote.conftest import KEY, SECRET
+
+PIECES, PIECE_BYTES, PAUSE_SECONDS = 8, 1000, 0.05
+SILENCE_SECONDS = 0.2
+
+
+class _Slow(BaseHTTPRequestHandler):
+    """Takes and sends a few bytes at a time; what is called ``silent`` it never sends."""
+
+    def do_PUT(self) -> None:
+        for _ in range(PIECES):
+            self.rfile.read(PIECE_BYTES)
+            time.sleep(PAUSE_SECONDS)
+        self.send_response(200)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(PIECES * PIECE_BYTES), "ETag": '"1"'}.items():
+            self.send_header(name, value)
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        if self.path.endswith("silent"):
+            time.sleep(3 * SILENCE_SECONDS)
+            return
+        for _ in range(PIECES):
+            self.wfile.write(bytes(PIECE_BYTES))
+            self.wfile.flush()
+            time.sleep(PAUSE_SECONDS)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """Return a bucket behind a slow link."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_SILENCE_SECONDS", SILENCE_SECONDS)
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_TRIES", 2)
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
+    yield Bucket("s3://bucket")
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_slow_is_waited_for(bucket: Bucket) -> None:
+    """An upload and a download that take twice as long as silence may."""
+    bucket.write("slow", lambda: [bytes(PIECES * PIECE_BYTES)])
+    assert sum(map(len, bucket.chunks("slow", start=0, size_bytes=PIECES * PIECE_BYTES, is_whole=True))) == 8000
+
+
+def test_silence_is_not_waited_for(bucket: Bucket) -> None:
+    """The request is repeated, and then given up."""
+    with pytest.warns(RemoteNotice, match="trying again"), pytest.raises(StorageIO, match="cannot read silent"):
+        bucket.read("silent", size_bytes_max=10_000)

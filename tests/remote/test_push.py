@@ -1,0 +1,370 @@
+"""``push``, ``pull`` and ``clone``: the same bytes elsewhere, whoever is killed, and only what is missing."""
+
+import errno
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, NotFound, StorageIO
+from layerstore.history import PushedNotice
+from layerstore.remote import Bucket, RemoteNotice, record_names
+from layerstore.remote.bucket import Listed
+from layerstore.storage import RecordName
+from tests.remote.conftest import watch_writes
+from tests.unit.checkpoints import Checkpoints, snapshot
+
+
+def test_a_clone_is_the_store(store: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """Records, pins and objects, byte for byte; what it is cloned from is its origin."""
+    saved.into(store, 2, 4, 6)
+    store.pin("best", "r@4")
+
+    pushed = store.push(url)
+
+    assert (pushed.commits, pushed.pins) == (("r@2", "r@4", "r@6"), ("best",))
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        assert snapshot(clone) == snapshot(store)
+        assert clone.verify(read_data=True).ok
+        assert clone.remotes.urls() == {"origin": url}
+        saved.into(clone, 8)
+        assert clone.push().commits == ("r@8",)
+    assert store.pull(url).commits == ("r@8",)
+
+
+def test_only_what_is_missing_is_sent(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """A push that has nothing to do sends nothing; the next save sends its own bytes."""
+    saved.into(store, 2)
+    store.push(bucket.url)
+    assert store.push(bucket.url).bytes_sent == 0
+    before = {each.name: each.size_bytes for folder in ("objects", "commits") for each in bucket.listed(folder)}
+    saved.into(store, 4, policy="parity")
+
+    pushed = store.push(bucket.url)
+
+    after = {each.name: each.size_bytes for folder in ("objects", "commits") for each in bucket.listed(folder)}
+    assert pushed.bytes_sent == sum(after.values()) - sum(before.values())
+    assert before.items() <= after.items()
+
+
+def test_a_reference_is_pushed_alone(store: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """A commit is complete by itself, and so is a pinned composite."""
+    saved.into(store, 2, 4)
+    store.compose("r@4", policy="parity").pin("mixed")
+
+    assert store.push(url, refs=["r@4", "mixed"]).commits == ("r@4",)
+
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        assert [entry.step for entry in clone.log()] == [4]
+        assert clone.verify(read_data=True).ok
+        clone.compose("mixed").write(tmp_path / "out")
+    with pytest.raises(NotFound, match="no step 2"):
+        layerstore.open(url).show("r@2")
+
+
+def test_a_pull_of_references_takes_only_them(store: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """A step, a run, or a pin, as they are called there."""
+    saved.into(store, 2, 4)
+    store.push(url, refs=["r@2"])
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        store.pin("best", "r@4")
+        store.push(url)
+        assert clone.pull(refs=["r@4"]).commits == ("r@4",)
+        assert clone.pull(refs=["best"]).pins == ("best",)
+        with pytest.raises(NotFound):
+            clone.pull(refs=["r@6"])
+
+
+def test_what_was_dropped_stays_dropped(store: Store, saved: Checkpoints, url: str) -> None:
+    """A pull does not bring back what lies in the trash, unless it is named."""
+    saved.into(store, 2, 4)
+    store.push(url)
+    store.drop("r@2")
+
+    assert store.pull(url).commits == ()
+    assert store.pull(url, refs=["r@2"]).commits == ("r@2",)
+
+
+def test_a_push_that_was_killed_goes_on(
+    store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever it ends, what shows is whole, and what has arrived is not sent again."""
+    saved.into(store, 2, 4)
+    total = store.push(f"memory://{tmp_path.name}").objects
+    sent: list[str] = []
+    for limit in (0, 1, 7, 20):
+        count = 0
+
+        def cut(_: Bucket, name: str, limit: int = limit) -> None:
+            nonlocal count
+            if not name.startswith("gc/"):
+                if count == limit:
+                    raise KeyboardInterrupt
+                count += 1
+                sent.append(name)
+
+        with monkeypatch.context() as patched:
+            watch_writes(patched, before=cut)
+            with pytest.raises(KeyboardInterrupt):
+                store.push(bucket.url)
+        if bucket.read("store.json", size_bytes_max=10_000):
+            assert layerstore.open(bucket.url).verify(read_data=True).ok
+    pushed = store.push(bucket.url)
+
+    objects = [name for name in sent if name.startswith("objects/")]
+    assert len(objects) == len(set(objects))
+    assert len(objects) + pushed.objects == total
+    with layerstore.clone(bucket.url, tmp_path / "clone") as clone:
+        assert snapshot(clone) == snapshot(store)
+
+
+def test_a_clone_that_was_killed_goes_on(
+    store: Store, saved: Checkpoints, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Commits that have come are whole; the rest follows."""
+    saved.into(store, 2, 4)
+    store.push(url)
+    chunks = Bucket.chunks
+    for limit in (1, 30):
+        asked: list[str] = []
+
+        def counted(
+            self: Bucket, name: str, limit: int = limit, asked: list[str] = asked, **stretch: int
+        ) -> Iterator[memoryview]:
+            asked.append(name)
+            if len(asked) > limit:
+                raise KeyboardInterrupt
+            return chunks(self, name, **stretch)  # type: ignore[arg-type]  # fields by name
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Bucket, "chunks", counted)
+            with pytest.raises(KeyboardInterrupt):
+                layerstore.clone(url, tmp_path / "clone")
+        with layerstore.open(tmp_path / "clone") as half:
+            assert half.verify(read_data=True).ok
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        assert snapshot(clone) == snapshot(store)
+
+
+def test_another_store_is_refused(store: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """Neither of the two is changed."""
+    saved.into(store, 2)
+    store.push(url)
+    with layerstore.init(tmp_path / "other") as other:
+        saved.into(other, 4)
+        with pytest.raises(Conflict, match="another store"):
+            other.push(url)
+        with pytest.raises(Conflict, match="another store"):
+            other.pull(url)
+        assert [entry.step for entry in other.log()] == [4]
+    with pytest.raises(AlreadyExists, match="another store"):
+        layerstore.clone(url, tmp_path / "other")
+    assert [entry.step for entry in layerstore.open(url).log()] == [2]
+
+
+def test_a_pin_that_means_something_else_is_refused(store: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """Both ways."""
+    saved.into(store, 2, 4)
+    store.push(url)
+    store.pin("best", "r@2")
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        clone.pin("best", "r@4")
+        clone.push()
+        with pytest.raises(AlreadyExists, match="best"):
+            store.push(url)
+        with pytest.raises(AlreadyExists, match="best"):
+            store.pull(url)
+
+
+def test_damage_here_is_not_sent(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """The object is named, and the commit does not show there."""
+    saved.into(store, 2)
+    path = max((store.path / "objects").rglob("??/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(IntegrityError, match=path.name):
+        store.push(bucket.url)
+
+    assert bucket.listed("commits") == []
+    assert bucket.size(f"objects/{path.name[:2]}/{path.name}") is None
+
+
+def test_a_copy_at_another_place_is_not_counted_on(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """Somebody has moved an object there: it is sent again, and verify misses it until then."""
+    saved.into(store, 2)
+    store.push(bucket.url)
+    victim = bucket.objects()[0]
+    folder, _, object_id = victim.name.rpartition("/")
+    data = bucket.read(victim.name, size_bytes_max=victim.size_bytes) or b""
+    bucket.write(f"{folder}/moved/{object_id}", lambda: [data])
+    bucket.remove([victim.name, *(each.name for each in bucket.listed("commits"))])
+
+    assert store.push(bucket.url).objects == 1
+    bucket.remove([victim.name])
+    assert [damage.path for damage in layerstore.open(bucket.url).verify().damaged] == [victim.name]
+
+
+def test_damage_there_is_not_taken(store: Store, saved: Checkpoints, bucket: Bucket, tmp_path: Path) -> None:
+    """The object is named; commits before it have come."""
+    saved.into(store, 2, 4)
+    store.push(bucket.url)
+    [victim] = sorted(
+        each.name for each in bucket.listed("objects") if each.name.rpartition("/")[2] == str(newest_object(store))
+    )
+    data = bytearray(bucket.read(victim, size_bytes_max=10**9) or b"")
+    data[-1] ^= 1
+    bucket.write(victim, lambda: [bytes(data)])
+
+    with pytest.raises(IntegrityError, match=victim.rpartition("/")[2]):
+        layerstore.clone(bucket.url, tmp_path / "clone")
+
+    with layerstore.open(tmp_path / "clone") as clone:
+        assert [entry.step for entry in clone.log()] == [2]
+        assert clone.verify(read_data=True).ok
+    store.repair(remote=bucket.url, read_data=True)
+    with layerstore.clone(bucket.url, tmp_path / "clone") as clone:
+        assert snapshot(clone) == snapshot(store)
+
+
+def newest_object(store: Store) -> str:
+    """Return an object of the newest commit's first layer."""
+    record = store.repo.catalog.commit(store.repo.records.names("r")[-1]).record
+    return store.repo.version_of(record.layers[0]).objects[0].id
+
+
+def test_a_push_goes_on_behind_a_run(
+    store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved later is sent later, by the listing that it has; cut off amid objects, it finds out what came."""
+    monkeypatch.setattr(sys.modules["layerstore.remote.push"], "FOLLOW_SECONDS", 0.05)
+    saved.into(store, 2, 4)
+    listings: list[None] = []
+    objects = Bucket.objects
+    stop, away, before = threading.Event(), [False], set[str]()
+
+    def counted(self: Bucket) -> list[Listed]:
+        listings.append(None)
+        return objects(self)
+
+    def at_times(bucket: Bucket, name: str) -> None:
+        if away[0] and name.startswith("objects/") and name not in before:
+            away[0] = False
+            raise StorageIO("the server is away", errno=errno.EIO, filename=bucket.url)
+
+    monkeypatch.setattr(Bucket, "objects", counted)
+    watch_writes(monkeypatch, before=at_times)
+    follower = store.follow(bucket.url, stop=stop)
+
+    assert next(follower).commits == ("r@2", "r@4")
+    before |= {each.name for each in objects(bucket)}
+    away[0] = True
+    saved.into(store, 6)
+    with pytest.warns(RemoteNotice, match="the server is away; trying again in"):
+        sent = next(follower)
+    assert sent.commits == ("r@6",)
+    saved.into(store, 8)
+    count = len(listings)
+    assert next(follower).commits == ("r@8",)
+    assert len(listings) == count
+    stop.set()
+    assert list(follower) == []
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+def test_what_a_remote_lacks_stays(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """A collection here that asks for it removes only what the remote has; the log tells what that is."""
+    saved.into(store, 2, 4)
+    store.push(bucket.url)
+    saved.into(store, 6, 8)
+
+    plan = store.gc(Keep(last=1), pushed_to=bucket.url, grace_seconds=0)
+
+    assert [fate.step for fate in plan.removed] == [4, 2]
+    assert [fate.kept_by for fate in plan.commits if fate.step == 6] == [("not pushed yet",)]
+    assert [(entry.step, entry.pushed) for entry in store.log()] == [(8, ()), (6, ())]
+    store.push(bucket.url)
+    assert [entry.pushed for entry in store.log()] == [(bucket.url,), (bucket.url,)]
+
+
+def test_a_damaged_note_of_what_was_pushed(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """It is told, and the next push writes it anew."""
+    saved.into(store, 2)
+    store.push(bucket.url)
+    store.repo.layout.pushed.write_text("[]")
+    with pytest.warns(PushedNotice, match="the next push writes it anew"):
+        assert [entry.pushed for entry in store.log()] == [()]
+    with pytest.warns(PushedNotice):
+        store.push(bucket.url)
+    assert [entry.pushed for entry in store.log()] == [(bucket.url,)]
+
+
+def test_one_run_is_pushed(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """With its pins."""
+    saved.into(store, 2)
+    saved.into(store, 3, run="q")
+    store.pin("best", "q@3")
+    store.pin("other", "r@2")
+    pushed = store.push(bucket.url, runs=["q"])
+    assert (pushed.commits, pushed.pins) == (("q@3",), ("best",))
+
+
+@pytest.mark.filterwarnings("ignore::layerstore.storage.IndexNotice")  # whoever lists its commits meanwhile is told
+def test_what_was_collected_meanwhile_is_left_out(
+    store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push beside a collection of the store sends what is left."""
+    saved.into(store, 2, 4, 6)
+
+    def collecting(_: Bucket, name: str) -> None:
+        if name.startswith("objects/") and len(store.log()) == 3:
+            store.gc(Keep(last=1), grace_seconds=0, empty_trash=True)
+
+    watch_writes(monkeypatch, after=collecting)
+
+    with pytest.warns(PushedNotice, match=r"r@[24] was removed here meanwhile, and is not sent"):
+        assert "r@6" in store.push(bucket.url).commits
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+def test_what_is_collected_before_it_is_read_is_left_out(
+    store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at what there is and the reading of a record."""
+    saved.into(store, 2, 4, 6)
+
+    def names(bucket: Bucket) -> list[RecordName]:
+        if len(store.log()) == 3:
+            store.gc(Keep(last=1), grace_seconds=0, empty_trash=True)
+        return record_names(bucket)
+
+    monkeypatch.setattr(sys.modules["layerstore.remote.push"], "record_names", names)
+
+    with pytest.warns(PushedNotice, match=r"r@[24] was removed here meanwhile, and is not sent"):
+        assert store.push(bucket.url).commits == ("r@6",)
+
+
+def test_a_place_that_is_not_there_is_no_success(
+    store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some servers say so when an upload was swept away half way."""
+    saved.into(store, 2)
+    obstore = bucket._obstore
+
+    class Gone:
+        exceptions = obstore.exceptions
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(obstore, name)
+
+        def put(self, *_: object, **__: object) -> None:
+            raise FileNotFoundError("NoSuchUpload")
+
+    monkeypatch.setattr("layerstore.remote.bucket._imported", Gone)
+    with pytest.raises(StorageIO, match="there is no such place"):
+        store.push(bucket.url)

@@ -1,0 +1,134 @@
+"""What goes over the wire between a store and a real server, counted by a proxy: what is needed, and little more."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Store
+from layerstore.history import named_by, resolve
+from layerstore.model import BlobRef
+from tests.bench.generate import generate
+from tests.bench.measure import peak_bytes_of
+from tests.remote.proxy import Wire, proxied
+from tests.remote.servers import KEY, SECRET, seaweedfs
+from tests.unit.checkpoints import Checkpoints, digests
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a server."""
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as found:
+        yield found
+
+
+@pytest.fixture
+def wire(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """Put a proxy in front of it, which is what remotes ask."""
+    with proxied(endpoint) as (front, counted):
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": front,
+            "AWS_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        yield counted
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Return the URL of an empty prefix there."""
+    return f"s3://first-bucket/{tmp_path.name}"
+
+
+@pytest.mark.full
+def test_a_composite_receives_what_it_needs(store: Store, wire: Wire, url: str, tmp_path: Path) -> None:
+    """Of two saves by parity, of 20 MB each, into an empty cache: at most 1.02 times its tensors, blobs and record."""
+    Checkpoints(tmp_path / "large", layers=4, hidden=160, vocab=2048).into(store, 2, 4)
+    store.push(url)
+    composite = store.compose("r@4", policy="parity")
+    composite.write(tmp_path / "here")
+    chosen, repo = composite.composition, store.repo
+    blobs = [*(entry.version for entry in chosen.layers), *chosen.base.states]
+    tensors = _bytes_of(ref for blob in blobs for ref in named_by(repo, blob))
+    record_bytes = sum(path.stat().st_size for path in (store.path / "commits/r").iterdir())
+    wire.forget()
+
+    with layerstore.open(url) as remote:
+        remote.compose("r@4", policy="parity").write(tmp_path / "there")
+
+    needed = tensors + _bytes_of(blobs) + record_bytes // 2
+    print(
+        f"received {wire.received_bytes:,} bytes, {wire.received_bytes / needed:.4f} of what is needed: "
+        f"tensors {tensors:,}, blobs {_bytes_of(blobs):,}, records {record_bytes:,}, "
+        f"headers and listings {wire.received_bytes - tensors - _bytes_of(blobs) - record_bytes:,}"
+    )
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+    assert needed < wire.received_bytes <= 1.02 * needed
+
+
+@pytest.mark.exhaustive
+def test_a_push_sends_what_is_due(store: Store, wire: Wire, url: str, tmp_path: Path) -> None:
+    """Of the next save by filter, whose due layers have 0.7 GB: at most 0.1 % more, requests and headers included."""
+    for step in (2, 4):
+        source = generate(tmp_path / str(step), layers=6, hidden=1024, vocab=1024, step=step, seed=step)
+        store.ingest(source, run="r", policy="filter")
+        if step == 2:
+            store.push(url)
+    record = resolve(store.repo, "r@4").record
+    saved = [entry.version for entry in record.layers if entry.saved_by(record)]
+    due = _bytes_of(ref for blob in saved for ref in named_by(store.repo, blob))
+    wire.forget()
+
+    pushed = store.push(url)
+
+    print(
+        f"sent {wire.sent_bytes:,} bytes for {due:,} that are due, {wire.sent_bytes / due:.5f}; "
+        f"{pushed.bytes_sent:,} of them in objects, blobs and the record"
+    )
+    assert 0 < len(saved) < len(record.layers)
+    assert due < wire.sent_bytes <= 1.001 * due
+
+
+_RANK = """
+import sys
+import layerstore
+from layerstore.compose import RankLoad
+from layerstore.dtypes import by_code
+from layerstore.zero3.pt import layout_pt
+
+store = layerstore.open(sys.argv[1])
+load = RankLoad(store.repo, store.compose("r").composition, rank=1, world_size=3)
+for storage, _ in layout_pt(load.state.optimizer.tree, name="any").storages:
+    load.fill(storage, memoryview(bytearray(storage.elements * by_code(storage.dtype).bytes)))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("who", ["compose", "a rank of three"])
+def test_memory_does_not_grow_with_what_is_fetched(
+    store: Store, wire: Wire, url: str, tmp_path: Path, who: str
+) -> None:
+    """At most 300 MB more are held than with the store at hand, of 1 GB with objects of many chunks."""
+    store.ingest(generate(tmp_path / "source", layers=2, hidden=1536, vocab=8192), run="r")
+    store.push(url)
+    wire.forget()
+
+    there, here = (
+        peak_bytes_of("-m", "layerstore.cli", "--store", place, "compose", "r", "-o", str(tmp_path / name))
+        if who == "compose"
+        else peak_bytes_of("-c", _RANK, place)
+        for name, place in (("there", url), ("here", str(store.path)))
+    )
+
+    print(f"{who}: {there / 1e6:.0f} MB for {wire.received_bytes:,} bytes from the bucket, {here / 1e6:.0f} MB here")
+    assert wire.received_bytes > 200e6
+    assert there <= here + 300e6
+
+
+def _bytes_of(refs: "Iterator[BlobRef] | list[BlobRef]") -> int:
+    return sum(ref.size_bytes for ref in set(refs))
