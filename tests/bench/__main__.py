@@ -3,8 +3,12 @@ Print the figures of docs/reference/measured.md.
 
     python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
+    python -m tests.bench worlds [--gb 1.5] [--world 32 128] [--runs 5]    # by many ranks: small objects
     python -m tests.bench query [--commits 10000] [--layers 80]
     python -m tests.bench scale [--commits 10000]    # verify and gc on 101 objects for each commit, a million in all
+    python -m tests.bench scale-model    # models of 8B on 8 GPUs to 405B on 4,096, without tensors
+    python -m tests.bench remote [--gb 1] [--runs 5]    # a bucket behind a link of 100 MB/s; as root, with s3fs
+    python -m tests.bench shares [--gb 1] [--runs 5]    # by one, two and four processes
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
 
@@ -22,8 +26,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench import drift, loop, query, scale
-from tests.bench.generate import generate, generate_size
+from tests.bench import drift, loop, query, remote, scale, scale_model, shares, worlds
+from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.verbs import COPY, DURABLE_COPY, VERBS, Workplace, warm_up
 
@@ -33,9 +37,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=[*VERBS, "all", "query", "scale", "loop", "drift"])
-    parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; loop: 1, in GB)")
-    parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
+    verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
+    parser.add_argument("verb", choices=verbs)
+    parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
+    parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
+    parser.add_argument("--world", type=int, nargs="+", default=[32, 128], help="of worlds (default: 32 and 128)")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
     parser.add_argument("--policy", default="latest", help="compose two saves, mixed by this policy (default: one)")
     parser.add_argument("--dir", type=Path, help="folder for the data, four times --gb (default: the system's)")
@@ -50,10 +56,20 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     print(f"{os.cpu_count()} processors, {platform.platform()}", flush=True)
     try:
-        if options.verb == "query":
+        if options.verb == "worlds":
+            warm_up(folder / "tiny", lambda path: generate(path, layout="raw"))
+            layout: Layout = options.layout or "raw"
+            worlds.run(folder, gb=options.gb or 1.5, worlds=options.world, layout=layout, rounds=options.runs)
+        elif options.verb == "query":
             query.run(folder, commits=options.commits, layers=options.layers)
         elif options.verb == "scale":
             scale.run(folder, commits=options.commits)
+        elif options.verb == "scale-model":
+            scale_model.run()
+        elif options.verb == "remote":
+            remote.run(folder, gb=options.gb or 1.0, rounds=options.runs)
+        elif options.verb == "shares":
+            shares.run(folder, gb=options.gb or 1.0, rounds=options.runs)
         elif options.verb == "loop":
             saves, every = options.saves or 3, options.every or 3
             loop.run(folder, gb=options.gb or 1.0, rounds=options.rounds, saves=saves, every=every)
@@ -66,7 +82,8 @@ def main() -> None:
 
 
 def _run_verbs(folder: Path, options: argparse.Namespace) -> None:
-    layout, odd, gb = options.layout, options.odd, options.gb or 2.0
+    layout: Layout = options.layout or "hf"
+    odd, gb = options.odd, options.gb or 2.0
     warm_up(folder / "tiny", lambda path: generate(path, layout=layout))
     source = generate_size(folder / "run/checkpoint-2", gb, layout=layout, odd=odd)
     older = None

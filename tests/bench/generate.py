@@ -96,10 +96,17 @@ def generate(
 
 
 def generate_size(
-    folder: Path, gib: float, *, layout: Layout = "raw", odd: bool = False, step: int = 2, seed: int = 0
+    folder: Path,
+    gib: float,
+    *,
+    layout: Layout = "raw",
+    odd: bool = False,
+    world_size: int | None = None,
+    step: int = 2,
+    seed: int = 0,
 ) -> Path:
-    """Write a checkpoint of about *gib* GiB; see ``shape_of_size`` for what *odd* means."""
-    shape = shape_of_size(gib, is_gathered=layout == "hf", is_odd=odd)
+    """Write a checkpoint of about *gib* GiB; see ``shape_of_size`` for what *odd* and *world_size* mean."""
+    shape = shape_of_size(gib, is_gathered=layout == "hf", is_odd=odd, world_size=world_size)
     return generate(
         folder,
         layers=shape.layers,

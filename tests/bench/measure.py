@@ -9,6 +9,8 @@ In between, what was written is deleted and the disk is synced.
 
 import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -70,12 +72,23 @@ class AnonymousPeak:
             self.size_bytes = max(self.size_bytes, anonymous_bytes())
 
 
-def anonymous_bytes() -> int:
-    """Return how much anonymous memory this process holds now."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def anonymous_bytes(process: "int | str" = "self") -> int:
+    """Return how much anonymous memory this process holds now, or another one."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def peak_bytes_of(*words: str) -> int:
+    """Return the most anonymous memory that Python holds which is called with *words*."""
+    command, peak = [sys.executable, *words], 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            peak = max(peak, anonymous_bytes(process.pid))
+            time.sleep(0.005)
+    assert not process.returncode, command
+    return peak
 
 
 def alternate(contenders: Sequence[Contender], *, rounds: int, tell: Callable[[str], None]) -> dict[str, list[Timing]]:

@@ -7,7 +7,7 @@ Plain data and arithmetic, by DeepSpeed's own rules.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
+from math import isqrt, prod
 from typing import Literal
 
 from layerstore.layers import block_index, layer_of
@@ -24,6 +24,9 @@ _GATHERED_BYTES = 2
 
 # Blocks take most of what the size allows, embeddings and head what is left.
 _BLOCKS_SHARE = 0.75
+
+# With embeddings, norm and head 26 layers.
+_RANKED_BLOCKS = 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +138,25 @@ def split(members: tuple[Parameter, ...], sub_group_size: int, world_size: int) 
         yield tuple(started)
 
 
-def shape_of_size(gib: float, *, is_gathered: bool, is_odd: bool = False) -> ModelShape:
+def shape_of_size(gib: float, *, is_gathered: bool, is_odd: bool = False, world_size: int | None = None) -> ModelShape:
     """
     Return a model whose checkpoint has about *gib* GiB, gathered weights included if *is_gathered*.
 
     Every slice of a matrix fills whole pages (those of norms too, from 1 GiB on): two ranks, powers of two.
     If *is_odd*, no slice does: three ranks, and sizes that divide by nothing.
+    With *world_size* it has 26 layers whatever its size, so 52 objects for each of so many ranks.
     """
     budget = int(gib * _GIB / (_SHARDED_BYTES + (_GATHERED_BYTES if is_gathered else 0)))
+    if world_size is not None:
+        hidden = isqrt(int(_BLOCKS_SHARE * budget) // _RANKED_BLOCKS * 4 // 49) // 64 * 64
+        vocab = (budget - _RANKED_BLOCKS * _block_elements(hidden)) // (2 * hidden) // 32 * 32
+        return ModelShape(
+            layers=_RANKED_BLOCKS,
+            hidden=hidden,
+            intermediate=_intermediate(hidden),
+            vocab=vocab,
+            world_size=world_size,
+        )
     hidden = next(
         (size for size in (2048, 1024, 512, 256, 128) if 2 * _block_elements(size) <= _BLOCKS_SHARE * budget), 64
     )

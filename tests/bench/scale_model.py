@@ -1,0 +1,591 @@
+"""
+What large models take on many GPUs: files, bytes, calls, requests, memory and dollars, without any tensor.
+
+Records, version blobs, parts and states are real, and encoded by the library; one version blob stands for all layers
+of its shape. Policies decide save by save. Calls and requests are counted by `COUNTED`, which a test holds against what
+a small real save makes. Seconds are of one processor, measured; everything else is the same at every run.
+"""
+
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import layerstore
+from layerstore import Drift, Filter, Latest, Parity
+from layerstore.format import (
+    canonical_order,
+    decode_version,
+    encode_version,
+    frame,
+    make_commit,
+    ref_of,
+    seal_part,
+    unseal_part,
+)
+from layerstore.history import Needs
+from layerstore.inspect import Model, Prices, Training, estimate_saves
+from layerstore.inspect.cost import Files, Stored, stored
+from layerstore.inspect.estimate import _groups, cycle_of, due_sets, trained_files
+from layerstore.inspect.model_shapes import model_of_shapes
+from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
+from layerstore.model import (
+    BlobRef,
+    Kind,
+    LayerPart,
+    LayerVersion,
+    ObjectId,
+    Parameter,
+    Part,
+    StoredObject,
+    StoredTensor,
+)
+from layerstore.policy import Policy
+from layerstore.storage import Repository
+from layerstore.zero3 import valid_elements
+from tests.bench.generate import generate
+from tests.bench.histories import RUN, build
+from tests.unit import samples
+
+STEP_SECONDS, EVERY, STEPS = 10.0, 60, 30 * 8640
+"""A save every ten minutes, for 30 days."""
+KEEP_LAST, KEEP_EVERY = 3, 8640
+"""The newest three, and one of each day."""
+PRICES = Prices(gb_month=0.023, put=0.005, get=0.0004, gpu_hour=2.50)
+MOVEMENT = 0.004
+"""Of every layer from save to save: the figure of the guide."""
+CALL_SECONDS, REQUEST_SECONDS = 0.001, 0.05
+"""What a call of a network filesystem and a request to a bucket take, assumed."""
+
+POLICIES: Mapping[str, Policy] = {
+    "full": Latest(),
+    "parity": Parity(),
+    "filter": Filter(),
+    "drift": Drift(),
+}
+
+COUNTED: Mapping[str, Mapping[str, int]] = {
+    # On the rank that writes it.
+    "object": {"create": 1, "fsync": 1, "utime": 4, "lstat": 3, "link": 1, "unlink": 1},
+    "blob": {"create": 1, "fsync": 1, "utime": 4, "lstat": 3, "link": 1, "unlink": 1},
+    # For each of the 256 folders that new objects of a writer fall into, once for all of them, and for its part.
+    "folder": {"mkdir": 1, "lstat": 1, "open": 1, "fsync": 1},
+    "folders": {"open": 1, "fsync": 1},
+    "part": {"create": 1, "fsync": 2, "link": 1, "unlink": 1, "lstat": 1, "open": 1},
+    # On rank 0: for each object and state that a part names, each version that is inherited, each part, and once.
+    "claim": {"utime": 2, "lstat": 2},
+    "joined part": {"open": 1, "unlink": 1},
+    "record": {
+        "create": 1,
+        "fsync": 3,
+        "link": 1,
+        "unlink": 1,
+        "lstat": 7,
+        "open": 5,
+        "listdir": 1,
+        "mkdir": 1,
+        "rmdir": 1,
+    },
+    # Of a collection that removes commits: each object that stays, and each that goes.
+    "kept": {"lstat": 1},
+    "collected": {"lstat": 5, "open": 2, "rename": 1, "unlink": 1},
+}
+"""Calls about names that saves while training and collections make; `tests.bench.counted` records them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save of many ranks."""
+
+    ranks: int
+    objects: int
+    """Of all ranks."""
+    versions: int
+    """Layers that are due."""
+    inherited: int
+    """Layers that are not."""
+
+    def of_a_rank(self, *, objects: int | None = None, folders: float | None = None) -> Counter[str]:
+        """Return the calls of a rank that writes *objects*, an even share of them, into so many folders."""
+        own = self.objects // self.ranks if objects is None else objects
+        return _calls(object=own, blob=1, folder=_folders(own + 1) if folders is None else folders, folders=1, part=1)
+
+    def of_the_first(self, *, folders: float | None = None) -> Counter[str]:
+        """Return the calls of rank 0 that joins the parts, besides those of its own share."""
+        return _calls(
+            blob=self.versions,
+            folder=_folders(self.versions) if folders is None else folders,
+            folders=1,
+            claim=self.objects + self.ranks + self.inherited,
+            **{"joined part": self.ranks},
+            record=1,
+        )
+
+    @property
+    def calls(self) -> int:
+        """Return the calls of all ranks together."""
+        return self.ranks * self.of_a_rank().total() + self.of_the_first().total()
+
+
+def _calls(**counts: float) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for what, count in counts.items():
+        found.update({call: round(count * each) for call, each in COUNTED[what].items()})
+    return found
+
+
+def _folders(objects: int) -> float:
+    """Return into how many of 256 folders so many objects fall."""
+    return 256 * (1 - (255 / 256) ** objects)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the Llama 3.1 family, and the GPUs that train it."""
+
+    name: str
+    ranks: int
+    layers: int
+    hidden: int
+    intermediate: int
+    bytes_per_second: float
+    """What all ranks write together, assumed."""
+
+    @cached_property
+    def model(self) -> Model:
+        """The real shapes: 8 heads for keys and values, 128 wide, and 128,256 tokens."""
+        block = {
+            "self_attn.q_proj": (self.hidden, self.hidden),
+            "self_attn.k_proj": (1024, self.hidden),
+            "self_attn.v_proj": (1024, self.hidden),
+            "self_attn.o_proj": (self.hidden, self.hidden),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+        }
+        vocabulary = (128_256, self.hidden)
+        shapes: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", vocabulary)]
+        for number in range(self.layers):
+            shapes += [(f"model.layers.{number}.{name}.weight", shape) for name, shape in block.items()]
+        return model_of_shapes(
+            self.name, [*shapes, ("model.norm.weight", (self.hidden,)), ("lm_head.weight", vocabulary)]
+        )
+
+    @cached_property
+    def training(self) -> Training:
+        """How it is trained and saved."""
+        return Training(
+            world_size=self.ranks,
+            steps=STEPS,
+            every=EVERY,
+            step_seconds=STEP_SECONDS,
+            bytes_per_second=self.bytes_per_second,
+            copy_bytes_per_second=10e9,
+            disk_bytes=10**15,
+            movement=MOVEMENT,
+            keep_last=KEEP_LAST,
+            keep_every=KEEP_EVERY,
+            prices=PRICES,
+        )
+
+    @cached_property
+    def files(self) -> dict[str, Files]:
+        """The objects of each layer."""
+        return trained_files(self.model, self.training)
+
+    @cached_property
+    def title(self) -> str:
+        """What the case is called."""
+        return f"{self.name}, {self.ranks:,} GPUs"
+
+    def due(self, policy: Policy) -> list[frozenset[str]]:
+        """Return the layers that *policy* stores, in a cycle."""
+        sizes = {layer: files.size_bytes for layer, files in self.files.items()}
+        movement = MOVEMENT if getattr(policy, "measures", False) else None
+        found = due_sets(policy, tuple(sizes), movement=movement, sizes=sizes)
+        return found[: cycle_of(found)]
+
+    def largest(self, policy: Policy) -> Save:
+        """Return the save that stores most."""
+        return max((self._save(due) for due in self.due(policy)), key=lambda save: save.objects)
+
+    def average_files(self, policy: Policy) -> float:
+        """Return how many files a save adds."""
+        saves = [self._save(due) for due in self.due(policy)]
+        return sum(save.objects + save.versions + save.ranks + 1 for save in saves) / len(saves)
+
+    def _save(self, due: frozenset[str]) -> Save:
+        return Save(
+            ranks=self.ranks,
+            objects=sum(self.files[layer].count for layer in due),
+            versions=len(due),
+            inherited=len(self.files) - len(due),
+        )
+
+    def kept(self, policy: Policy) -> Stored:
+        """Return what is on a disk when the month ends."""
+        groups = list(_groups(self.files, self.due(policy)))
+        return stored(groups, self.training.timetable, lingers_seconds=GC_GRACE_SECONDS)
+
+    def files_kept(self, policy: Policy) -> int:
+        """Return how many files that is, with states and records."""
+        return self.kept(policy).end_files + (self.ranks + 1) * self.training.timetable.kept
+
+
+CASES = (
+    Case("8B", 8, 32, 4096, 14336, 2e9),
+    Case("70B", 256, 80, 8192, 28672, 40e9),
+    Case("405B", 4096, 126, 16384, 53248, 400e9),
+)
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def run() -> None:
+    """Print the tables of docs/internals/scale.md."""
+    for table in (a_month, a_save, metadata, packed, seconds):
+        for line in table():
+            print(line, flush=True)
+        print()
+
+
+def a_month() -> Iterator[str]:
+    """Yield what a month stores and costs."""
+    yield from _head(
+        "", "a save", "files a save", "kept on a disk", "files there", "in a bucket", "PUTs a save", "LISTs", "GETs",
+        "storage", "requests", "GPUs held up", "in all",
+    )  # fmt: skip
+    for case in CASES:
+        found = estimate_saves(case.model, case.training, POLICIES)["lines"]
+        for line in found[1:]:
+            policy = line["policy"] and POLICIES[line["policy"]]
+            if policy:
+                files, names = case.average_files(policy), case.files_kept(policy)
+                held = case.kept(policy).end_bytes
+            else:
+                files = 2 * case.ranks + 2
+                held, names = line["held_bytes"], files * case.training.timetable.kept
+            cost = line["cost"]
+            yield _row(
+                f"{case.title}: {line['policy'] or 'DeepSpeed'}",
+                _size(line["average_bytes"]),
+                _count(files),
+                _size(held),
+                _count(names),
+                _size(line["held_bytes"]),
+                *(_count(line[what] / case.training.saves) for what in ("puts", "lists", "gets")),
+                *(f"${cost[what]:,.0f}" for what in ("storage", "requests", "held_up", "total")),
+            )
+
+
+def a_save() -> Iterator[str]:
+    """Yield the calls and requests of the largest save after the first."""
+    yield from _head(
+        "", "objects", "calls of a rank", "of rank 0", "its time at 1 ms", "of all ranks", "create", "link", "fsync",
+        "unlink", "utime", "lstat", "a collection",
+        "its time at 1 ms", "PUTs", f"their time, {REMOTE_REQUESTS_MAX} at 50 ms",
+    )  # fmt: skip
+    for case in CASES:
+        for name in ("full", "filter"):
+            save = case.largest(POLICIES[name])
+            each, first = save.of_a_rank(), save.of_the_first()
+            every = Counter({call: save.ranks * each[call] + first[call] for call in each | first})
+            due = max(case.due(POLICIES[name]), key=lambda due: sum(case.files[layer].count for layer in due))
+            puts = sum(case.files[layer].puts for layer in due) + save.versions + save.ranks + 1
+            collecting = _calls(kept=case.files_kept(POLICIES[name]), collected=save.objects).total()
+            yield _row(
+                f"{case.title}: {name}",
+                _count(save.objects),
+                _count(each.total()),
+                _count(each.total() + first.total()),
+                _time((each.total() + first.total()) * CALL_SECONDS),
+                _count(save.calls),
+                *(_count(every[call]) for call in ("create", "link", "fsync", "unlink", "utime", "lstat")),
+                _count(collecting),
+                _time(collecting * CALL_SECONDS),
+                _count(puts),
+                _time(puts / REMOTE_REQUESTS_MAX * REQUEST_SECONDS),
+            )
+
+
+def metadata() -> Iterator[str]:
+    """Yield the sizes of what is no tensor."""
+    yield from _head(
+        "", "an object of a block", "version blob of a block", "all of a full save", "a rank's part", "all parts",
+        "a rank's state", "all states", "a record", "beside tensors",
+    )  # fmt: skip
+    for case in CASES:
+        made = _Made(case)
+        beside = made.blob_bytes + case.ranks * made.state_bytes + len(made.record)
+        yield _row(
+            case.title,
+            " and ".join(_size(each.size_bytes) for each in made.block.objects[:: case.ranks]),
+            _size(len(made.encoded)),
+            _size(made.blob_bytes),
+            _size(len(made.part)),
+            _size(len(made.part) * case.ranks),
+            _size(made.state_bytes),
+            _size(made.state_bytes * case.ranks),
+            _size(len(made.record)),
+            f"{beside / sum(each.size_bytes for each in case.files.values()):.3%}",
+        )
+
+
+def packed() -> Iterator[str]:
+    """Yield what a full save would take if each rank wrote one file, an eighth of it to a part or all of it."""
+    yield from _head(
+        "", "files", "in packs", "calls of rank 0", "in packs", "PUTs", "parts of 64 MiB", "in packs", "both"
+    )
+    for case in CASES:
+        save = case.largest(POLICIES["full"])
+        pack = replace(save, objects=save.ranks)
+        size_bytes = sum(each.size_bytes for each in case.files.values())
+        small = sum(each.puts for each in case.files.values())
+        large = sum(_objects_in_parts(case, 64 << 20))
+        beside = save.versions + save.ranks + 1
+        yield _row(
+            case.title,
+            _count(save.objects + beside),
+            _count(pack.objects + beside),
+            _count(save.of_a_rank().total() + save.of_the_first().total()),
+            _count(pack.of_a_rank().total() + pack.of_the_first().total()),
+            *(
+                _count(puts + beside)
+                for puts in (small, large, *(case.ranks * _parts(size_bytes // case.ranks, 2**at) for at in (23, 26)))
+            ),
+        )
+
+
+def _objects_in_parts(case: Case, part_bytes: int) -> Iterator[int]:
+    for elements in case.model.layers.values():
+        for objects in _objects_of(elements, case.ranks, random.Random(0), ranks=range(1)):
+            yield case.ranks * _parts(objects.size_bytes, part_bytes)
+
+
+def _parts(size_bytes: int, part_bytes: int) -> int:
+    parts = -(-size_bytes // part_bytes)
+    return parts + 2 if parts > 1 else 1
+
+
+def seconds() -> Iterator[str]:
+    """Yield what rank 0, a collection and the index take of a processor."""
+    yield from _head(
+        "", "reading all parts", "their memory", "encoding all versions", "a collection's mark", "its memory",
+        "the index, a month", "made afresh", "first plan", "a plan",
+    )  # fmt: skip
+    for case in CASES:
+        made = _Made(case)
+        names = case.largest(POLICIES["full"]).objects
+        kept = case.training.timetable.kept
+        read_part = partial(unseal_part, made.part, name=made.part_name, store_id=samples.STORE_ID)
+        part_seconds = _cpu(read_part)
+        encode_seconds = _cpu(partial(encode_version, made.block))
+
+        with _repository() as repo:
+            of_one = _cpu(partial(_mark, Needs(repo), made.encoded)) / len(made.block.objects)
+        yield _row(
+            case.title,
+            _time(part_seconds * case.ranks),
+            _size(_held_bytes(read_part) * case.ranks),
+            _time(encode_seconds / len(made.block.objects) * names),
+            _time(of_one * names * kept),
+            _size(_bytes_of_a_need() * names * kept),
+            *_index(len(case.files)),
+        )
+
+
+# -- what is real --------------------------------------------------------------------------------------------------
+
+
+class _Made:
+    """The real records and blobs of a case."""
+
+    def __init__(self, case: Case) -> None:
+        chance = random.Random(case.ranks)
+        versions = {}
+        for layer, elements in case.model.layers.items():
+            shape = tuple(elements.values())
+            if shape not in versions:
+                versions[shape] = _version(layer, elements, case.ranks, chance)
+        self.block = versions[tuple(case.model.layers["model.layers.0"].values())]
+        self.encoded = encode_version(self.block)
+        sizes = {shape: len(encode_version(version)) for shape, version in versions.items()}
+        self.blob_bytes = sum(sizes[tuple(elements.values())] for elements in case.model.layers.values())
+        self.state_bytes = _state_bytes(case.layers)
+        part = Part(
+            session="0" * 32,
+            save=1000,
+            rank=case.ranks - 1,
+            agreement="0" * 32,
+            layers=tuple(
+                LayerPart(layer=layer, objects=tuple(_objects_of(elements, case.ranks, chance, ranks=range(1))))
+                for layer, elements in case.model.layers.items()
+            ),
+            state=BlobRef(id=_id(chance), size_bytes=self.state_bytes),
+            bytes_new=sum(each.size_bytes for each in case.files.values()) // case.ranks,
+            bytes_reused=0,
+            failure="",
+        )
+        self.part_name = f"parts/{part.session}/{part.save}.{part.rank}"
+        self.part = seal_part(part, store_id=samples.STORE_ID)
+        states = tuple(BlobRef(id=_id(chance), size_bytes=self.state_bytes) for _ in range(case.ranks))
+        entries = [
+            replace(
+                samples.entry(layer, step=STEPS), version=BlobRef(id=_id(chance), size_bytes=sizes[tuple(of.values())])
+            )
+            for layer, of in case.model.layers.items()
+        ]
+        record = replace(samples.record(step=STEPS, layers=entries), world_size=case.ranks, states=states)
+        with _repository() as repo:
+            self.record = repo.records.encode(make_commit(record, samples.observed(0)))
+
+
+def _version(layer: str, elements: Mapping[str, int], ranks: int, chance: random.Random) -> LayerVersion:
+    return LayerVersion(
+        layer=layer,
+        parameters=tuple(
+            Parameter(name=name, dtype="BF16", shape=(count,), frozen=False, aliases=())
+            for name, count in sorted(elements.items())
+        ),
+        buffers=(),
+        world_size=ranks,
+        objects=tuple(_objects_of(elements, ranks, chance, ranks=range(ranks))),
+    )
+
+
+def _objects_of(
+    elements: Mapping[str, int], world_size: int, chance: random.Random, *, ranks: Sequence[int]
+) -> Iterator[StoredObject]:
+    """Yield the objects of *ranks*, as a version has them: masters first."""
+    for kind, states in ((Kind.MASTER, ("",)), (Kind.OPTIMIZER, ("exp_avg", "exp_avg_sq"))):
+        for rank in ranks:
+            tensors = canonical_order(
+                StoredTensor(name=name, state=state, dtype="F32", elements=valid, crc32=chance.getrandbits(32))
+                for name, count in elements.items()
+                for state in states
+                if (valid := valid_elements(count, world_size, rank))
+            )
+            if tensors:
+                size_bytes = frame(tensors).size_bytes
+                chunks = chance.randbytes(8 * -(-size_bytes // VERIFY_CHUNK_BYTES))
+                yield StoredObject(
+                    id=_id(chance),
+                    size_bytes=size_bytes,
+                    kind=kind,
+                    shard=rank,
+                    shards=world_size,
+                    tensors=tuple(tensors),
+                    chunks=chunks,
+                )
+
+
+def _id(chance: random.Random) -> ObjectId:
+    return ObjectId(f"{chance.getrandbits(128):032x}")
+
+
+def _state_bytes(layers: int) -> int:
+    """Return the state of a rank of a real checkpoint of so many layers, which are tiny: of all but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = generate(Path(folder) / "run", layers=layers, hidden=8, vocab=16, layout="accelerate")
+        with layerstore.init(f"{folder}/store") as store:
+            store.ingest(source, run="r")
+            [name] = store.repo.records.names("r")
+            return store.repo.records.read(name).record.states[1].size_bytes
+
+
+def _mark(needs: Needs, encoded: bytes) -> None:
+    """Do what a collection does with a version blob that it has read."""
+    needs.add(each.ref for each in decode_version(encoded, ref=ref_of(encoded)).objects)
+
+
+def _cpu(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+@contextlib.contextmanager
+def _repository() -> Iterator[Repository]:
+    """Yield an empty store."""
+    with tempfile.TemporaryDirectory() as folder, layerstore.init(f"{folder}/store") as store:
+        yield store.repo
+
+
+def _bytes_of_a_need() -> float:
+    """Return what a collection holds of each object."""
+    chance, count = random.Random(0), 200_000
+    refs = [BlobRef(id=_id(chance), size_bytes=1) for _ in range(count)]
+    with _repository() as repo:
+        needs = Needs(repo)
+        return _held_bytes(partial(needs.add, refs)) / count
+
+
+def _held_bytes(work: Callable[[], object]) -> int:
+    """Return how much more memory is held after *work*, what it returns included."""
+    tracemalloc.start()
+    found = work()
+    held_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    del found
+    return held_bytes
+
+
+def _index(layers: int) -> Iterator[str]:
+    """Yield what the index of a month takes, of which nothing was collected; how many ranks there are is not in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        build(path, commits=STEPS // EVERY, layers=layers)
+        with layerstore.open(path) as store:
+            afresh_seconds = _cpu(store.reindex)
+        size_bytes = (path / "manifest/data.mdb").stat().st_size
+        opened = layerstore.open(path)
+        first = _cpu(lambda: opened.compose(RUN))
+        again = statistics.median(_cpu(lambda: opened.compose(RUN)) for _ in range(20))
+        opened.close()
+    yield from (_size(size_bytes), _time(afresh_seconds), _time(first), _time(again))
+
+
+# -- words ---------------------------------------------------------------------------------------------------------
+
+
+def _head(*names: str) -> Iterator[str]:
+    yield f"| {' | '.join(names)} |"
+    yield f"|---|{'---:|' * (len(names) - 1)}"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _count(number: float) -> str:
+    """
+    Return *number* with what can be read of it.
+
+    >>> _count(12.4), _count(42_500), _count(1_060_000)
+    ('12', '42,500', '1.06 million')
+    """
+    return f"{number:,.0f}" if number < 10**6 else f"{number / 1e6:,.3g} million"
+
+
+def _size(size_bytes: float) -> str:
+    unit, length = next(each for each in _UNITS if size_bytes >= each[1] or each[1] == 1)
+    return f"{size_bytes / length:,.3g} {unit}" if size_bytes < 1000 * length else f"{size_bytes / length:,.0f} {unit}"
+
+
+def _time(seconds: float) -> str:
+    unit, length = next(each for each in _TIMES if seconds >= each[1] or each is _TIMES[-1])
+    return f"{seconds / length:,.3g} {unit}"
+
+
+_UNITS = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+_TIMES = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
