@@ -30,6 +30,7 @@ def main() -> None:
     """Train for as many steps as the command line says, or until a signal comes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", required=True)
+    parser.add_argument("--bucket")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
 
@@ -40,7 +41,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=DEEPSPEED)
 
     layerstore.resume(engine, options.store, run="slurm")  # layerstore: nothing at the first launch
-    with layerstore.attach(engine, options.store, run="slurm") as saver:  # layerstore
+    with layerstore.attach(engine, options.store, run="slurm", push=options.bucket) as saver:  # layerstore
         for step in range(engine.global_steps + 1, options.steps + 1):
             tokens = batch(step, engine.global_rank).to(engine.device)
             loss = engine(input_ids=tokens, labels=tokens).loss
