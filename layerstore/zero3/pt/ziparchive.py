@@ -62,6 +62,8 @@ _DOS_DATE = (1 << 5) | 1
 # Flags, method (stored), time and date of every header that is written.
 _COMMON = (_FLAG_UTF8, 0, _DOS_TIME, _DOS_DATE)
 
+_HEADS_BYTES = 4096
+
 _LEGACY_HINT = (
     'save again without "checkpoint": {"checkpoint_serialization": false} in the DeepSpeed configuration: '
     "only the zip format carries checksums and can be read without running a pickle"
@@ -99,7 +101,8 @@ def read_archive(source: OpenedSource) -> tuple[str, dict[str, Located]]:
     listed = _list_entries(source.path, directory, count)
     root, names = _check_names(source.path, listed)
     _check_sizes(source, listed)
-    entries = {name: _locate(source, item, name) for item, name in zip(listed, names, strict=True)}
+    heads = _Heads(source)
+    entries = {name: _locate(heads, item, name) for item, name in zip(listed, names, strict=True)}
     _check_overlap(source.path, listed, entries, directory_offset=start)
     return root, entries
 
@@ -250,12 +253,30 @@ def _check_sizes(source: OpenedSource, listed: list[_Listed]) -> None:
         raise untrusted(source.path, f"its entries claim {total_bytes} bytes, the file holds {source.size_bytes}")
 
 
-def _locate(source: OpenedSource, item: _Listed, name: str) -> Located:
+class _Heads:
+    """The starts of records. A rank's file has hundreds of empty ones in a row: they are read at once."""
+
+    def __init__(self, source: OpenedSource) -> None:
+        self.source = source
+        self._begin = 0
+        self._data = b""
+
+    def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return *size_bytes* from *offset_bytes* on, which lie in the file."""
+        start = offset_bytes - self._begin
+        if not 0 <= start <= len(self._data) - size_bytes:
+            count = min(max(size_bytes, _HEADS_BYTES), self.source.size_bytes - offset_bytes)
+            start, self._begin, self._data = 0, offset_bytes, self.source.read_at(offset_bytes, count)
+        return self._data[start : start + size_bytes]
+
+
+def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
     """Find the data of *item* behind its local header, whose extra field differs from the directory's."""
+    source = heads.source
     header_end = item.header_offset + _LOCAL_HEADER.size + len(item.raw_name)
     if header_end > source.size_bytes:
         raise damaged(source.path, f"the entry {name!r} lies beyond the file's end")
-    raw = source.read_at(item.header_offset, _LOCAL_HEADER.size + len(item.raw_name))
+    raw = heads.read_at(item.header_offset, _LOCAL_HEADER.size + len(item.raw_name))
     fields = _LOCAL_HEADER.unpack_from(raw)
     if fields[0] != _LOCAL_MAGIC or fields[9] != len(item.raw_name) or raw[_LOCAL_HEADER.size :] != item.raw_name:
         raise damaged(source.path, f"the local header of the entry {name!r} is not there")
