@@ -133,13 +133,14 @@ def _begins_with(repo: Repository, text: str) -> list[RecordRow]:
 def find_row(view: RunView, reference: Reference) -> RecordRow:
     """Return the row of *view* that *reference* means."""
     attempts = view.attempts
+    if reference.back:
+        _raise_damaged(view)  # it may have been an attempt of its own, and would not be counted
     if not attempts:
         _raise_damaged(view)
         raise NotFound(
             f"run {view.run!r} has no visible commit", hint="layerstore log --dropped lists what can be brought back"
         )
     if reference.back >= len(attempts):
-        _raise_damaged(view)
         raise NotFound(
             f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
             f"and it has {len(attempts)}",
@@ -150,6 +151,7 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     _check_undamaged(view, step, tip=reference.step is None)
     found = list(takewhile(lambda row: row.step == step, view.history(attempt, step=step)))
     if not found:
+        _raise_damaged(view)
         raise _no_such_step(view, reference, attempt)
     return _only(view, found)
 

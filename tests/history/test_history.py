@@ -79,15 +79,19 @@ class Reference:
     def meant(self, back: int, step: int | None) -> str:
         """Return the commit that a reference means, or the kind of error that it ends in."""
         attempts = sorted({attempt for attempt, _, _ in self.visible()})
+        if self.damaged and (back or not attempts):
+            return "damaged"  # who knows how many attempts there were
         if back >= len(attempts):
-            return "damaged" if self.damaged else "not_found"
+            return "not_found"
         found = self.history(attempts[-1 - back])
         at = found[0][0] if step is None else step
         if any(name.step == at or (step is None and name.step > at) for name in self.damaged):
             return "damaged"
         here = [(attempt, key) for of_step, attempt, key in found if of_step == at]
         newest = [key for attempt, key in here if attempt == max(here)[0]]
-        return "not_found" if not newest else newest[0] if len(newest) == 1 else "conflict"
+        if not newest:
+            return "damaged" if self.damaged else "not_found"
+        return newest[0] if len(newest) == 1 else "conflict"
 
 
 STEPS = st.integers(0, 6)
