@@ -39,6 +39,7 @@ from layerstore.cli.render import be_quiet, let_through, name_store, say, say_er
 from layerstore.cli.shares import follow, is_follower, leave, led
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
+from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
     from typer._click.core import Command, Context
@@ -215,6 +216,7 @@ def layerstore_(
     if context.invoked_subcommand in ANSWERING:
         let_through()
     if cache is not None:
+        size_in_bytes(cache)
         os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the one place that it is read from
     shared = {"store": store, "as_json": as_json}
     context.default_map = {context.invoked_subcommand: shared}

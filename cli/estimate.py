@@ -225,6 +225,8 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
     from layerstore.inspect import Prices
 
     rules = {name: costs.get(name) for name in ("keep_last", "keep_every")}
+    if "price" not in costs and any(rules.values()):
+        raise InvalidInput("what is kept changes only what storage costs", hint="add --price GB-MONTH,PUT,GET,GPU-HOUR")
     return rules | {"prices": Prices.parse(costs["price"]) if "price" in costs else None}
 
 

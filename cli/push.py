@@ -7,8 +7,10 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, shown, size, some
+from layerstore.errors import NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layout import is_url
+from layerstore.nearest import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -68,9 +70,15 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
 
 def _split(store: "Store", words: list[str]) -> tuple[str | None, list[str] | None]:
     """Return the remote and the references that *words* name."""
-    if words and (is_url(words[0]) or words[0] in store.remotes.urls()):
+    if not words:
+        return None, None
+    remotes = store.remotes.urls()
+    if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
-    return None, words or None
+    meant = nearest(words[0], remotes)
+    if meant and words[0] not in store.runs:
+        raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(meant))
+    return None, words
 
 
 def _say(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
@@ -79,7 +87,8 @@ def _say(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) 
         return
     what = [counted(len(done.commits), "commit"), *([counted(len(done.pins), "pin")] if done.pins else [])]
     if not (done.commits or done.pins):
-        say(f"{shown(done.url)} has it all" if verb == "sent" else f"all of {shown(done.url)} is here")
+        what_has_it = (shown(done.url), "this store") if verb == "sent" else ("this store", shown(done.url))
+        say("{} has every commit and pin of {}".format(*what_has_it))
         return
     say(f"{verb} {' and '.join(what)}: {counted(done.objects, 'object')}, {size(size_bytes)}")
     say(f"  {some([*done.commits, *done.pins])}")

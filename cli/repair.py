@@ -30,7 +30,7 @@ Sources = Annotated[
     typer.Option(
         "--from",
         metavar="STORE",
-        help="Another store that may have what is damaged, best a copy of this one; may be given again.",
+        help="Another store, or a remote by name or URL, that may have what is damaged; may be given again.",
     ),
 ]
 
@@ -65,6 +65,7 @@ def repair(
     Examples:
       layerstore repair --read-data --dry-run
       layerstore repair --read-data --from /backup/store
+      layerstore repair --from origin
     """
     restored = None
     if store_id is not None:

@@ -420,7 +420,7 @@ class Store:
         progress: Progress | None = None,
     ) -> "Repaired":
         """
-        Move what is damaged to the trash, and fetch the same from the stores *sources*; nothing is guessed.
+        Move what is damaged to the trash, and fetch the same from the stores *sources*, of which some may be remotes.
 
         It finds what a verify finds, with *read_data* every damaged byte. With *dry_run* nothing is written.
         With *remote*, a name or a URL, it is that remote that gets back what this store has.
@@ -439,7 +439,8 @@ class Store:
             source = self._remote(remote)
             return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
         repair = plan_repair if dry_run else execute_repair
-        named = {str(source): partial(_open, source, Files()) for source in sources}
+        names = self.remotes.urls() if sources else {}
+        named = {str(of): partial(_open, names.get(str(of), of), Files()) for of in sources}
         with opened_sources(self._repo, named) as others:
             return repair(self._repo, others, read_data=read_data, progress=progress or Silent())
 

@@ -121,7 +121,7 @@ def opened_sources(
                 other = opened()
             except NotFound as exc:
                 raise InvalidInput(
-                    f"{called} is no store, and --from takes stores",
+                    f"{called} is neither a store nor a remote of this one, and --from takes these",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
             stack.callback(other.catalog.close)

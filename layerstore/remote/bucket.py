@@ -67,6 +67,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|status: 507|507 |No space left|XAmzQuota", re.IGNORECASE)
+_NO_SUCH_RANGE = re.compile(r"Invalid ?Range|status: 416|416 Range", re.IGNORECASE)
 _BAD_ANSWER = re.compile(r"invalid DeleteObjects response", re.IGNORECASE)
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
 
@@ -134,6 +135,8 @@ class Bucket:
         self._obstore = _imported()
         self._client, self._writer = _clients_of(self.url, may_make=may_make)
         self._pid = os.getpid()
+        self._told_until = 0.0
+        """Until then a failure that is told already is not told again: many requests meet the same one."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
@@ -170,16 +173,22 @@ class Bucket:
             if piece is None:
                 raise NotFound(f"{self._called(name)} is not there")
             if not piece:
-                raise IntegrityError(
-                    f"{self._called(name)} ends at {download.at} bytes, at least {download.end} were expected"
-                )
+                raise self._too_short(name, download.end)
             yield piece
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
         # Where a range is all there is, some servers answer as if none had been asked for.
         options = {} if is_whole and not start else {"range": (start, end)}
-        found = self._obstore.get(self._client, name, options=options)
+        try:
+            found = self._obstore.get(self._client, name, options=options)
+        except Exception as exc:
+            if not _NO_SUCH_RANGE.search(str(exc)):
+                raise
+            raise self._too_short(name, end) from None
         return iter(found.stream(IO_CHUNK_BYTES))
+
+    def _too_short(self, name: str, end: int) -> IntegrityError:
+        return IntegrityError(f"{self._called(name)} is shorter than the {end} bytes that were expected")
 
     def _look(self, name: str) -> Listed | None:
         """Return what a listing says of *name*, None where there is none."""
@@ -296,12 +305,14 @@ class Bucket:
                     # Without its cause, whose text is long, and may hold what is in the endpoint's URL.
                     raise problem or self._gave_up(doing, exc) from None
                 pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * random.uniform(0.5, 1.5)
-                warnings.warn(
-                    f"{self.url}: cannot {doing} ({_first_line(exc)}); trying again in {pause:.1f} s "
-                    f"({tried} of {REMOTE_TRIES - 1})",
-                    RemoteNotice,
-                    stacklevel=3,
-                )
+                if time.monotonic() >= self._told_until:
+                    self._told_until = time.monotonic() + pause
+                    warnings.warn(
+                        f"{self.url}: cannot {doing} ({_first_line(exc)}); trying again in {pause:.1f} s "
+                        f"({tried} of {REMOTE_TRIES - 1})",
+                        RemoteNotice,
+                        stacklevel=3,
+                    )
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
@@ -456,8 +467,9 @@ def _body(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
 
 
 def _first_line(exc: Exception) -> str:
-    """Return what *exc* says, without what obstore adds: its own words for the service, and microseconds."""
+    """Return what *exc* says, without what obstore adds: its own words for the service, microseconds, and XML."""
     line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
     line = re.sub(r"//[^/\s]*@", "//…@", line)
+    line = re.sub(r": <\?xml.*?<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?.*", r": \1: \2", line)
     line = re.sub(r"^Generic \S+ error: (Error performing )?| in [0-9.]+[µmn]?s(?= - )", "", line)
     return line if len(line) <= 300 else f"{line[:300]}…"

@@ -20,6 +20,7 @@ _KEYS = {
     "aws_session_token": "session_token",
 }
 _SETTINGS = {"region": "region", "endpoint_url": "endpoint"}
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _NEED_BOTO3 = frozenset({"sso_session", "sso_start_url", "role_arn", "credential_process", "source_profile"})
 
 
@@ -28,7 +29,8 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     Return what the chosen profile says, as arguments for obstore; what the environment says goes before it.
 
     Raises:
-        InvalidInput: The profile that ``AWS_PROFILE`` names is not there, or its file is malformed.
+        InvalidInput: The profile that ``AWS_PROFILE`` names is not there, or its file is malformed; an endpoint is no
+            URL.
         Unsupported: It needs boto3, which is not installed.
     """
     chosen = environment.get("AWS_PROFILE")
@@ -42,6 +44,10 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     for setting, argument in _SETTINGS.items():
         if setting in found and f"AWS_{setting.upper()}" not in environment:
             options[argument] = found[setting]
+    named = {name: environment[name] for name in _ENDPOINTS if environment.get(name)}
+    for called, endpoint in {"the profile's endpoint_url": options.get("endpoint", "http://"), **named}.items():
+        if not endpoint.startswith(("http://", "https://")):
+            raise InvalidInput(f"{called} is no URL: it does not begin with https:// or http://")
     if "AWS_ACCESS_KEY_ID" in environment:
         return options
     options |= {argument: found[key] for key, argument in _KEYS.items() if key in found}

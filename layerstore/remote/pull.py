@@ -52,7 +52,7 @@ def pull(repo: Repository, remote: Remote, *, refs: Iterable[str] | None, progre
     Raises:
         Conflict: It is another store's.
         AlreadyExists: A pin means something else here.
-        IntegrityError: What it sent is damaged; what was fetched before stays.
+        IntegrityError: What it sent of a commit is damaged; all others were fetched.
     """
     theirs = remote.repo.identity.store_id
     if theirs != repo.identity.store_id:
@@ -110,16 +110,22 @@ class _Pull:
     def run(self, refs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
         commits, pins = self._asked(refs)
+        left: dict[str, IntegrityError] = {}
         with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
-                with Transaction(self._repo) as tx:
+                with _told_later(left, f"{commit.record.run}@{commit.record.step}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, commit.record)
                     tx.commit(commit.record, observed=commit.observed)
             for pin in pins:
-                with Transaction(self._repo) as tx:
+                with _told_later(left, f"pin {pin.name}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, pin.record)
                     tx.objects.publish()  # a pin names what is there
                     tx.pin(pin)
+        for problem in left.values():
+            rest = "" if len(commits) + len(pins) == len(left) else "; all others were"
+            raise IntegrityError(
+                f"{problem}; not fetched: {', '.join(left)}{rest}", hint=problem.hint, **problem.facts
+            ) from problem
         return Pulled(
             url=self._remote.url,
             commits=tuple(references_to(self._repo, [commit.record for commit in commits])),
@@ -183,6 +189,15 @@ class _Pull:
             self._bytes_received += len(data)
             self._progress.advance(len(data))
             yield data
+
+
+@contextmanager
+def _told_later(left: dict[str, IntegrityError], name: str) -> Iterator[None]:
+    """Put damage that is met in the body into *left*, by *name*: the rest can still be had."""
+    try:
+        yield
+    except IntegrityError as exc:
+        left[name] = exc
 
 
 @contextmanager

@@ -95,10 +95,11 @@ def follow(
     Raises:
         StorageIO: The server refuses the key, or is full.
     """
-    claim(bucket, repo.identity)
     pushes, is_first = _Push(repo, bucket, progress), True
     while not stop.is_set():
         try:
+            if is_first:
+                claim(bucket, repo.identity)
             pushed = pushes.run(*_asked(repo, refs()))
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
@@ -121,7 +122,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> None:
             if bucket.listed(folder):
                 raise IntegrityError(
                     f"{bucket.url} holds {folder}, but its store.json is missing; nothing was sent",
-                    hint="name another prefix, or put store.json back",
+                    hint="name another prefix; if it is this store's, copy this store's own store.json there",
                 )
         bucket.write(IDENTITY, lambda: [encode_identity(identity)])
         found = identity_of(bucket) or identity

@@ -70,10 +70,12 @@ class Remotes:
 
         Raises:
             NotFound: There is none of that name.
-            InvalidInput: None was given, and there are several.
+            InvalidInput: None was given, and there are several; or this store is a remote itself.
         """
         if name is not None and is_url(name):
             return checked_url(name)
+        if self._repo.remote is not None:
+            raise InvalidInput(f"{self._repo.remote} is a remote itself", hint="layerstore clone makes a store of it")
         found = self.urls()
         if name is None and len(found) == 1:
             return next(iter(found.values()))

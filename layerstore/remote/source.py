@@ -73,8 +73,9 @@ class Source:
 
     def damaged(self, ref: BlobRef, problem: Exception) -> IntegrityError:
         """Return the error for *ref*, which the bucket has lost or damaged."""
+        text = str(problem)
         return IntegrityError(
-            f"{self.url}: {problem}",
+            text if text.startswith(self.url) else f"{self.url}: {text}",
             hint=f"layerstore repair --remote {typed(self.url)}, in a store that has it sound, puts it back",
             object_id=ref.id,
         )

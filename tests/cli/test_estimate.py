@@ -174,7 +174,8 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are no prices: 3 of four"),
         ([*MODEL, "--price", "1,2,3,-4"], "a price cannot be -4.0"),
         ([*MODEL, "--copy-rate", "fast"], "is no size"),
-        ([*MODEL, "--keep-last", "0"], "keep last is 0"),
+        ([*MODEL, "--keep-last", "0", "--price", "1,1,1,1"], "keep last is 0"),
+        ([*MODEL, "--keep-last", "3"], "what is kept changes only what storage costs"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(run: Run, tmp_path: Path, words: list[str], message: str) -> None:

@@ -120,3 +120,18 @@ def test_what_names_no_store_or_needs_none_stays_as_it_is() -> None:
         assert with_store("layerstore repair --store-id 7") == "layerstore --store a repair --store-id 7"
     finally:
         name_store(None)
+
+
+def test_a_mistyped_remote_is_none_of_the_runs(run: Run, checkpoints: Path, tmp_path: Path) -> None:
+    """What comes first after push may be either."""
+    run("init", tmp_path / ".layerstore")
+    run("ingest", checkpoints, "--run", "sft")
+    run("remote", "add", "origin", f"file://{tmp_path}/bucket")
+
+    outcome = run("push", "orgin")
+
+    assert (outcome.code, outcome.err.splitlines()) == (
+        13,
+        ["error: 'orgin' is neither a remote nor a run", "hint: did you mean origin?"],
+    )
+    assert run("push", "sft").code == 0

@@ -94,8 +94,21 @@ def test_profiles(environment: dict[str, str], profile: str | None, expected: di
 
 def test_the_environment_goes_before(environment: dict[str, str]) -> None:
     """obstore reads it by itself."""
-    ours = {"AWS_ACCESS_KEY_ID": "a", "AWS_REGION": "b", "AWS_ENDPOINT_URL": "c", "AWS_PROFILE": "lab"}
+    ours = {"AWS_ACCESS_KEY_ID": "a", "AWS_REGION": "b", "AWS_ENDPOINT_URL": "http://c", "AWS_PROFILE": "lab"}
     assert s3_options(environment | ours) == {}
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "the profile's endpoint_url"])
+def test_an_endpoint_without_a_scheme(environment: dict[str, str], name: str) -> None:
+    """Refused before anything is asked there."""
+    if name.startswith("AWS"):
+        environment[name] = "minio:9000"
+    else:
+        config = Path(environment["AWS_CONFIG_FILE"])
+        config.write_text(config.read_text().replace("http://lab:9000", "lab:9000"))
+        environment["AWS_PROFILE"] = "lab"
+    with pytest.raises(InvalidInput, match=f"^{name} is no URL"):
+        s3_options(environment)
 
 
 def test_no_profile_at_all(tmp_path: Path) -> None:

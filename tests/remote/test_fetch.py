@@ -312,6 +312,21 @@ def damage(bucket: Bucket, store: Store) -> str:
     return name
 
 
+def test_what_is_damaged_here_comes_from_a_remote(pushed: Store) -> None:
+    """By its name, as by its URL."""
+    name = next(pushed.repo.objects.ids())
+    path = pushed.repo.layout.object(name)
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(InvalidInput, match="neither a store nor a remote"):
+        pushed.repair(read_data=True, sources=["orign"])
+
+    [fetched] = pushed.repair(read_data=True, sources=["origin"]).fetched
+
+    assert fetched.source == pushed.remotes.url("origin")
+    assert path.read_bytes() == sound
+
+
 @pytest.mark.parametrize("folder", ["objects", "commits", "pins"])
 def test_what_is_lost_there_is_put_back(pushed: Store, bucket: Bucket, folder: str) -> None:
     """An object, a blob with all that it names, a pin; a record that is gone is simply pushed."""

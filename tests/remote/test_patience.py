@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -28,6 +29,13 @@ class _Slow(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
+        if self.path.endswith("broken"):
+            answer = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>Try later</Message></Error>"
+            self.send_response(500)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+            return
         self.send_response(200)
         for name, value in {"Content-Length": str(PIECES * PIECE_BYTES), "ETag": '"1"'}.items():
             self.send_header(name, value)
@@ -72,3 +80,17 @@ def test_silence_is_not_waited_for(bucket: Bucket) -> None:
     """The request is repeated, and then given up."""
     with pytest.warns(RemoteNotice, match="trying again"), pytest.raises(StorageIO, match="cannot read silent"):
         bucket.read("silent", size_bytes_max=10_000)
+
+
+def test_what_many_requests_meet_is_told_once(bucket: Bucket) -> None:
+    """In the words of the server, without its XML."""
+
+    def read(_: int) -> None:
+        with pytest.raises(StorageIO):
+            bucket.read("broken", size_bytes_max=10_000)
+
+    with pytest.warns(RemoteNotice) as told, ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    assert len(told) < 8
+    assert "InternalError: Try later" in str(told[0].message)
+    assert "<" not in str(told[0].message)

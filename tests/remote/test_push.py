@@ -211,8 +211,9 @@ def test_a_copy_at_another_place_is_not_counted_on(store: Store, saved: Checkpoi
 
 
 def test_damage_there_is_not_taken(store: Store, saved: Checkpoints, bucket: Bucket, tmp_path: Path) -> None:
-    """The object is named; commits before it have come."""
+    """The object is named, and what it costs; all other commits have come."""
     saved.into(store, 2, 4)
+    store.pin("all", "r@2")
     store.push(bucket.url)
     [victim] = sorted(
         each.name for each in bucket.listed("objects") if each.name.rpartition("/")[2] == str(newest_object(store))
@@ -221,15 +222,29 @@ def test_damage_there_is_not_taken(store: Store, saved: Checkpoints, bucket: Buc
     data[-1] ^= 1
     bucket.write(victim, lambda: [bytes(data)])
 
-    with pytest.raises(IntegrityError, match=victim.rpartition("/")[2]):
+    with pytest.raises(IntegrityError, match=rf"{victim.rpartition('/')[2]}.*not fetched: r@4; all others were"):
         layerstore.clone(bucket.url, tmp_path / "clone")
 
     with layerstore.open(tmp_path / "clone") as clone:
         assert [entry.step for entry in clone.log()] == [2]
+        assert [pin.name for pin in clone.pins()] == ["all"]
         assert clone.verify(read_data=True).ok
     store.repair(remote=bucket.url, read_data=True)
     with layerstore.clone(bucket.url, tmp_path / "clone") as clone:
         assert snapshot(clone) == snapshot(store)
+
+
+def test_what_is_cut_short_there_is_damage(store: Store, saved: Checkpoints, bucket: Bucket, tmp_path: Path) -> None:
+    """And no failure of the network: it is not asked for again."""
+    saved.into(store, 2)
+    store.push(bucket.url)
+    name = f"objects/{(found := newest_object(store))[:2]}/{found}"
+    bucket.write(name, lambda: [b"short"])
+
+    with pytest.raises(IntegrityError, match=f"{name} is shorter"):
+        layerstore.clone(bucket.url, tmp_path / "clone")
+    with layerstore.open(bucket.url) as remote, pytest.raises(IntegrityError, match=r"has 5 bytes|is shorter"):
+        remote.compose("r@2").write(tmp_path / "out")
 
 
 def newest_object(store: Store) -> str:
@@ -253,7 +268,7 @@ def test_a_push_goes_on_behind_a_run(
         return objects(self)
 
     def at_times(bucket: Bucket, name: str) -> None:
-        if away[0] and name.startswith("objects/") and name not in before:
+        if away[0] and name not in before:
             away[0] = False
             raise StorageIO("the server is away", errno=errno.EIO, filename=bucket.url)
 
@@ -261,7 +276,9 @@ def test_a_push_goes_on_behind_a_run(
     watch_writes(monkeypatch, before=at_times)
     follower = store.follow(bucket.url, stop=stop)
 
-    assert next(follower).commits == ("r@2", "r@4")
+    away[0] = True
+    with pytest.warns(RemoteNotice, match="the server is away; trying again in"):
+        assert next(follower).commits == ("r@2", "r@4")
     before |= {each.name for each in objects(bucket)}
     away[0] = True
     saved.into(store, 6)
