@@ -128,8 +128,8 @@ TRASH_SECONDS = 7 * 24 * 3600.0
 
 # Requests to a remote at a time: enough to fill a link where each answer takes a tenth of a second.
 REMOTE_REQUESTS_MAX = 16
-# What is larger goes up in such parts, two at a time: with all requests under way that is 256 MiB at most.
-REMOTE_PART_BYTES = 8 * MIB
+# What is larger goes up in such parts, two at a time: with all requests under way that is 512 MiB at most.
+REMOTE_PART_BYTES = 16 * MIB
 # Where a server says nothing for so long, what it was asked for is asked again.
 REMOTE_SILENCE_SECONDS = 120.0
 # An upload is silent until it ends. All that may be under way, 256 MiB, goes up in this time at 1.2 Mbit/s; that the

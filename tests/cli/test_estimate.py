@@ -115,7 +115,7 @@ def test_what_a_run_costs_is_told_beside_deepspeed(run: Run, monkeypatch: pytest
     assert row.split() == ["DeepSpeed", *costs, "100%"]
     assert max(map(len, told.out.splitlines())) <= 80
     said = " ".join(told.out.split())
-    for text in ("the newest 3 and every 1,000 steps", "a rank copies 10.0 GB/s (--copy-rate)", "every 1 h", "8 MiB"):
+    for text in ("the newest 3 and every 1,000 steps", "a rank copies 10.0 GB/s (--copy-rate)", "every 1 h", "16 MiB"):
         assert text in said
 
 
