@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MEETING = timedelta(minutes=5)
 """How long the processes wait for each other at the beginning."""
+_MEETING_TOLD = timedelta(seconds=20)
+"""After so long the lead says that it waits."""
 _WORKING = timedelta(days=30)
 """How long one may work on its share. The system of one that dies closes its connections: then the others end."""
 _PORTS = range(20_000, 32_000)
@@ -37,6 +39,10 @@ _PORTS = range(20_000, 32_000)
 _LOCAL_COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 
 Result = TypeVar("Result")
+
+
+class JobNotice(UserWarning):
+    """The first process waits for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +188,13 @@ class _Line:
             group: ProcessGroup = dist.new_group(backend="gloo", timeout=_WORKING)
             return group
 
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        meeting = _begun(meet)
+        if number == 0 and not wait([meeting], _MEETING_TOLD.total_seconds()).done:
+            warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
-            self._group = _begun(meet).result()
+            self._group = meeting.result()
         except RuntimeError as exc:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise JobLost(
                 f"the {count} processes of this job do not meet at {where} ({_words(exc)})",
                 hint="have all been started? MASTER_ADDR and MASTER_PORT say where, LAYERSTORE_SHARES=0 works alone",

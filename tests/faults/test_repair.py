@@ -666,7 +666,10 @@ def test_an_ingest_that_reuses_what_repair_takes_away_does_not_report_success(
 
 def test_a_source_has_to_be_another_store(store: Store, folder: Path) -> None:
     """A checkpoint is ingested, not repaired from."""
-    for path, message in ((folder / "10", "is neither a store nor a remote"), (store.path, "is the store that is to be repaired")):
+    for path, message in (
+        (folder / "10", "is neither a store nor a remote"),
+        (store.path, "is the store that is to be repaired"),
+    ):
         with pytest.raises(InvalidInput, match=message):
             store.repair(sources=[path])
 
