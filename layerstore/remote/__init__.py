@@ -5,7 +5,7 @@ from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, verify_remote
 from layerstore.remote.mirror import Remote, unmirrored
 from layerstore.remote.pull import Pulled, clone, completed, pull
-from layerstore.remote.push import Pushed, claim, follow, push, record_names
+from layerstore.remote.push import Pushed, claim, follow, push, pushed_records
 from layerstore.remote.remotes import Remotes
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "heal",
     "pull",
     "push",
-    "record_names",
+    "pushed_records",
     "unmirrored",
     "verify_remote",
 ]
