@@ -53,10 +53,9 @@ def test_a_folder_that_the_server_does_not_know_is_not_empty(
             raise FileNotFoundError("404 Not Found")
         return batches(self, folder)
 
-    monkeypatch.setattr(Bucket, "_batches", at_times)
-    with pytest.raises(StorageIO, match="cannot list commits"):
+    with monkeypatch.context() as patch, pytest.raises(StorageIO, match="cannot list commits"):
+        patch.setattr(Bucket, "_batches", at_times)
         pushed.gc(remote="origin", grace_seconds=0)
-    monkeypatch.undo()
     assert layerstore.open(bucket.url).verify(read_data=True).ok
 
 
@@ -84,10 +83,10 @@ def test_thousands_are_removed_in_time_or_not(bucket: Bucket, monkeypatch: pytes
     for name in names:
         bucket.write(name, lambda: [b""])
     now = iter([0.0, 1.0, 5.0])
-    monkeypatch.setattr("layerstore.remote.bucket.hours_on", lambda: next(now))
-    assert not bucket.remove(names, until=2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("layerstore.remote.bucket.hours_on", lambda: next(now))
+        assert not bucket.remove(names, until=2.0)
     assert len(bucket.listed("objects")) == 50
-    monkeypatch.undo()
     assert bucket.remove(names, until=hours_on() + 60)
     assert bucket.listed("objects") == []
 
