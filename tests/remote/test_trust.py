@@ -53,9 +53,10 @@ def test_a_folder_that_the_server_does_not_know_is_not_empty(
             raise FileNotFoundError("404 Not Found")
         return batches(self, folder)
 
-    with monkeypatch.context() as patch, pytest.raises(StorageIO, match="cannot list commits"):
+    with monkeypatch.context() as patch:
         patch.setattr(Bucket, "_batches", at_times)
-        pushed.gc(remote="origin", grace_seconds=0)
+        with pytest.raises(StorageIO, match="cannot list commits"):
+            pushed.gc(remote="origin", grace_seconds=0)
     assert layerstore.open(bucket.url).verify(read_data=True).ok
 
 
