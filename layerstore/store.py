@@ -547,9 +547,13 @@ class Store:
             )
 
     def _pushed_to(self, remote: str) -> "frozenset[CommitId]":
-        from layerstore.remote import Bucket, pushed_records
+        from layerstore.remote import Bucket, check_own, identity_of, pushed_records
 
-        return frozenset(name.id for name in pushed_records(self._repo, Bucket(self.remotes.url(remote))))
+        bucket = Bucket(self.remotes.url(remote))
+        found = identity_of(bucket)
+        if found is not None:
+            check_own(bucket, found, self._repo.identity)
+        return frozenset(name.id for name in pushed_records(self._repo, bucket))
 
     def _resolved(self, ref: str | None) -> "Resolved":
         from layerstore.history import resolve

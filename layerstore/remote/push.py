@@ -77,8 +77,8 @@ def push(
         AlreadyExists: A pin there means something else; all else was sent.
         IntegrityError: Something that was to be sent is damaged or missing here; all else was sent.
     """
-    claim(bucket, repo.identity)
-    return _Push(repo, bucket, progress).run(*_asked(repo, refs, runs))
+    made = claim(bucket, repo.identity)
+    return _Push(repo, bucket, progress).run(*_asked(repo, refs, runs), made=made)
 
 
 def follow(
@@ -97,12 +97,12 @@ def follow(
     Raises:
         StorageIO: The server refuses the key, or is full.
     """
-    pushes, is_first = _Push(repo, bucket, progress), True
+    pushes, is_first, made = _Push(repo, bucket, progress), True, False
     while not stop.is_set():
         try:
             if is_first:
-                claim(bucket, repo.identity)
-            pushed = pushes.run(*_asked(repo, refs()))
+                made = claim(bucket, repo.identity) or made
+            pushed = pushes.run(*_asked(repo, refs()), made=made)
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
@@ -116,10 +116,16 @@ def follow(
         stop.wait(FOLLOW_SECONDS)
 
 
-def claim(bucket: Bucket, identity: StoreIdentity) -> None:
-    """Make *bucket* a remote of the store *identity*, unless it is one; raises Conflict if it is another store's."""
-    found = identity_of(bucket)
+def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
+    """
+    Make *bucket* a remote of the store *identity*, unless it is one; return whether it was none.
+
+    Raises:
+        Conflict: It is another store's.
+    """
+    found, made = identity_of(bucket), False
     if found is None:
+        made = True
         for folder in ("commits", "objects"):
             if bucket.listed(folder):
                 raise IntegrityError(
@@ -128,7 +134,8 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> None:
                 )
         bucket.write(IDENTITY, lambda: [encode_identity(identity)])
         found = identity_of(bucket) or identity
-    _check_same(bucket, found, identity)
+    check_own(bucket, found, identity)
+    return made
 
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
@@ -145,15 +152,7 @@ def records_in(bucket: Bucket) -> dict[RecordName, int]:
 
 
 def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
-    """
-    Return the records of *repo* that *bucket* has, too, in full size.
-
-    Raises:
-        Conflict: The bucket is another store's.
-    """
-    identity = identity_of(bucket)
-    if identity is not None:
-        _check_same(bucket, identity, repo.identity)
+    """Return the records of *repo* that *bucket*, which is a remote of it, has in full size."""
     return {name for name, size_bytes in records_in(bucket).items() if _size_here(repo, name) == size_bytes}
 
 
@@ -161,7 +160,8 @@ def _size_here(repo: Repository, name: RecordName) -> int | None:
     return repo.files.size(repo.layout.record(name.run, name.step, name.id))
 
 
-def _check_same(bucket: Bucket, found: StoreIdentity, identity: StoreIdentity) -> None:
+def check_own(bucket: Bucket, found: StoreIdentity, identity: StoreIdentity) -> None:
+    """Raise Conflict if *found*, which *bucket* holds, is not the store *identity*."""
     if found.store_id != identity.store_id:
         raise Conflict(
             f"{bucket.url} is a remote of another store ({found.store_id}); nothing was sent",
@@ -233,13 +233,17 @@ class _Push:
         self._unnamed: dict[ObjectId, BlobRef] = {}
         """What it counts on since the last listing, sent or young, that no record in the bucket names."""
         self._left: Left = {}
-        self._is_claimed = False
+        self._made = False
         self._objects = 0
         self._bytes_sent = 0
 
-    def run(self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left) -> Pushed:
-        """Send the records *names* and *pins* with all that they name; raise what is *left* then, or could not be."""
-        self._left = dict(left)
+    def run(self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool) -> Pushed:
+        """
+        Send the records *names* and *pins* with all that they name; raise what is *left* then, or could not be.
+
+        *made* says that the bucket was empty: two stores may have found that in one moment.
+        """
+        self._left, self._made = dict(left), made
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         names = [name for name in names if name not in there]
         self._own.update(names)
@@ -384,9 +388,9 @@ class _Push:
                 if not self._are_there():
                     self._list_again_at = 0.0
                     continue
-            if not self._is_claimed:  # two stores may have found it empty in one moment
+            if self._made:
                 claim(self._bucket, self._repo.identity)
-                self._is_claimed = True
+                self._made = False
             group = self._still_here(group, self._send_record)
             if not self._is_stale():  # suspended before a record, it may have lost what that counts on
                 self._unnamed.clear()  # these records name it
