@@ -436,8 +436,7 @@ class Store:
             self._check_own(source, "nothing was changed")
             return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
         repair = plan_repair if dry_run else execute_repair
-        names = self.remotes.urls() if sources else {}
-        named = {str(of): partial(_open, names.get(str(of), of), Files()) for of in sources}
+        named = {str(source): partial(_open, self._place_of(source), Files()) for source in sources}
         with opened_sources(self._repo, named) as others:
             return repair(self._repo, others, read_data=read_data, progress=progress or Silent())
 
@@ -537,6 +536,12 @@ class Store:
         from layerstore.remote import Bucket, Remote
 
         return Remote(Bucket(self.remotes.url(name)), Files())
+
+    def _place_of(self, source: StrPath) -> StrPath:
+        """Return the path or URL that *source* is, or the URL of the remote of that name."""
+        if is_url(str(source)) or Path(source).exists():
+            return source
+        return self.remotes.urls().get(str(source), source)
 
     def _check_own(self, remote: "Remote", outcome: str) -> None:
         """Raise Conflict if *remote* is another store's."""
