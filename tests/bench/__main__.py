@@ -12,7 +12,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
     python -m tests.bench quality [--seeds 3] [--tiny] [--rows DIR]    # what a mixture costs a fine-tuning
-    python -m tests.bench quality --rows DIR --table    # of rows that are there
+    python -m tests.bench quality --rows DIR --table [--plots DIR]    # of rows that are there
 
 The first three compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
 command's time, interpreter's start included, stands beside it. ``query`` asks a store with a long history.
@@ -58,11 +58,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, help="steps from one to the next (default: 3; drift: 10)")
     parser.add_argument("--tiny", action="store_true", help="quality, so small that it ends in a minute")
     parser.add_argument("--rows", type=Path, help="folder for what quality finds, a file for each job")
-    parser.add_argument("--table", action="store_true", help="only print what quality has found")
+    parser.add_argument("--table", action="store_true", help="only print what quality has found, and draw it")
+    parser.add_argument("--plots", type=Path, help="folder for pictures of what quality has found")
     options = parser.parse_args()
     if options.verb == "quality":
         size = TINY if options.tiny else REAL
-        quality.run(size, folder=options.dir, rows=options.rows, seeds=options.seeds, is_run=not options.table)
+        is_run, plots = not options.table, options.plots
+        quality.run(size, folder=options.dir, rows=options.rows, seeds=options.seeds, is_run=is_run, plots=plots)
         return
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     print(f"{os.cpu_count()} processors, {platform.platform()}", flush=True)

@@ -3,14 +3,19 @@
 import math
 from pathlib import Path
 from statistics import mean
+from xml.etree import ElementTree
 
 import pytest
 
+import layerstore
 from tests.bench.quality import corpus, table, tokenizer
 from tests.bench.quality.arms import FULL, NOISE, RARE, DriftByBudget, arms
 from tests.bench.quality.intervals import interval
+from tests.bench.quality.job import RUN, movements
+from tests.bench.quality.plots import draw
 from tests.bench.quality.rows import Row, Rows
 from tests.bench.quality.settings import REAL, TASKS, TINY
+from tests.generated import generate
 
 FUNCTION = 'def {name}(side: int) -> int:\n    """Return {name}, with enough words to count.\n\n    More."""\n'
 
@@ -127,7 +132,10 @@ def rows_of(differences: dict[str, list[float]]) -> list[Row]:
                     other = {"loss": 2.0 + by_seed[seed], "losses": {"10": 2.5, "20": 2.3, "30": 2.0 + by_seed[seed]}}
                     key = {"kind": "resume", **of, "arm": arm, "failure": failure, "base": base}
                     found.append({**key, **end, **(other if arm != FULL else {}), "ages": {"layer": 5}})
-            found += [{"kind": "save", **of, "arm": "parity", "step": 5 * n, "bytes": size} for n, size in SIZES]
+            found += [
+                {"kind": "save", **of, "arm": "parity", "step": 5 * n, "bytes": size, "movements": {}}
+                for n, size in SIZES
+            ]
     return found
 
 
@@ -156,7 +164,7 @@ def test_the_table_says_what_is_within_its_bound() -> None:
     assert tuple(summary["parity"].split()[-3:]) == ("within", "2.0x", "1.5x")
     assert "inconclusive" in summary["filter"]
     assert "outside" in summary["drift, 1/12"]
-    assert "drift, 1/12 beats full saves: -0.3900" in printed[-1]
+    assert "drift, 1/12 beats full saves of no more bytes: -0.3900" in printed[-1]
 
 
 def test_a_control_that_differs_by_a_bit_is_reported() -> None:
@@ -165,6 +173,39 @@ def test_a_control_that_differs_by_a_bit_is_reported() -> None:
     rows[1]["masters"] = "abd"
 
     assert "control identical to the last bit: NO, in 12 resumes" in list(table.lines(TINY, rows))
+
+
+def test_the_control_saves_everything_and_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far each layer moved since the save before is in its records."""
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))
+    control = next(arm for arm in arms(REAL) if arm.name == FULL)
+    assert control.policy is not None
+    with layerstore.init(tmp_path / "store") as store:
+        for step in (1, 2):
+            done = store.ingest(
+                generate(tmp_path / f"{step}", hidden=8, vocab=16, step=step, seed=step),
+                run=RUN,
+                policy=control.policy(1000),
+            )
+            moved = movements(store)
+
+    assert done.layers == done.layers_saved
+    assert done.layers == tuple(moved)
+    assert min(moved.values()) > 0
+
+
+def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:
+    """Also of a single seed, whose intervals have no end, and each is a well-formed drawing."""
+    rows = [row for row in rows_of({FULL: [0.0] * 3, "parity": [0.01] * 3, NOISE: [0.001] * 3}) if row["seed"] == 0]
+    for row in rows:
+        if row["kind"] == "trunk":
+            row["trained_losses"] = [3.0 - 0.01 * step for step in range(TINY.steps)]
+
+    draw(TINY, rows, tmp_path)
+
+    drawn = {path.stem: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
+    assert drawn.keys() == {"loss", "differences", "frontier", "movements", "recovery"}
+    assert all("nan" not in "".join(of.attrib.values()) for each in drawn.values() for of in each.iter())
 
 
 def test_every_arm_has_a_name_of_its_own() -> None:

@@ -8,8 +8,9 @@ saver, from the same masters. All arms see the same trunk to the last bit, and a
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from layerstore.policy import Drift, Filter, Latest, Parity, Policy, Save
+from layerstore.policy import Drift, Filter, Parity, Policy, Save
 from layerstore.tree import Tree
 from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.quality.settings import Settings
@@ -26,6 +27,18 @@ class Arm:
     """For a model of so many parameters; None if another arm's store is used."""
     is_averaged: bool = False
     reads_other_batches: bool = False
+
+
+class FullMeasured:
+    """Everything at every save; its records say how far each layer has moved since the save before."""
+
+    name = "full-measured"
+    parameters: ClassVar[dict[Tree, Tree]] = {}
+    measures = True
+
+    def due(self, save: Save) -> Collection[str]:
+        """Return all layers."""
+        return save.layers
 
 
 class DriftByBudget:
@@ -69,7 +82,7 @@ def arms(settings: Settings) -> tuple[Arm, ...]:
 
     few, fewer = f"drift, 1/{settings.few}", f"drift, 1/{settings.fewer}"
     return (
-        Arm(name=FULL, store=FULL, policy=lambda _: Latest()),
+        Arm(name=FULL, store=FULL, policy=lambda _: FullMeasured()),
         Arm(name="parity", store="parity", policy=lambda _: Parity()),
         Arm(name="filter", store="filter", policy=lambda _: Filter()),
         Arm(name=few, store=few, policy=drift),

@@ -155,7 +155,7 @@ class Job:
                     "step": step,
                     "bytes": done.bytes_new,
                     "layers": list(done.layers_saved),
-                    "movements": _movements(store),
+                    "movements": movements(store),
                 }
             )
         if step in self._averaged():
@@ -248,7 +248,7 @@ class Job:
         }
 
 
-def _movements(store: layerstore.Store) -> dict[str, float]:
+def movements(store: layerstore.Store) -> dict[str, float]:
     """Return how far each layer had moved at the newest save of *store*, since it was saved; nothing if unmeasured."""
     newest = store.repo.catalog.view(RUN).visible[-1]
     decisions = store.repo.catalog.commit(newest.name).record.policy.decisions

@@ -10,6 +10,7 @@ from pathlib import Path
 from layerstore.live.demo.launch import Event, run_ranks
 from tests.bench.quality import data, table
 from tests.bench.quality.job import lacking
+from tests.bench.quality.plots import draw
 from tests.bench.quality.rows import Row, Rows
 from tests.bench.quality.settings import TASKS, Settings, TaskName
 from tests.bench.quality.training import BASE, DATA
@@ -17,9 +18,11 @@ from tests.bench.quality.training import BASE, DATA
 _ROOT = Path(__file__).parents[3]
 
 
-def run(settings: Settings, *, folder: Path | None, rows: Path | None, seeds: int, is_run: bool = True) -> None:
+def run(
+    settings: Settings, *, folder: Path | None, rows: Path | None, seeds: int, is_run: bool, plots: Path | None
+) -> None:
     """
-    Run what *rows* lack, and print the table.
+    Run what *rows* lack, print the table, and draw the *plots*; without *is_run* only print and draw.
 
     *folder* is where texts, base and stores are kept, *rows* what was found. What was interrupted is begun anew there:
     the base at its newest save, a job at its trunk or at its next resume.
@@ -30,7 +33,10 @@ def run(settings: Settings, *, folder: Path | None, rows: Path | None, seeds: in
     rows = (rows or work / "rows").absolute()
     made_by = _make(settings, work=work, rows=rows, seeds=seeds) if is_run else None
     found = [row for path in sorted(rows.glob("*.jsonl")) for row in Rows(path).find()]
-    print("\n".join(table.lines(settings, _of_one(found, made_by))), flush=True)
+    found = _of_one(found, made_by)
+    print("\n".join(table.lines(settings, found)), flush=True)
+    if plots is not None and found:
+        draw(settings, found, plots)
 
 
 def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
