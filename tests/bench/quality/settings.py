@@ -14,6 +14,8 @@ class Settings:
     """All that a result depends on, apart from the machine's own texts."""
 
     name: str
+    edition: int = 1
+    """Raised when the code makes other rows of the same settings: old rows are then left alone."""
     # The model.
     layers: int = 12
     hidden: int = 128
@@ -32,7 +34,7 @@ class Settings:
     base_steps: int = 2500
     base_rate: float = 2e-3
     base_warmup: int = 100
-    base_save_every: int = 250
+    base_save_every: int = 100
     # Fine-tuning.
     steps: int = 400
     save_every: int = 5

@@ -215,7 +215,8 @@ def _summary(settings: Settings, found: Findings, names: Sequence[str]) -> Itera
         gain = interval(by_seed(pairs))
         words = "beats" if gain.high < 0 else "loses to" if gain.low > 0 else "is not told apart from"
         yield (
-            f"  at equal bytes and equal work, {by_drift} {words} full saves: {gain.mean:+.4f} ± {gain.half_width:.4f}"
+            f"  after equal work, {by_drift} {words} full saves of no more bytes: "
+            f"{gain.mean:+.4f} ± {gain.half_width:.4f}"
         )
 
 
