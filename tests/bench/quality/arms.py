@@ -85,8 +85,8 @@ def arms(settings: Settings) -> tuple[Arm, ...]:
         Arm(name=FULL, store=FULL, policy=lambda _: FullMeasured()),
         Arm(name="parity", store="parity", policy=lambda _: Parity()),
         Arm(name="filter", store="filter", policy=lambda _: Filter()),
-        Arm(name=few, store=few, policy=drift),
-        Arm(name=fewer, store=fewer, policy=drift_by_budget),
+        Arm(name=few, store="drift-few", policy=drift),
+        Arm(name=fewer, store="drift-fewer", policy=drift_by_budget),
         Arm(name=f"average of {settings.averaged}", store=FULL, is_averaged=True),
         Arm(name=NOISE, store=FULL, reads_other_batches=True),
     )

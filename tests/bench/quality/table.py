@@ -160,17 +160,18 @@ def _table(found: Findings, names: Sequence[str], *, task: str, failure: int) ->
     yield ""
     noise = found.noise(task=task, failure=failure)
     yield f"{task}, failure after step {failure}; other batches alone move the loss by {noise:.4f}"
-    yield f"  {'':<22}{'loss':>10}{'90 %':>10}{'answers':>10}{'oldest':>8}{'at once':>10}{'noise after':>13}"
+    yield f"  {'':<22}{'loss':>10}{'90 %':>10}{'answers':>10}{'90 %':>8}{'oldest':>8}{'at once':>10}{'noise after':>13}"
     for name in names:
         keys = found.keys(name, task=task, failure=failure)
         if not keys:
             continue
         loss = interval(found.differences(name, keys))
-        answers = mean(found.differences(name, keys, "accuracy"))
+        answers = interval(found.differences(name, keys, "accuracy"))
         resumed = [found.resumes[name, key] for key in keys]
         yield (
-            f"  {name:<22}{loss.mean:>+10.4f}{loss.half_width:>10.4f}{answers:>+10.1%}"
-            f"{_oldest(resumed):>8}{_at_once(found, resumed):>10}{_after(found, name, task, failure):>13}"
+            f"  {name:<22}{loss.mean:>+10.4f}{loss.half_width:>10.4f}{answers.mean:>+10.1%}"
+            f"{answers.half_width:>8.1%}{_oldest(resumed):>8}{_at_once(found, resumed):>10}"
+            f"{_after(found, name, task, failure):>13}"
         )
 
 
