@@ -366,11 +366,7 @@ class Store:
             from layerstore.remote import collect
 
             source = self._remote(remote)
-            if (theirs := source.repo.identity.store_id) != self.id:
-                raise Conflict(
-                    f"{source.url} is a remote of another store ({theirs}); nothing was removed",
-                    hint="name a remote of this store, or collect it from a store that pushes there",
-                )
+            self._check_own(source, "nothing was removed")
             return collect(source, request, dry_run=dry_run, progress=progress or Silent())
         if dry_run:
             return plan_gc(self._repo, request, progress=progress or Silent()).outcome
@@ -437,6 +433,7 @@ class Store:
             if sources:
                 raise InvalidInput("a remote is repaired from this store alone", hint="leave sources out")
             source = self._remote(remote)
+            self._check_own(source, "nothing was changed")
             return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
         repair = plan_repair if dry_run else execute_repair
         names = self.remotes.urls() if sources else {}
@@ -541,10 +538,22 @@ class Store:
 
         return Remote(Bucket(self.remotes.url(name)), Files())
 
-    def _pushed_to(self, remote: str) -> "frozenset[CommitId]":
-        from layerstore.remote import Bucket, record_names
+    def _check_own(self, remote: "Remote", outcome: str) -> None:
+        """Raise Conflict if *remote* is another store's."""
+        if (theirs := remote.repo.identity.store_id) != self.id:
+            raise Conflict(
+                f"{remote.url} is a remote of another store ({theirs}); {outcome}",
+                hint="name a remote of this store, or do it in a store that pushes there",
+            )
 
-        return frozenset(name.id for name in record_names(Bucket(self.remotes.url(remote))))
+    def _pushed_to(self, remote: str) -> "frozenset[CommitId]":
+        from layerstore.remote import Bucket, check_own, identity_of, pushed_records
+
+        bucket = Bucket(self.remotes.url(remote))
+        found = identity_of(bucket)
+        if found is not None:
+            check_own(bucket, found, self._repo.identity)
+        return frozenset(name.id for name in pushed_records(self._repo, bucket))
 
     def _resolved(self, ref: str | None) -> "Resolved":
         from layerstore.history import resolve

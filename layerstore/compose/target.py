@@ -157,11 +157,15 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
             _check_nothing_else_is_lost(path, aside, partial, is_older_form)
         if not files.move_folder(partial, path):
             raise _came_meanwhile(path)
+        try:
+            files.sync_directory(path.parent)
+        except BaseException:
+            files.move_folder(path, partial)
+            raise
     except BaseException:
         if aside is not None and not files.move_folder(aside, path):
             warnings.warn(f"what was at {path} is whole at {aside}", stacklevel=2)
         raise
-    files.sync_directory(path.parent)
     if aside is not None:
         files.remove_tree(aside)
 

@@ -5,7 +5,7 @@ from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, verify_remote
 from layerstore.remote.mirror import Remote, unmirrored
 from layerstore.remote.pull import Pulled, clone, completed, pull
-from layerstore.remote.push import Pushed, claim, follow, push, record_names
+from layerstore.remote.push import Pushed, check_own, claim, follow, identity_of, push, pushed_records
 from layerstore.remote.remotes import Remotes
 
 __all__ = [
@@ -15,15 +15,17 @@ __all__ = [
     "Remote",
     "RemoteNotice",
     "Remotes",
+    "check_own",
     "claim",
     "clone",
     "collect",
     "completed",
     "follow",
     "heal",
+    "identity_of",
     "pull",
     "push",
-    "record_names",
+    "pushed_records",
     "unmirrored",
     "verify_remote",
 ]

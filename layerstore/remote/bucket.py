@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -57,6 +58,7 @@ OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 """Where objects lie."""
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
 """Where each collection of the last day has its mark."""
+_REMOVED_AT_ONCE = 200
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 _CLOUD_SCHEMES = ("s3", "gs", "az")
 
@@ -200,11 +202,18 @@ class Bucket:
         return None if found is None else found.size_bytes
 
     def listed(self, folder: str) -> list[Listed]:
-        """Return all names below *folder*, by name."""
+        """Return all names below *folder*, by name; raises StorageIO where nobody can say that it is empty."""
         found = self._answer(
             f"list {folder}", lambda: [_listed(each) for batch in self._batches(folder) for each in batch]
         )
-        return sorted(found or (), key=attrgetter("name"))
+        if found is None:
+            raise StorageIO(
+                f"{self.url}: cannot list {folder}: the server says that there is no such place",
+                errno=errnos.EIO,
+                filename=self.url,
+                hint="an empty folder is listed as empty; is there a proxy before the server?",
+            )
+        return sorted(found, key=attrgetter("name"))
 
     def objects(self) -> "list[Listed]":
         """Return all objects, folder by folder at once: a listing comes a thousand names at a time."""
@@ -243,18 +252,20 @@ class Bucket:
     def remove(self, names: Sequence[str], *, until: float = math.inf) -> bool:
         """Remove *names*; those that are not there are no error. Return False if it was not to be had by *until*."""
 
-        def once() -> bool:
+        def once(some: Sequence[str]) -> bool:
             if hours_on() > until:
                 return False
             try:
-                self._obstore.delete(self._client, names)
+                self._obstore.delete(self._client, some)
             except self._obstore.exceptions.GenericError as exc:
                 # Some servers do it, and say so in a way that nobody understands.
-                if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in names):
+                if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in some):
                     raise
             return True
 
-        return not names or self._answer(f"remove {names[0]}", once) is not False
+        # Not all at once: where each name is a request of its own, thousands take longer than until then.
+        batches = (names[at : at + _REMOVED_AT_ONCE] for at in range(0, len(names), _REMOVED_AT_ONCE))
+        return all(self._answer(f"remove {some[0]}", partial(once, some)) is not False for some in batches)
 
     def now_ns(self) -> int:
         """Return the time by the server's clock; it writes a file to learn it."""

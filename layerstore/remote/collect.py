@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Overtaken, Unsupported
+from layerstore.errors import IntegrityError, InvalidInput, Overtaken, Unsupported
 from layerstore.gc import (
     GcOutcome,
     GcRequest,
@@ -28,11 +28,11 @@ from layerstore.gc import (
 from layerstore.history import Needs, references_to
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import RECORD_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_MOMENT_SECONDS, REMOTE_REQUESTS_MAX
-from layerstore.model import ObjectId
+from layerstore.model import Commit, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket, hours_on
 from layerstore.remote.mirror import Remote
-from layerstore.storage import RecordName, Repository, name_in
+from layerstore.storage import RecordName, name_in
 
 _LISTINGS_MAX = 5
 
@@ -61,8 +61,9 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
             f"a remote's grace cannot be {request.grace_seconds:g} s: a push counts on 24 hours",
             hint="--grace 0s, where nobody pushes; else 24h or more",
         )
+    watch = _Watch()  # before the mark: who looks at its age never takes it for an older one
     with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
-        return _collected(remote, request, now_ns, dry_run=dry_run, progress=progress)
+        return _collected(remote, request, now_ns, watch, dry_run=dry_run, progress=progress)
 
 
 @contextlib.contextmanager
@@ -76,13 +77,15 @@ def _at_work(bucket: Bucket) -> Iterator[int]:
         bucket.remove([f"{COLLECTIONS_AT_WORK}/{name}"])
 
 
-def _collected(remote: Remote, request: GcRequest, now_ns: int, *, dry_run: bool, progress: Progress) -> GcOutcome:
-    bucket, repo, watch = remote.bucket, remote.repo, _Watch()
+def _collected(
+    remote: Remote, request: GcRequest, now_ns: int, watch: "_Watch", *, dry_run: bool, progress: Progress
+) -> GcOutcome:
+    bucket, repo = remote.bucket, remote.repo
     with concluding("nothing was removed"):
         runs = chosen(repo, request, now_ns)
         fates = [fate for _, each in runs for fate in each]
         going = [fate.name for fate in fates if fate.goes]
-        needs = _named(repo, progress, without=set(going))
+        needs = _named(remote, progress, without=set(going))
     check_confirmed(fates, Gone(), request)  # the trash goes by age alone
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
     old_before_ns = now_ns - int(grace_seconds * 1e9)
@@ -92,7 +95,7 @@ def _collected(remote: Remote, request: GcRequest, now_ns: int, *, dry_run: bool
             _to_trash(remote, name, watch)
         remote.refresh()
         with concluding("no object was removed"):
-            needs = _named(repo, progress, without=frozenset())
+            needs = _named(remote, progress, without=frozenset())
     old_trash, held = _trash(remote, needs, old_before_ns)
     if dry_run and grace_seconds:
         for name in going:
@@ -138,21 +141,44 @@ class _Watch:
             )
 
 
-def _named(repo: Repository, progress: Progress, *, without: Collection[RecordName]) -> Needs:
-    """Return what the records, but for *without*, and the pins need; raises IntegrityError if that is unknown."""
-    names = [name for run in repo.records.runs() for name in repo.records.names(run) if name not in without]
-    progress.start("records", len(names))
+def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName]) -> Needs:
+    """
+    Return what the records, but for *without*, and the pins need that the bucket has listed.
+
+    Raises:
+        IntegrityError: That is unknown: one cannot be read.
+    """
+    repo, layout = remote.repo, remote.repo.layout
+    records = {name for each in remote.listed if (name := repo.records.name_at(layout.root / each)) is not None}
+    pins = {path.name for each in remote.listed if (path := layout.root / each).parent == layout.pins}
+    progress.start("records", len(records))
     needs = Needs(repo)
-    for name, commit in repo.records.each(names):
+    for name in sorted(records.difference(without)):
         with commit_named(name):
-            if isinstance(commit, LayerstoreError):
-                raise commit
-            repo.objects.expect(commit.record.blobs)
-            needs.add_record(commit.record)
+            commit = _read(remote, name)
+            if commit is not None:
+                repo.objects.expect(commit.record.blobs)
+                needs.add_record(commit.record)
         progress.advance(1)
     for pin in readable_pins(repo):
         needs.add_record(pin.record)
+        pins.discard(pin.name)
+    for lost in pins:
+        raise IntegrityError(f"pin {lost!r} of {remote.url} is gone from the cache", hint="repeat the command")
     return needs
+
+
+def _read(remote: Remote, name: RecordName) -> Commit | None:
+    """Return the commit *name* as the mirror has it, or else the bucket; None where another collection has moved it."""
+    records, layout = remote.repo.records, remote.repo.layout
+    path = layout.record(name.run, name.step, name.id)
+    try:
+        return records.read(name)
+    except IntegrityError:
+        if remote.repo.files.exists(path):
+            raise
+    data = remote.bucket.read(layout.name(path), size_bytes_max=RECORD_BYTES_MAX)
+    return None if data is None else records.decode(data, name)
 
 
 def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str], Needs]:
@@ -163,9 +189,10 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
             old.append(each.name)
             continue
         *_, run, file_name = each.name.split("/")
-        name, data = name_in(run, file_name), remote.bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
-        if name is not None and data is not None:
-            with contextlib.suppress(IntegrityError):  # damage in the trash stops nothing
+        name = name_in(run, file_name)
+        with contextlib.suppress(IntegrityError):  # damage in the trash stops nothing
+            data = remote.bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
+            if name is not None and data is not None:
                 held.add_readable(remote.repo.records.decode(data, name).record)
     return old, held
 

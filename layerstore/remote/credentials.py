@@ -21,6 +21,7 @@ _KEYS = {
 }
 _SETTINGS = {"region": "region", "endpoint_url": "endpoint"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_SAID_BY = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint_url": _ENDPOINTS}
 _NEED_BOTO3 = frozenset({"sso_session", "sso_start_url", "role_arn", "credential_process", "source_profile"})
 
 
@@ -42,7 +43,7 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         )
     options: dict[str, Any] = {}
     for setting, argument in _SETTINGS.items():
-        if setting in found and f"AWS_{setting.upper()}" not in environment:
+        if setting in found and not any(environment.get(name) for name in _SAID_BY[setting]):
             options[argument] = found[setting]
     named = {name: environment[name] for name in _ENDPOINTS if environment.get(name)}
     for called, endpoint in {"the profile's endpoint_url": options.get("endpoint", "http://"), **named}.items():

@@ -29,10 +29,11 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
 
     Whoever reads meanwhile sees the damaged bytes or the sound ones.
     """
-    done = Repaired()
+    done, before = Repaired(), set[str]()
     for _ in range(_LOOKS_MAX):
         verdict = verify_remote(remote, read_data=read_data, progress=progress)
-        sent = tuple(_sent(repo, remote, verdict, dry_run=dry_run))
+        new = replace(verdict, damaged=tuple(each for each in verdict.damaged if each.path not in before))
+        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # what was sent in vain is not sent again
         paths = {each.path for each in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(
@@ -41,6 +42,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
             lost=tuple(cost for damage in left if damage.kind not in {"record", "pin"} for cost in damage.costs),
             unreadable=tuple(name for damage in left if damage.kind in {"record", "pin"} for name in damage.needed_by),
         )
+        before |= paths
         if dry_run or not sent:
             break
     return done

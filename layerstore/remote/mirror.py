@@ -44,11 +44,13 @@ class Remote:
         objects = MirroredObjects(layout, files, self.source, is_mirror=True)
         self.repo = open_repository(path, files, remote=bucket.url, objects=objects)
         """The mirror; it is only read."""
+        self.listed: frozenset[str] = frozenset()
+        """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
         self.refresh()
 
     def refresh(self) -> None:
         """Bring the records and pins of the mirror to what the bucket has."""
-        _refresh(self.repo, self.bucket)
+        self.listed = _refresh(self.repo, self.bucket)
 
 
 def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
@@ -71,8 +73,8 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         ) from exc
 
 
-def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> None:
-    """Bring the records and pins of the mirror *repo* to what *bucket* has; *anew*, read all of them again."""
+def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozenset[str]:
+    """Bring the records and pins of the mirror *repo* to what *bucket* has, and return these; *anew*, read all."""
     files, layout = repo.files, repo.layout
     here = {layout.name(path): path for path in (*layout.commits.glob("*/*"), *layout.pins.glob("*"))}
     listed = {
@@ -84,10 +86,13 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> None:
         if record is not None:
             repo.catalog.forget([record])  # as it should be: nobody need be told
 
+    gone: list[str] = []
+
     def fetch(each: Listed) -> None:
         data = bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
-            return  # removed since it was listed
+            gone.append(each.name)  # since it was listed
+            return
         target = layout.root / each.name
         files.make_directory(target.parent, durable=False)
         with files.temporary(layout.tmp, data) as source:
@@ -99,6 +104,7 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> None:
     missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
     with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
         in_parallel(pool, fetch, missing)
+    return frozenset(listed).difference(gone)
 
 
 def _is_ours(name: str) -> bool:

@@ -26,6 +26,7 @@ from layerstore.publish import Transaction, check_pin_means
 from layerstore.remote.bucket import checked_url, in_parallel
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.mirror import Remote
+from layerstore.remote.push import Left, raise_left
 from layerstore.remote.remotes import Remotes
 from layerstore.remote.source import Source
 from layerstore.shares import ALONE, Shares, cut
@@ -109,8 +110,8 @@ class _Pull:
 
     def run(self, refs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
-        commits, pins = self._asked(refs)
-        left: dict[str, IntegrityError] = {}
+        left: Left = {}
+        commits, pins = self._asked(refs, left)
         with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
                 with _told_later(left, f"{commit.record.run}@{commit.record.step}"), Transaction(self._repo) as tx:
@@ -121,11 +122,7 @@ class _Pull:
                     self._fetch(pool, tx.objects, pin.record)
                     tx.objects.publish()  # a pin names what is there
                     tx.pin(pin)
-        for problem in left.values():
-            rest = "" if len(commits) + len(pins) == len(left) else "; all others were"
-            raise IntegrityError(
-                f"{problem}; not fetched: {', '.join(left)}{rest}", hint=problem.hint, **problem.facts
-            ) from problem
+        raise_left(left, "fetched")
         return Pulled(
             url=self._remote.url,
             commits=tuple(references_to(self._repo, [commit.record for commit in commits])),
@@ -134,14 +131,25 @@ class _Pull:
             bytes_received=self._bytes_received,
         )
 
-    def _asked(self, refs: Iterable[str] | None) -> tuple[list[Commit], list[Pin]]:
-        """Return the commits and pins that are asked for and not here, commits in the order of their steps."""
+    def _asked(self, refs: Iterable[str] | None, left: Left) -> tuple[list[Commit], list[Pin]]:
+        """
+        Return the commits and pins that are asked for and not here, commits in the order of their steps.
+
+        Of all, those that are damaged there are *left*.
+        """
         theirs = self._remote.repo
         if refs is None:
             gone = set(self._repo.trash.records())
-            names = [row.name for run in theirs.catalog.runs() for row in theirs.catalog.view(run).visible]
-            names = [name for name in names if name not in gone]
-            pins = [pin.name for pin in theirs.records.readable_pins()]
+            views = [view for run in theirs.catalog.runs() if (view := theirs.catalog.find(run)) is not None]
+            names = [row.name for view in views for row in view.visible if row.name not in gone]
+            lost = [each for view in views for each in view.damaged.items() if each[0] not in gone]
+            left |= {f"{name.run}@{name.step}": why for name, why in lost if not self._repo.records.is_there(name)}
+            here, pins = self._repo.records.pin_names(), []
+            for called, found in theirs.records.pins():
+                if isinstance(found, Pin):
+                    pins.append(called)
+                elif called not in here:
+                    left[f"pin {called}"] = found
         else:
             resolved = [resolve(theirs, ref) for ref in refs]
             commits = [commit for commit in resolved if commit.pin is None]
@@ -151,7 +159,8 @@ class _Pull:
         missing = []
         for name in pins:
             pin = theirs.records.read_pin(name)
-            check_pin_means(self._repo, name, pin.base)
+            with _told_later(left, f"pin {name}"):
+                check_pin_means(self._repo, name, pin.base)
             if name not in self._repo.records.pin_names():
                 missing.append(pin)
         return wanted, missing
@@ -192,11 +201,11 @@ class _Pull:
 
 
 @contextmanager
-def _told_later(left: dict[str, IntegrityError], name: str) -> Iterator[None]:
-    """Put damage that is met in the body into *left*, by *name*: the rest can still be had."""
+def _told_later(left: Left, name: str) -> Iterator[None]:
+    """Put damage, or another pin, that is met in the body into *left*, by *name*: the rest can still be had."""
     try:
         yield
-    except IntegrityError as exc:
+    except (IntegrityError, AlreadyExists) as exc:
         left[name] = exc
 
 

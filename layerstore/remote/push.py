@@ -20,6 +20,7 @@ from threading import Event
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, LayerstoreError, StorageIO
 from layerstore.format import NameHasher, StoreIdentity, decode_identity, encode_identity, unseal_pin
 from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, references_to
+from layerstore.layers import typed
 from layerstore.limits import (
     FOLLOW_SECONDS,
     RECORD_BYTES_MAX,
@@ -27,7 +28,7 @@ from layerstore.limits import (
     REMOTE_MOMENT_SECONDS,
     REMOTE_REQUESTS_MAX,
 )
-from layerstore.model import BlobRef, CommitRecord, ObjectId, Pin
+from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Pin
 from layerstore.progress import Progress
 from layerstore.remote.bucket import (
     COLLECTIONS_AT_WORK,
@@ -72,11 +73,12 @@ def push(
     Once a commit is told as sent, the remote has it whole. After a kill, a repetition sends only what is left.
 
     Raises:
-        Conflict: The bucket holds another store, or a pin there means something else.
-        IntegrityError: An object that would be sent is damaged or missing here.
+        Conflict: The bucket holds another store.
+        AlreadyExists: A pin there means something else; all else was sent.
+        IntegrityError: Something that was to be sent is damaged or missing here; all else was sent.
     """
-    claim(bucket, repo.identity)
-    return _Push(repo, bucket, progress).run(*_asked(repo, refs, runs))
+    made = claim(bucket, repo.identity)
+    return _Push(repo, bucket, progress).run(*_asked(repo, refs, runs), made=made)
 
 
 def follow(
@@ -95,12 +97,12 @@ def follow(
     Raises:
         StorageIO: The server refuses the key, or is full.
     """
-    pushes, is_first = _Push(repo, bucket, progress), True
+    pushes, is_first, made = _Push(repo, bucket, progress), True, False
     while not stop.is_set():
         try:
             if is_first:
-                claim(bucket, repo.identity)
-            pushed = pushes.run(*_asked(repo, refs()))
+                made = claim(bucket, repo.identity) or made
+            pushed = pushes.run(*_asked(repo, refs()), made=made)
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
@@ -114,10 +116,16 @@ def follow(
         stop.wait(FOLLOW_SECONDS)
 
 
-def claim(bucket: Bucket, identity: StoreIdentity) -> None:
-    """Make *bucket* a remote of the store *identity*, unless it is one; raises Conflict if it is another store's."""
-    found = identity_of(bucket)
+def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
+    """
+    Make *bucket* a remote of the store *identity*, unless it is one; return whether it was none.
+
+    Raises:
+        Conflict: It is another store's.
+    """
+    found, made = identity_of(bucket), False
     if found is None:
+        made = True
         for folder in ("commits", "objects"):
             if bucket.listed(folder):
                 raise IntegrityError(
@@ -126,11 +134,8 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> None:
                 )
         bucket.write(IDENTITY, lambda: [encode_identity(identity)])
         found = identity_of(bucket) or identity
-    if found.store_id != identity.store_id:
-        raise Conflict(
-            f"{bucket.url} is a remote of another store ({found.store_id}); nothing was sent",
-            hint="name another prefix",
-        )
+    check_own(bucket, found, identity)
+    return made
 
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
@@ -139,26 +144,62 @@ def identity_of(bucket: Bucket) -> StoreIdentity | None:
     return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
 
 
-def record_names(bucket: Bucket) -> list[RecordName]:
-    """Return the records in *bucket*, by run and step."""
-    paths = (each.name.split("/") for each in bucket.listed("commits"))
-    return sorted(name for path in paths if len(path) == 3 and (name := name_in(path[1], path[2])) is not None)
+def records_in(bucket: Bucket) -> dict[RecordName, int]:
+    """Return the sizes of the records in *bucket*, by run and step."""
+    paths = ((each.name.split("/"), each.size_bytes) for each in bucket.listed("commits"))
+    found = {name: size for path, size in paths if len(path) == 3 and (name := name_in(path[1], path[2])) is not None}
+    return dict(sorted(found.items()))
+
+
+def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
+    """Return the records of *repo* that *bucket*, which is a remote of it, has in full size."""
+    return {name for name, size_bytes in records_in(bucket).items() if _size_here(repo, name) == size_bytes}
+
+
+def _size_here(repo: Repository, name: RecordName) -> int | None:
+    return repo.files.size(repo.layout.record(name.run, name.step, name.id))
+
+
+def check_own(bucket: Bucket, found: StoreIdentity, identity: StoreIdentity) -> None:
+    """Raise Conflict if *found*, which *bucket* holds, is not the store *identity*."""
+    if found.store_id != identity.store_id:
+        raise Conflict(
+            f"{bucket.url} is a remote of another store ({found.store_id}); nothing was sent",
+            hint="name another prefix",
+        )
+
+
+Left = dict[str, LayerstoreError]
+"""What was not sent or fetched, by what it is called, and why."""
+
+
+def raise_left(left: Left, what: str) -> None:
+    """Raise what is wrong with the first of *left*, and name them all: *what* was not done with them."""
+    for problem in left.values():
+        raise type(problem)(
+            f"{problem}; not {what}: {', '.join(left)}; all else was", hint=problem.hint, **problem.facts
+        ) from problem
 
 
 def _asked(
     repo: Repository, refs: Iterable[Resolved] | None, runs: Iterable[str] | None = None
-) -> tuple[list[RecordName], list[Pin]]:
+) -> tuple[list[RecordName], list[Pin], Left]:
     if refs is not None:
         resolved = list(refs)
         named = [repo.records.read_pin(each.pin) for each in resolved if each.pin is not None]
-        return [RecordName(each.record.run, each.record.step, each.commit) for each in resolved if not each.pin], named
+        names = [RecordName(each.record.run, each.record.step, each.commit) for each in resolved if not each.pin]
+        return names, named, {}
     wanted = repo.catalog.runs() if runs is None else list(runs)
     views = [repo.catalog.find(run) for run in wanted]
-    for view in views:
-        for problem in view.damaged.values() if view is not None else ():
-            raise problem
-    names = [row.name for view in views if view is not None for row in view.visible]
-    return names, [pin for pin in repo.records.readable_pins() if runs is None or pin.record.run in wanted]
+    found = [view for view in views if view is not None]
+    left: Left = {}
+    pins = []
+    for called, pin in repo.records.pins():
+        if isinstance(pin, Pin):
+            pins += [pin] if runs is None or pin.record.run in wanted else []
+        elif runs is None:
+            left[f"pin {called}"] = pin
+    return [name for view in found for name in (*(row.name for row in view.visible), *view.damaged)], pins, left
 
 
 _Wanted = tuple[Path, CommitRecord]
@@ -191,19 +232,26 @@ class _Push:
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
         """What it counts on since the last listing, sent or young, that no record in the bucket names."""
+        self._left: Left = {}
+        self._made = False
         self._objects = 0
         self._bytes_sent = 0
 
-    def run(self, names: Sequence[RecordName], pins: Sequence[Pin]) -> Pushed:
-        """Send the records *names* and *pins* with all that they name."""
-        layout, there = self._repo.layout, set(record_names(self._bucket))
+    def run(self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool) -> Pushed:
+        """
+        Send the records *names* and *pins* with all that they name; raise what is *left* then, or could not be.
+
+        *made* says that the bucket was empty: two stores may have found that in one moment.
+        """
+        self._left, self._made = dict(left), made
+        layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         names = [name for name in names if name not in there]
         self._own.update(names)
         commits = dict(self._read(names))
         for name in names:
-            if name not in commits:
+            if name not in commits and f"{name.run}@{name.step}" not in self._left:
                 _tell_gone(name.run, name.step)
-        pins = [pin for pin in pins if not self._has_pin(pin)]
+        pins = [pin for pin in pins if not self._has_or_leaves(pin)]
         paths = {layout.record(name.run, name.step, name.id): name for name in commits}
         waiting = deque(zip(paths, commits.values(), strict=True))
         waiting += ((layout.pin(pin.name), pin.record) for pin in pins)
@@ -230,14 +278,25 @@ class _Push:
             bytes_sent=self._bytes_sent,
         )
         self._objects = self._bytes_sent = 0
+        raise_left(self._left, "sent")
         return pushed
 
     def _read(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, CommitRecord]]:
-        """Yield the records *names*, but for those that a collection has removed here."""
+        """Yield the records *names*, but for those that a collection has removed here, and damaged ones."""
         for name, commit in self._repo.records.each(names):
-            if isinstance(commit, LayerstoreError):
+            if isinstance(commit, Commit):
+                yield name, commit.record
+            elif not isinstance(commit, IntegrityError):
                 raise commit
-            yield name, commit.record
+            elif name in self._own:
+                self._left[f"{name.run}@{name.step}"] = commit
+
+    def _has_or_leaves(self, pin: Pin) -> bool:
+        try:
+            return self._has_pin(pin)
+        except (AlreadyExists, IntegrityError) as exc:
+            self._left[f"pin {pin.name}"] = exc
+            return True
 
     def _has_pin(self, pin: Pin) -> bool:
         """Whether the bucket has *pin*; raises AlreadyExists if it means something else there."""
@@ -245,12 +304,17 @@ class _Push:
         data = self._bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return False
-        theirs = unseal_pin(data, name=called, store_id=self._repo.identity.store_id)
+        try:
+            theirs = unseal_pin(data, name=called, store_id=self._repo.identity.store_id)
+        except IntegrityError as exc:
+            raise IntegrityError(
+                f"{self._bucket.url}: {exc}", hint=f"layerstore repair --remote {typed(self._bucket.url)} puts it back"
+            ) from exc
         if (theirs.record, theirs.base) != (pin.record, pin.base):
             raise AlreadyExists(
                 f"pin {pin.name!r} means {theirs.record.run}@{theirs.record.step} in {self._bucket.url}, and something "
-                "else here; nothing was sent",
-                hint="delete one of the two, or push the references that you mean",
+                "else here",
+                hint=f"layerstore pin --delete {typed(pin.name)} gives up the one here; {called} there is the other",
             )
         return True
 
@@ -261,7 +325,7 @@ class _Push:
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
-        there = (name for name in record_names(self._bucket) if name not in self._own)
+        there = (name for name in pushed_records(self._repo, self._bucket) if name not in self._own)
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
         self._named = None
@@ -273,19 +337,21 @@ class _Push:
         """Return what has to be sent of *record* and is not *seen* yet, each blob after all that it names."""
         found = []
         for blob in record.blobs:
-            if blob.id in self._common_blobs or blob.id in seen:
+            if blob.id in seen:
                 continue
+            is_common = blob.id in self._common_blobs
             for ref in (*named_by(self._repo, blob), blob):
-                if ref.id not in seen and not self._has(ref):
+                if ref.id not in seen and not self._has(ref, is_common=is_common):
                     found.append(ref)
                 seen.add(ref.id)
         return found
 
-    def _has(self, ref: BlobRef) -> bool:
+    def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
+        """Whether the bucket has *ref*, and keeps it; what *is common* a record there names."""
         listed = self._listed.get(self._repo.layout.object_name(ref.id))
         if listed is None or listed.size_bytes != ref.size_bytes:
             return False
-        if ref.id in self._needs_of_common():
+        if is_common or ref.id in self._needs_of_common():
             return True
         if listed.modified_ns < self._old_before_ns:
             return False
@@ -322,6 +388,9 @@ class _Push:
                 if not self._are_there():
                     self._list_again_at = 0.0
                     continue
+            if self._made:
+                claim(self._bucket, self._repo.identity)
+                self._made = False
             group = self._still_here(group, self._send_record)
             if not self._is_stale():  # suspended before a record, it may have lost what that counts on
                 self._unnamed.clear()  # these records name it
@@ -329,16 +398,19 @@ class _Push:
         return group
 
     def _still_here(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
-        """*Do* something with each of *group*; return those that a collection has not removed here meanwhile."""
+        """*Do* something with each of *group*; return those that were neither collected here meanwhile nor damaged."""
         found = []
         for path, record in group:
             try:
                 do(path, record)
                 found.append((path, record))
-            except (IntegrityError, StorageIO):
-                if self._repo.files.exists(path):
+            except (IntegrityError, AlreadyExists, StorageIO) as exc:
+                if not self._repo.files.exists(path):
+                    _tell_gone(record.run, record.step)
+                elif isinstance(exc, StorageIO):
                     raise
-                _tell_gone(record.run, record.step)
+                else:
+                    self._left[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
                 self._list_again_at = 0.0  # what was sent of it, no record names
         return found
 
@@ -349,7 +421,12 @@ class _Push:
             self._send_shares(pool, [ref for ref in missing if (ref.id in blobs) is which])
         self._sent |= seen
 
+    def _is_pin(self, path: Path) -> bool:
+        return path.parent == self._repo.layout.pins
+
     def _send_record(self, path: Path, _: CommitRecord) -> None:
+        if self._is_pin(path) and self._has_pin(self._repo.records.read_pin(path.name)):
+            return  # somebody else has sent it meanwhile
         data = self._repo.files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         self._bucket.write(self._repo.layout.name(path), lambda: [data])
         self._bytes_sent += len(data)

@@ -153,9 +153,9 @@ class ObjectStore:
 
     def read(self, ref: BlobRef) -> bytes:
         """Return the bytes of the small object *ref*, not yet verified: decoding a blob does that."""
+        if ref.size_bytes > BLOB_BYTES_MAX:
+            raise IntegrityError(f"object {ref.id} has {ref.size_bytes} bytes, too many for a blob")
         with self.open(ref) as file:
-            if file.size_bytes > BLOB_BYTES_MAX:
-                raise IntegrityError(f"object {ref.id} has {file.size_bytes} bytes, too many for a blob")
             return file.read_at(0, file.size_bytes)
 
     def verify(self, ref: BlobRef) -> None:

@@ -12,9 +12,8 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, NotFound, StorageIO
 from layerstore.history import PushedNotice
-from layerstore.remote import Bucket, RemoteNotice, record_names
+from layerstore.remote import Bucket, RemoteNotice
 from layerstore.remote.bucket import Listed
-from layerstore.storage import RecordName
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints, snapshot
 
@@ -222,7 +221,7 @@ def test_damage_there_is_not_taken(store: Store, saved: Checkpoints, bucket: Buc
     data[-1] ^= 1
     bucket.write(victim, lambda: [bytes(data)])
 
-    with pytest.raises(IntegrityError, match=rf"{victim.rpartition('/')[2]}.*not fetched: r@4; all others were"):
+    with pytest.raises(IntegrityError, match=rf"{victim.rpartition('/')[2]}.*not fetched: r@4; all else was"):
         layerstore.clone(bucket.url, tmp_path / "clone")
 
     with layerstore.open(tmp_path / "clone") as clone:
@@ -355,12 +354,15 @@ def test_what_is_collected_before_it_is_read_is_left_out(
     """Between the look at what there is and the reading of a record."""
     saved.into(store, 2, 4, 6)
 
-    def names(bucket: Bucket) -> list[RecordName]:
+    module = sys.modules["layerstore.remote.push"]
+    found = module.records_in
+
+    def names(bucket: Bucket) -> object:
         if len(store.log()) == 3:
             store.gc(Keep(last=1), grace_seconds=0, empty_trash=True)
-        return record_names(bucket)
+        return found(bucket)
 
-    monkeypatch.setattr(sys.modules["layerstore.remote.push"], "record_names", names)
+    monkeypatch.setattr(module, "records_in", names)
 
     with pytest.warns(PushedNotice, match=r"r@[24] was removed here meanwhile, and is not sent"):
         assert store.push(bucket.url).commits == ("r@6",)

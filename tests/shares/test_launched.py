@@ -122,7 +122,7 @@ def test_a_process_that_ends_leaves_nothing_half(
     store: Store, tmp_path: Path, number: int, how: signal.Signals
 ) -> None:
     """No commit, no folder; the others notice, and the same command then succeeds."""
-    source = generate(tmp_path / "big", step=10, layers=4, hidden=512, vocab=2048, world_size=4)
+    source = generate(tmp_path / "big", step=10, layers=6, hidden=768, vocab=2048, world_size=4)
     job = Job("ingest", "--store", store.path, source, "--run", "r", count=3)
     job.end_one(number, how, once=lambda: len(list((store.path / "tmp").iterdir())) > 2)
     ended = job.wait()

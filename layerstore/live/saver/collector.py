@@ -48,6 +48,8 @@ class Collector:
         self._ends_at_once = False
         self.error = ""
         """Why the last one failed; empty if it worked, or none has run."""
+        self.push_error = ""
+        """Why the last push failed, whatever the collection after it has done."""
         self.pushed_step: int | None = None
         """The newest step that was pushed."""
         self._warned = ""
@@ -64,7 +66,9 @@ class Collector:
         self._wishes.put(True)
 
     def wait(self) -> None:
-        """Return once what was asked for so far was tried."""
+        """Return once what was asked for so far was tried, and what could not be pushed once more."""
+        if self.push_error:
+            self.wake()
         with self._is_answered:
             asked = self._asked
             self._is_answered.wait_for(lambda: self._answered >= asked)
@@ -97,6 +101,7 @@ class Collector:
             if (self._push is not None and (is_new or self.error)) or self._has_work():
                 self._note(self._answer(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
+            self.push_error = words_of(exc) if self._push is not None else ""
             self._warn(words_of(exc))
 
     def _has_work(self) -> bool:
@@ -142,6 +147,7 @@ class Collector:
 
     def _note(self, answer: dict[str, Any]) -> None:
         self.pushed_step = answer.get("pushed_step", self.pushed_step)
+        self.push_error = "" if "pushed_step" in answer else answer.get("error", self.push_error)
         if "error" in answer:
             self._warn(answer["error"])
             return

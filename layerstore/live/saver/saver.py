@@ -248,8 +248,8 @@ class Saver:
         self._learn(exchange_reports(self.exchange, self._report()))
         if self._settings.durable == "remote":
             with self.exchange.together():
-                if self._collector is not None and self._collector.error:
-                    raise StorageIO(self._collector.error, errno=None, filename=str(self._settings.push))
+                if self._collector is not None and self._collector.push_error:
+                    raise StorageIO(self._collector.push_error, errno=None, filename=str(self._settings.push))
 
     def status(self) -> Status:
         """Return how this rank's saves are doing; asks no other rank."""

@@ -175,3 +175,31 @@ def test_without_rules_it_only_pushes(store: Store, tmp_path: Path) -> None:
     behind = collect(store, None, push=f"file://{tmp_path}/bucket")
     assert (behind.pushed_step, behind.error) == (30, "")
     assert len(store.log(RUN)) == 3
+
+
+def test_what_was_pushed_is_safe_whatever_a_collection_meets(store: Store, tmp_path: Path) -> None:
+    """Damage in another run keeps the collection from going on, and no save from being in the bucket."""
+    store.ingest(generate(tmp_path / "other", layers=1, hidden=8, vocab=8, step=5, seed=5), run="other")
+    [record] = (store.path / "commits/other").iterdir()
+    record.write_bytes(b"rotten")
+
+    behind = collect(store, Keep(last=1), push=f"file://{tmp_path}/bucket")
+
+    assert behind.pushed_step == 30
+    assert behind.push_error == ""
+    assert behind.error != ""
+
+
+def test_waiting_tries_again_what_could_not_be_pushed(store: Store, tmp_path: Path) -> None:
+    """The bucket may be there by now."""
+    (tmp_path / "bucket").write_text("a file, for now")
+    behind = Collector(store, None, run=RUN, push=f"file://{tmp_path}/bucket")
+    behind.wake()
+    behind.wait()
+    assert behind.push_error != ""
+    (tmp_path / "bucket").unlink()
+
+    behind.wait()
+
+    assert (behind.push_error, behind.pushed_step) == ("", 30)
+    behind.close(at_once=False)
