@@ -50,6 +50,13 @@ def end(result: "DataclassInstance", out: Path) -> None:
 
     if dist.get_rank() == 0:
         out.write_text(json.dumps(asdict(result)))
+    leave()
+
+
+def leave() -> None:
+    """End this process, once all ranks have come so far."""
+    import torch.distributed as dist
+
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # taking down threads of torch and gloo now and then aborts the process

@@ -1,0 +1,269 @@
+"""
+One job: a trunk that is saved under every arm, failures, and a resume of every arm after each of them.
+
+    python -m torch.distributed.run --nproc-per-node 1 -m tests.bench.quality.job --task documentation --seed 0 …
+
+DeepSpeed starts once. The engine that trained the trunk is filled from each arm's store in turn: the control, saved in
+full, ends with the trunk's masters to the last bit, which every job shows again.
+
+What is saved rarely resumes at an earlier step and then repeats the trunk, so it needs no training: it loses work
+instead of quality. The trunk's own model stands for it, at the step that it reaches while the others reach the last.
+"""
+
+import argparse
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import layerstore
+from layerstore.live.demo.launch import tell
+from layerstore.live.demo.training import tag_of
+from layerstore.policy import Policy
+from tests.bench.quality.arms import RARE, Arm, arms
+from tests.bench.quality.data import digest_of, task_data
+from tests.bench.quality.rows import Row, Rows
+from tests.bench.quality.settings import SIZES, TASKS, Settings, TaskName
+from tests.bench.quality.training import BASE, DATA, Trainer
+from tests.bench.ranked import begin, leave
+
+RUN = "job"
+_STRIDE = 1_000_003
+"""So far apart are the seeds of the batches of two jobs: more than either has steps."""
+
+
+def main() -> None:
+    """Train, save, fail and resume as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    begin()
+    job = Job(SIZES[options.size], task=options.task, seed=options.seed, work=options.work, rows=Rows(options.rows))
+    job.run()
+    leave()
+
+
+def lacking(settings: Settings, rows: Rows, of: Row) -> list[tuple[int, Arm]]:
+    """Return the failures and arms of the job *of* that *rows* have no resume of."""
+    done = {(row["failure"], row["arm"]) for row in rows.find(kind="resume", **of)}
+    return [
+        (failure, arm) for failure in settings.failures for arm in arms(settings) if (failure, arm.name) not in done
+    ]
+
+
+class Job:
+    """A task and a seed, and what is known of them so far."""
+
+    def __init__(self, settings: Settings, *, task: TaskName, seed: int, work: Path, rows: Rows) -> None:
+        self._settings, self._seed, self._rows = settings, seed, rows
+        self._work, self._folder = work, work / f"{task}-{seed}"
+        self._task = task
+        self._of = {"made_by": settings.digest(digest_of(work / DATA)), "task": task, "seed": seed}
+        self._arms = arms(settings)
+
+    def run(self) -> None:
+        """Do what the rows lack; the stores are removed when nothing is."""
+        missing = lacking(self._settings, self._rows, self._of)
+        if missing:
+            self._trainer = self._begun()
+            self._do(missing)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _do(self, missing: list[tuple[int, Arm]]) -> None:
+        if not self._folder.exists() or not self._rows.find(kind="trunk", **self._of):
+            self._train_trunk()
+        for failure, arm in missing:
+            self._resume(arm, failure)
+
+    def _begun(self) -> Trainer:
+        settings = self._settings
+        return Trainer(
+            settings,
+            task_data(self._work / DATA, self._task, settings),
+            rate=settings.task_rate,
+            steps=settings.steps,
+            warmup=settings.warmup,
+            weights=self._work / BASE,
+        )
+
+    # -- the trunk -----------------------------------------------------------------------------------------------
+
+    def _train_trunk(self) -> None:
+        """Train without an interruption, save at every opportunity, and evaluate where a resumed job will be."""
+        settings, started = self._settings, time.monotonic()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        stores = {arm.name: self._store(arm) for arm in self._arms if arm.policy is not None}
+        checks = {step for failure in settings.failures for step in settings.checks(failure)}
+        rarely = {settings.equal_work(failure): failure for failure in settings.failures}
+        losses, trained, saves = dict[int, float](), [], list[Row]()
+        saving = evaluating = 0.0
+        while self._trainer.step_number < settings.steps:
+            trained.append(round(self._step(), 4))
+            step = self._trainer.step_number
+            begun = time.monotonic()
+            if step % settings.save_every == 0:
+                saves += self._save(stores)
+            saved = time.monotonic()
+            if step in checks:
+                losses[step] = self._trainer.loss()
+            if step in rarely:
+                self._add_rare(rarely[step])
+            saving, evaluating = saving + saved - begun, evaluating + time.monotonic() - saved
+        for store, _ in stores.values():
+            store.close()
+        took = time.monotonic() - started
+        self._rows.add(
+            *saves,
+            {
+                "kind": "trunk",
+                **self._of,
+                "parameters": self._trainer.parameters,
+                "trained_losses": trained,
+                **self._end(losses),
+                "seconds": {
+                    "steps": round(took - saving - evaluating, 1),
+                    "saves": round(saving, 1),
+                    "evaluations": round(evaluating, 1),
+                },
+            },
+        )
+        self._tell("trunk", losses[settings.steps], took)
+
+    def _store(self, arm: Arm) -> tuple[layerstore.Store, Policy]:
+        assert arm.policy is not None
+        path = self._folder / arm.store
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return layerstore.init(path), arm.policy(self._trainer.parameters)
+
+    def _save(self, stores: dict[str, tuple[layerstore.Store, Policy]]) -> list[Row]:
+        """Write a checkpoint and ingest it into each store; return a row for each."""
+        step, folder = self._trainer.step_number, self._folder / "checkpoint"
+        self._trainer.engine.save_checkpoint(str(folder), tag=tag_of(step))
+        rows = []
+        for name, (store, policy) in stores.items():
+            done = store.ingest(folder, run=RUN, policy=policy, trust_store=True)
+            rows.append(
+                {
+                    "kind": "save",
+                    **self._of,
+                    "arm": name,
+                    "step": step,
+                    "bytes": done.bytes_new,
+                    "layers": list(done.layers_saved),
+                    "movements": movements(store),
+                }
+            )
+        if step in self._averaged():
+            folder.rename(self._folder / f"kept-{step}")
+        else:
+            shutil.rmtree(folder)
+        return rows
+
+    def _averaged(self) -> set[int]:
+        settings = self._settings
+        bases = (settings.resumed_at(failure) for failure in settings.failures)
+        return {base - number * settings.save_every for base in bases for number in range(settings.averaged)}
+
+    def _add_rare(self, failure: int) -> None:
+        settings = self._settings
+        self._rows.add(
+            {
+                "kind": "resume",
+                **self._of,
+                "arm": RARE,
+                "failure": failure,
+                "base": settings.rare_base(failure),
+                "losses": {},
+                "loss": self._trainer.loss(),
+                "accuracy": self._trainer.accuracy(),
+                "step": settings.equal_work(failure),
+            }
+        )
+
+    # -- the resumes ---------------------------------------------------------------------------------------------
+
+    def _resume(self, arm: Arm, failure: int) -> None:
+        """Fill the engine from what *arm* has saved before *failure*, train to the end, and note what came out."""
+        settings, trainer, started = self._settings, self._trainer, time.monotonic()
+        base = settings.resumed_at(failure)
+        resumed = layerstore.resume(trainer.engine, self._folder / arm.store, run=RUN, step=base, must_exist=True)
+        assert resumed is not None
+        if arm.is_averaged:
+            self._load_average(base)
+        filled = time.monotonic() - started
+        losses, checks = dict[int, float](), settings.checks(failure)
+        while True:
+            if trainer.step_number in checks:
+                losses[trainer.step_number] = trainer.loss()
+            if trainer.step_number == settings.steps:
+                break
+            self._step(other=arm.reads_other_batches)
+        took = time.monotonic() - started
+        row = {"kind": "resume", **self._of, "arm": arm.name, "failure": failure, "base": base}
+        ages = {layer: base - step for layer, step in resumed.layers.items()}
+        row |= {"ages": ages, **self._end(losses), "step": settings.steps}
+        self._rows.add(row | {"seconds": {"filling": round(filled, 1), "all": round(took, 1)}})
+        self._tell(f"{arm.name}, failed after {failure}", losses[settings.steps], took)
+
+    def _load_average(self, base: int) -> None:
+        """Load the checkpoint at *base* with the mean masters of the last saves, through DeepSpeed's own loader."""
+        import torch
+
+        settings = self._settings
+        target = self._folder / "average"
+        shutil.copytree(self._folder / f"kept-{base}", target)
+        [path] = target.rglob("*optim_states.pt")
+        steps = [base - number * settings.save_every for number in range(settings.averaged)]
+        found = [_states(self._folder / f"kept-{step}") for step in steps]
+        flats = zip(*(each["optimizer_state_dict"]["fp32_flat_groups"] for each in found), strict=True)
+        found[0]["optimizer_state_dict"]["fp32_flat_groups"] = [torch.stack(same).mean(0) for same in flats]
+        torch.save(found[0], path)
+        self._trainer.engine.load_checkpoint(str(target))
+        shutil.rmtree(target)
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def _step(self, *, other: bool = False) -> float:
+        """Make one step; which batch it reads, or which *other* one, depends on seed and step alone."""
+        return self._trainer.step(seed=(2 * self._seed + other) * _STRIDE + self._trainer.step_number)
+
+    def _tell(self, what: str, loss: float, seconds: float) -> None:
+        tell("done", what=f"{self._task}, seed {self._seed}: {what}", loss=loss, seconds=seconds)
+
+    def _end(self, losses: dict[int, float]) -> Row:
+        """Return what is known of the model now: losses by step, the share of right answers, and its masters' hash."""
+        masters = hashlib.sha256()
+        for flat in self._trainer.masters():
+            masters.update(flat.detach().numpy().tobytes())
+        return {
+            "losses": losses,
+            "loss": losses[self._settings.steps],
+            "accuracy": self._trainer.accuracy(),
+            "masters": masters.hexdigest()[:16],
+        }
+
+
+def movements(store: layerstore.Store) -> dict[str, float]:
+    """Return how far each layer had moved at the newest save of *store*, since it was saved; nothing if unmeasured."""
+    newest = store.repo.catalog.view(RUN).visible[-1]
+    decisions = store.repo.catalog.commit(newest.name).record.policy.decisions
+    movements = cast("dict[str, float]", decisions.get("movements", {}))
+    return {layer: float(f"{movement:.3g}") for layer, movement in movements.items()}
+
+
+def _states(folder: Path) -> dict[str, Any]:
+    """Return the optimizer's states that DeepSpeed has saved in *folder*."""
+    import torch
+
+    [path] = folder.rglob("*optim_states.pt")
+    states: dict[str, Any] = torch.load(path, weights_only=False)
+    return states
+
+
+if __name__ == "__main__":
+    main()

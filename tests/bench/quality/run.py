@@ -1,0 +1,98 @@
+"""The whole experiment, in order: texts, base, then a job for every task and seed, one on each core."""
+
+import os
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+from layerstore.live.demo.launch import Event, run_ranks
+from tests.bench.quality import data, table
+from tests.bench.quality.job import lacking
+from tests.bench.quality.plots import draw
+from tests.bench.quality.rows import Row, Rows
+from tests.bench.quality.settings import TASKS, Settings, TaskName
+from tests.bench.quality.training import BASE, DATA
+
+_ROOT = Path(__file__).parents[3]
+
+
+def run(
+    settings: Settings, *, folder: Path | None, rows: Path | None, seeds: int, is_run: bool, plots: Path | None
+) -> None:
+    """
+    Run what *rows* lack, print the table, and draw the *plots*; without *is_run* only print and draw.
+
+    *folder* is where texts, base and stores are kept, *rows* what was found. What was interrupted is begun anew there:
+    the base at its newest save, a job at its trunk or at its next resume.
+    """
+    folder = folder or Path(tempfile.gettempdir()) / "layerstore-quality"
+    # A folder of its own for other settings: texts, base and stores would be wrong for them.
+    work = (folder / f"{settings.name}-{settings.digest('')[:8]}").absolute()
+    rows = (rows or work / "rows").absolute()
+    made_by = _make(settings, work=work, rows=rows, seeds=seeds) if is_run else None
+    found = [row for path in sorted(rows.glob("*.jsonl")) for row in Rows(path).find()]
+    found = _of_one(found, made_by)
+    print("\n".join(table.lines(settings, found)), flush=True)
+    if plots is not None and found:
+        draw(settings, found, plots)
+
+
+def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
+    """Run what *rows* lack; return what marks them as this experiment's."""
+    work.mkdir(parents=True, exist_ok=True)
+    data.make(work / DATA, settings)
+    made_by = settings.digest(data.digest_of(work / DATA))
+    base = rows / "base.jsonl"
+    if not (work / BASE).exists() or not Rows(base).find(kind="base", made_by=made_by):
+        print("training the base", flush=True)
+        _launch("training", settings, work=work, rows=base, log=work / "base.log")
+    # Processes, not threads: Ctrl-C reaches each, and each ends its own ranks.
+    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(_job, settings, task, seed, work, rows)
+            for seed in range(seeds)
+            for task in TASKS
+            if lacking(settings, _rows_of(rows, task, seed), {"made_by": made_by, "task": task, "seed": seed})
+        ]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return made_by
+
+
+def _job(settings: Settings, task: TaskName, seed: int, work: Path, rows: Path) -> None:
+    _launch(
+        "job",
+        settings,
+        work=work,
+        rows=_rows_of(rows, task, seed).path,
+        log=work / f"{task}-{seed}.log",
+        arguments=["--task", task, "--seed", str(seed)],
+    )
+
+
+def _rows_of(folder: Path, task: TaskName, seed: int) -> Rows:
+    return Rows(folder / f"{task}-{seed}.jsonl")
+
+
+def _launch(
+    module: str, settings: Settings, *, work: Path, rows: Path, log: Path, arguments: list[str] | None = None
+) -> None:
+    arguments = ["--size", settings.name, "--work", str(work), "--rows", str(rows), *(arguments or [])]
+    log.unlink(missing_ok=True)  # else the events of the run before were heard again
+    run_ranks(f"tests.bench.quality.{module}", arguments, count=1, folder=_ROOT, log=log, hear=_hear)
+
+
+def _hear(event: Event) -> None:
+    print(f"  {event['what']}: loss {event['loss']:.4f}, after {event['seconds']:.0f} s", flush=True)
+
+
+def _of_one(rows: list[Row], made_by: str | None) -> list[Row]:
+    """Return the rows of one experiment, that of most rows if it is not named: texts or settings of others differ."""
+    if made_by is None and rows:
+        [(made_by, _)] = Counter(str(row["made_by"]) for row in rows).most_common(1)
+    return [row for row in rows if row["made_by"] == made_by]

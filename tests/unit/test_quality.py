@@ -1,0 +1,216 @@
+"""The parts of the quality benchmark that need no training: texts, tokens, rows, intervals, the table."""
+
+import math
+from pathlib import Path
+from statistics import mean
+from xml.etree import ElementTree
+
+import pytest
+
+import layerstore
+from tests.bench.quality import corpus, table, tokenizer
+from tests.bench.quality.arms import FULL, NOISE, RARE, DriftByBudget, arms
+from tests.bench.quality.intervals import interval
+from tests.bench.quality.job import RUN, movements
+from tests.bench.quality.plots import draw
+from tests.bench.quality.rows import Row, Rows
+from tests.bench.quality.settings import REAL, TASKS, TINY
+from tests.generated import generate
+
+FUNCTION = 'def {name}(side: int) -> int:\n    """Return {name}, with enough words to count.\n\n    More."""\n'
+
+
+def test_no_package_is_on_both_sides_of_the_split(tmp_path: Path) -> None:
+    """Else a model would be asked for what it has read."""
+    for number in range(40):
+        package = tmp_path / f"package{number}"
+        package.mkdir()
+        (package / "__init__.py").write_text(FUNCTION.format(name=f"function_{number}") * 2)
+
+    split = corpus.docstrings(root=tmp_path, files_per_package=5, pairs_per_package=5)
+
+    names = [{pair.docstring.split()[1] for pair in side} for side in (split.trained, split.held_out)]
+    assert not names[0] & names[1]
+    assert (len(names[0] | names[1]), 0 < len(names[1]) < 20) == (40, True)
+    assert split == corpus.docstrings(root=tmp_path, files_per_package=5, pairs_per_package=5)
+
+
+def test_a_pair_is_the_signature_and_the_first_paragraph() -> None:
+    """Private functions count; those that cannot be parsed, and those without a docstring, do not."""
+    source = FUNCTION.format(name="_area") + "def bare(side):\n    pass\n"
+
+    found = list(corpus.pairs(source))
+
+    assert [pair.signature for pair in found] == ["def _area(side: int) -> int:"]
+    assert [pair.docstring for pair in found] == ["Return _area, with enough words to count."]
+    assert list(corpus.pairs("def broken(:")) == []
+
+
+def test_a_manual_loses_its_markup() -> None:
+    """Requests, fonts and comments go; their words stay."""
+    manual = '.\\" a comment\n.TH LS 1\n.SH NAME\nls \\- list \\fBfiles\\fR\n.PP\nSee \\(aqdir\\(aq.\n'
+
+    assert corpus.plain(manual) == "LS 1\nNAME\nls - list files\n\nSee 'dir'."
+
+
+def test_any_text_comes_back_from_its_tokens() -> None:
+    """Also what the tokenizer has never seen: it knows all bytes."""
+    spoken = tokenizer.trained(["def area(side):\n    return side * side\n"] * 3, vocabulary=300)
+
+    for text in ("def area(side):", "\tLöwe ≠ 🦁\r\n", ""):
+        assert text == spoken.decode(spoken.encode(text).ids)
+    assert spoken.token_to_id("<end>") == tokenizer.END
+
+
+def test_the_same_texts_give_the_same_tokenizer() -> None:
+    """Or no second run would give the same numbers."""
+    texts = [path.read_text() for path in sorted(Path(corpus.__file__).parent.glob("*.py"))]
+
+    assert tokenizer.trained(texts, vocabulary=400).to_str() == tokenizer.trained(texts, vocabulary=400).to_str()
+
+
+def test_an_interrupted_row_counts_as_not_written(tmp_path: Path) -> None:
+    """What is appended afterwards is whole."""
+    rows = Rows(tmp_path / "rows.jsonl")
+    assert rows.find() == []
+    rows.add({"kind": "save", "step": 5}, {"kind": "save", "step": 10})
+    with rows.path.open("a") as file:
+        file.write('{"kind": "trunk", "st')
+
+    rows.add({"kind": "save", "step": 15})
+
+    assert [row["step"] for row in rows.find(kind="save")] == [5, 10, 15]
+    assert rows.find(kind="trunk") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "half_width"),
+    [([1.0], math.inf), ([0.0, 1.0], 3.157), ([1.0, 2.0, 3.0], 1.686), ([float(each) for each in range(40)], 3.041)],
+)
+def test_an_interval_is_that_of_student(values: list[float], half_width: float) -> None:
+    """One value says nothing, and many are nearly normal."""
+    found = interval(values)
+
+    assert mean(values) == found.mean
+    assert half_width == pytest.approx(found.half_width, rel=1e-3)
+
+
+def test_the_rare_save_is_behind_by_what_it_did_not_save() -> None:
+    """It takes the first opportunity, then one in so many; its work is that of the others."""
+    assert [TINY.resumed_at(failure) for failure in TINY.failures] == [10, 20]
+    assert [REAL.rare_base(failure) for failure in REAL.failures] == [5, 5]
+    assert [REAL.equal_work(failure) for failure in REAL.failures] == [400 - 125, 400 - 260]
+
+
+def test_drift_by_budget_has_no_turns() -> None:
+    """Within its budget it takes what moved most, and waits for what does not fit."""
+    from layerstore.policy import Save
+
+    layers = tuple(f"model.layers.{number}" for number in range(4))
+    moved = {layer: 0.1 * number for number, layer in enumerate(layers)}
+
+    def due(budget: int, number: int) -> set[str]:
+        sizes, ages = dict.fromkeys(layers, 100), dict.fromkeys(layers, 1)
+        save = Save(number=number, layers=layers, ages=ages, movements=moved, sizes=sizes)
+        return set(DriftByBudget(budget).due(save))
+
+    assert [{layers[3]}] * 4 == [due(100, number) for number in range(1, 5)]
+    assert {layers[3], layers[2]} == due(200, 1)
+    assert set() == due(10, 1)
+
+
+def rows_of(differences: dict[str, list[float]]) -> list[Row]:
+    """Return rows of an experiment that came out like this, a difference for each seed; the control is identical."""
+    found: list[Row] = []
+    for task in TASKS:
+        for seed in range(3):
+            of = {"task": task, "seed": seed}
+            end = {"loss": 2.0, "accuracy": 0.5, "masters": "abc", "losses": {"10": 2.5, "20": 2.2, "30": 2.0}}
+            found.append({"kind": "trunk", **of, **end, "parameters": 1000})
+            for arm, by_seed in differences.items():
+                for failure, base in zip(TINY.failures, (10, 20), strict=True):
+                    other = {"loss": 2.0 + by_seed[seed], "losses": {"10": 2.5, "20": 2.3, "30": 2.0 + by_seed[seed]}}
+                    key = {"kind": "resume", **of, "arm": arm, "failure": failure, "base": base}
+                    found.append({**key, **end, **(other if arm != FULL else {}), "ages": {"layer": 5}})
+            found += [
+                {"kind": "save", **of, "arm": "parity", "step": 5 * n, "bytes": size, "movements": {}}
+                for n, size in SIZES
+            ]
+    return found
+
+
+SIZES = ((1, 12000), (2, 6000), (3, 6000))
+
+
+def test_the_table_says_what_is_within_its_bound() -> None:
+    """A wide interval is called inconclusive, and half of the bytes are two times fewer."""
+    rows = rows_of(
+        {
+            RARE: [0.5, 0.5, 0.5],
+            FULL: [0.0, 0.0, 0.0],
+            "parity": [0.001, 0.002, 0.003],
+            "filter": [0.0, 0.03, 0.0],
+            "drift, 1/12": [0.1, 0.11, 0.12],
+            NOISE: [0.01, -0.01, 0.01],
+        }
+    )
+
+    printed = list(table.lines(TINY, rows))
+
+    assert "control identical to the last bit: yes, in 12 resumes" in printed
+    summary = {
+        line.split("  ")[1]: line for line in printed[printed.index("") :] if "bound" not in line and "  " in line
+    }
+    assert tuple(summary["parity"].split()[-3:]) == ("within", "2.0x", "1.5x")
+    assert "inconclusive" in summary["filter"]
+    assert "outside" in summary["drift, 1/12"]
+    assert "drift, 1/12 beats full saves of no more bytes: -0.3900" in printed[-1]
+
+
+def test_a_control_that_differs_by_a_bit_is_reported() -> None:
+    """Its loss may be the same all the same."""
+    rows = rows_of({FULL: [0.0, 0.0, 0.0]})
+    rows[1]["masters"] = "abd"
+
+    assert "control identical to the last bit: NO, in 12 resumes" in list(table.lines(TINY, rows))
+
+
+def test_the_control_saves_everything_and_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far each layer moved since the save before is in its records."""
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))
+    control = next(arm for arm in arms(REAL) if arm.name == FULL)
+    assert control.policy is not None
+    with layerstore.init(tmp_path / "store") as store:
+        for step in (1, 2):
+            done = store.ingest(
+                generate(tmp_path / f"{step}", hidden=8, vocab=16, step=step, seed=step),
+                run=RUN,
+                policy=control.policy(1000),
+            )
+            moved = movements(store)
+
+    assert done.layers == done.layers_saved
+    assert done.layers == tuple(moved)
+    assert min(moved.values()) > 0
+
+
+def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:
+    """Also of a single seed, whose intervals have no end, and each is a well-formed drawing."""
+    rows = [row for row in rows_of({FULL: [0.0] * 3, "parity": [0.01] * 3, NOISE: [0.001] * 3}) if row["seed"] == 0]
+    for row in rows:
+        if row["kind"] == "trunk":
+            row["trained_losses"] = [3.0 - 0.01 * step for step in range(TINY.steps)]
+
+    draw(TINY, rows, tmp_path)
+
+    drawn = {path.stem: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
+    assert drawn.keys() == {"loss", "differences", "frontier", "movements", "recovery"}
+    assert all("nan" not in "".join(of.attrib.values()) for each in drawn.values() for of in each.iter())
+
+
+def test_every_arm_has_a_name_of_its_own() -> None:
+    """Rows are found by it."""
+    names = [arm.name for arm in (*arms(REAL), *arms(TINY))]
+
+    assert {FULL, NOISE} < set(names)
+    assert len(arms(REAL)) == len({arm.name for arm in arms(REAL)})
