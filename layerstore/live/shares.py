@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerstore.errors import Internal, InvalidInput, JobLost, LayerstoreError, StorageIO
@@ -76,13 +77,12 @@ class Led(Shares):
         """Let every other process do *work* on its one of *parts*; yield what waits for the answers."""
         cache_size = os.environ.get("LAYERSTORE_CACHE_SIZE")
         with _seen_by_all(repo) as session:
-            self._line.tell(
+            answers = self._line.ask(
                 [
                     _Question(store=repo.name, session=session, cache_size=cache_size, work=work, part=part)
                     for part in parts
                 ]
             )
-            answers = self._line.hear()
             try:
                 yield lambda: list(_found(_waited(answers)))
             finally:
@@ -92,7 +92,7 @@ class Led(Shares):
 
     def end(self) -> None:
         """Let the others end."""
-        self._line.tell([None] * (self.count - 1))
+        self._line.dismiss()
         self._line.close()
 
 
@@ -175,10 +175,17 @@ def _told(warned: Sequence[warnings.WarningMessage]) -> tuple[tuple[type[Warning
 
 
 class _Line:
-    """The connections between the lead, process 0, and the others."""
+    """
+    The connections between the lead, process 0, and the others.
+
+    One thread speaks on them, and what it is asked for it does in order. So a signal is heard while gloo waits; and
+    whatever the signal has cut short, a question and its answers are over before the others are told to end.
+    """
 
     def __init__(self, number: int, count: int) -> None:
         self._count = count
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        threading.Thread(target=self._speak, name="shares", daemon=True).start()
         _name_meeting_point()
 
         def meet() -> "ProcessGroup":
@@ -189,7 +196,7 @@ class _Line:
             return group
 
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        meeting = _begun(meet)
+        meeting = self._begun(meet)
         if number == 0 and not wait([meeting], _MEETING_TOLD.total_seconds()).done:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
@@ -200,56 +207,60 @@ class _Line:
                 hint="have all been started? MASTER_ADDR and MASTER_PORT say where, LAYERSTORE_SHARES=0 works alone",
             ) from exc
 
-    def tell(self, questions: Sequence[_Question | None]) -> None:
-        """Send each of *questions* to its process."""
+    def ask(self, questions: Sequence[_Question]) -> "Future[list[_Answered]]":
+        """Send each of *questions* to its process; return what will be the answers."""
         import torch.distributed as dist
 
-        _uninterrupted(lambda: dist.scatter_object_list([None], [None, *questions], src=0, group=self._group))
+        def exchange() -> list[_Answered]:
+            dist.scatter_object_list([None], [None, *questions], src=0, group=self._group)
+            heard: list[Any] = [None] * self._count
+            dist.gather_object(None, heard, dst=0, group=self._group)
+            return heard[1:]
+
+        return self._begun(exchange)
+
+    def dismiss(self) -> None:
+        """Tell all others to end."""
+        import torch.distributed as dist
+
+        self._done(lambda: dist.scatter_object_list([None], [None] * self._count, src=0, group=self._group))
 
     def listen(self) -> _Question | None:
         """Return the lead's next question; None at the end."""
         import torch.distributed as dist
 
         heard: list[_Question | None] = [None]
-        _uninterrupted(lambda: dist.scatter_object_list(heard, None, src=0, group=self._group))
+        self._done(lambda: dist.scatter_object_list(heard, None, src=0, group=self._group))
         return heard[0]
 
     def answer(self, answer: _Answered) -> None:
         """Send *answer* to the lead."""
         import torch.distributed as dist
 
-        _uninterrupted(lambda: dist.gather_object(answer, dst=0, group=self._group))
-
-    def hear(self) -> "Future[list[_Answered]]":
-        """Return what will be what the others answer."""
-        import torch.distributed as dist
-
-        def receive() -> list[_Answered]:
-            heard: list[Any] = [None] * self._count
-            dist.gather_object(None, heard, dst=0, group=self._group)
-            return heard[1:]
-
-        return _begun(receive)
+        self._done(lambda: dist.gather_object(answer, dst=0, group=self._group))
 
     def close(self) -> None:
         """Close the connections."""
         import torch.distributed as dist
 
-        _uninterrupted(dist.destroy_process_group)
+        self._done(dist.destroy_process_group)
 
+    def _done(self, call: Callable[[], Result]) -> Result:
+        return _waited(self._begun(call))
 
-def _begun(call: Callable[[], Result]) -> "Future[Result]":
-    """Return what will be what *call* returns; a thread of its own makes it."""
-    result: Future[Result] = Future()
+    def _begun(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Return what will be what *call* returns."""
+        result: Future[Result] = Future()
+        self._calls.put((result, call))
+        return result
 
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as exc:  # noqa: BLE001  # raised where the result is waited for
-            result.set_exception(exc)
-
-    threading.Thread(target=run, name="shares", daemon=True).start()
-    return result
+    def _speak(self) -> None:
+        while True:
+            result, call = self._calls.get()
+            try:
+                result.set_result(call())
+            except BaseException as exc:  # noqa: BLE001  # raised where the result is waited for
+                result.set_exception(exc)
 
 
 def _waited(result: "Future[Result]") -> Result:
@@ -260,11 +271,6 @@ def _waited(result: "Future[Result]") -> Result:
             f"another process of this job has ended, or cannot be reached ({_words(exc)})",
             hint="repeat the command; if a process was killed, its host's log says why",
         ) from exc
-
-
-def _uninterrupted(call: Callable[[], Result]) -> Result:
-    """Return what *call* returns, which another thread makes: while gloo waits in this one, no signal is heard."""
-    return _waited(_begun(call))
 
 
 def _words(exc: RuntimeError) -> str:

@@ -55,12 +55,13 @@ class Job:
         count: int,
         variables: Variables = torchrun,
         elsewhere: tuple[Path, Path] | None = None,
+        module: str = "layerstore.cli",
     ) -> None:
         """With *elsewhere* all but the first process see one folder under the name of another."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "layerstore.cli", *map(str, words)]
+        command = [sys.executable, "-m", module, *map(str, words)]
         other = command
         if elsewhere is not None:
             script = 'mount --bind "$0" "$1"; shift; exec "$@"'

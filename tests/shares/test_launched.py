@@ -137,6 +137,16 @@ def test_a_process_that_ends_leaves_nothing_half(
 
 
 @pytest.mark.full
+def test_the_first_process_ends_between_question_and_answers(store: Store, checkpoints: Checkpoints) -> None:
+    """It hears the answers first: then the others know that they are to end."""
+    words = ("ingest", "--store", store.path, checkpoints(10), "--run", "r")
+    first, *others = Job(*words, count=3, module="tests.shares.terminated_while_asking").wait()
+    assert first.code == 128 + signal.SIGTERM, first
+    assert others == [launch.Ended(0, "", "")] * 2
+    assert (store.runs, list((store.path / "tmp").iterdir())) == ([], [])
+
+
+@pytest.mark.full
 def test_a_process_that_sees_another_store_refuses(store: Store, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A copy under the same path, as on another host's own disk, is not what the first process means."""
     if os.geteuid() or shutil.which("unshare") is None:
