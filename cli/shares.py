@@ -7,6 +7,7 @@ The first process runs the command and prints; the others work for it, silently,
 import functools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,8 +88,15 @@ def follow() -> None:
 
 
 def leave(code: int) -> None:
-    """End the process at once with *code* if it is cut off: threads wait in its connections."""
+    """
+    End the process with *code* if it is cut off: threads of torch wait in its connections.
+
+    Its own end first and remove their drafts, also one that a pool was starting when a signal came, and does not know.
+    """
     if _is_cut_off:
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
         os._exit(code)
 
 

@@ -54,6 +54,7 @@ class ObjectWriter:
         self._damaged: dict[ObjectId, BlobRef] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
         self._claimed: dict[ObjectId, BlobRef] = {}
+        self._is_over = False
         self.bytes_new = 0
         self.bytes_reused = 0
 
@@ -193,7 +194,7 @@ class ObjectWriter:
     def _keep(self, draft: Stream, ref: BlobRef) -> bool:
         draft.finish()
         with self._guard:
-            if ref.id in self._staged:
+            if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
             self.bytes_new += ref.size_bytes
@@ -303,7 +304,9 @@ class ObjectWriter:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was staged and never published."""
+        """Remove what was staged and never published. Of threads that still run, nothing is kept."""
+        with self._guard:
+            self._is_over = True
         self._syncing.close()
         for _, path in self._staged.values():
             if self._files.exists(path):

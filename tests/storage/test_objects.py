@@ -120,6 +120,14 @@ def test_what_is_reused_is_read_once(repo: Repository, is_damaged: bool) -> None
     repo.objects.verify(REF)
 
 
+def test_what_is_put_too_late_is_not_kept(repo: Repository) -> None:
+    """By a thread that nobody waits for: a signal came while it was being started."""
+    with writer(repo) as objects:
+        objects.put(DATA, REF)
+    objects.put(DATA, REF)
+    assert leftovers(repo) == []
+
+
 def test_a_writer_that_trusts_the_store_reads_nothing(repo: Repository) -> None:
     """What saves while it trains looks at sizes alone: it has no time to read."""
     publish(repo)
