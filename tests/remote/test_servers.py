@@ -74,10 +74,10 @@ def test_gigabytes_that_are_killed_again_and_again(store: Store, url: str, tmp_p
 def _push_and_kill(store: Store, url: str, folder: Path) -> None:
     """Kill ten pushes of *store* at random points, finish, clone elsewhere, verify each byte, and compose."""
     chance = seeded("kills")
-    begun = time.monotonic()
-    assert not _killed(store, f"{url}-timed", after_seconds=None)
-    whole_s = time.monotonic() - begun
-    killed = sum(_killed(store, url, after_seconds=chance.uniform(0, 0.9) * whole_s) for _ in range(KILLS))
+    whole_s, idle_s = (_finished(store, f"{url}-timed") for _ in range(2))  # the second one has nothing to send
+    share_s = max(whole_s - idle_s, 0.0) / KILLS  # each sends about a tenth, so that the last ones have work, too
+    moments = [chance.uniform(0.5, 1) * idle_s + chance.uniform(0, 2) * share_s for _ in range(KILLS)]
+    killed = sum(_killed(store, url, after_seconds=moment) for moment in moments)
     assert killed
 
     with suppress(layerstore.errors.NoStore), layerstore.open(url) as there:
@@ -95,6 +95,13 @@ def _push_and_kill(store: Store, url: str, folder: Path) -> None:
         clone.compose("r@4", policy="parity").write(folder / "there")
     store.compose("r@4", policy="parity").write(folder / "here")
     assert digests(folder / "here") == digests(folder / "there")
+
+
+def _finished(store: Store, url: str) -> float:
+    """Push all of it; return how many seconds that took."""
+    begun = time.monotonic()
+    assert not _killed(store, url, after_seconds=None)
+    return time.monotonic() - begun
 
 
 def _killed(store: Store, url: str, *, after_seconds: float | None) -> bool:
