@@ -1,7 +1,6 @@
 """``layerstore migrate``: take a store to the format that this layerstore writes."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +8,7 @@ import typer
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, size, with_store
 from layerstore.json_fields import json_fields
+from layerstore.layout import folder_of
 
 if TYPE_CHECKING:
     from layerstore.migrations import Migration, Step
@@ -38,7 +38,7 @@ def migrate(
     if list_:
         return _list(migrations.STEPS, as_json=as_json)
     work = migrations.plan_migration if dry_run else migrations.migrate
-    migration = work(Path(store or DEFAULT_STORE))
+    migration = work(folder_of(store or DEFAULT_STORE))
     if as_json:
         return say_json(json_fields(migration) | {"dry_run": dry_run})
     if not migration.steps:

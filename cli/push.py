@@ -25,7 +25,19 @@ Words = Annotated[
 Follow = Annotated[bool, typer.Option("--follow", help="Go on behind a run: send each new commit, until Ctrl-C.")]
 
 
-def push(words: Words = None, *, store: StorePath = None, follow: Follow = False, as_json: AsJson = False) -> None:
+MovePins = Annotated[
+    bool, typer.Option("--move-pins", help="Let a pin that means something else there mean the same as here.")
+]
+
+
+def push(
+    words: Words = None,
+    *,
+    store: StorePath = None,
+    follow: Follow = False,
+    move_pins: MovePins = False,
+    as_json: AsJson = False,
+) -> None:
     """
     Send commits and pins that a remote lacks.
 
@@ -43,10 +55,10 @@ def push(words: Words = None, *, store: StorePath = None, follow: Follow = False
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         name, refs = _split(opened_store, words or [])
         if follow:
-            for pushed in opened_store.follow(name, refs=refs, progress=progress):
+            for pushed in opened_store.follow(name, refs=refs, move_pins=move_pins, progress=progress):
                 _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
             return
-        pushed = opened_store.push(name, refs=refs, progress=progress)
+        pushed = opened_store.push(name, refs=refs, move_pins=move_pins, progress=progress)
     _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
 
 
@@ -55,7 +67,8 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
     Fetch commits and pins that a remote has.
 
     That is all that this store lacks, or those that are named.
-    Every byte is compared with its name before a commit shows. What was dropped here stays dropped.
+    Every byte is compared with its name before a commit shows.
+    What was dropped here comes back only by name, as long as it is in the trash.
 
     \b
     Examples:

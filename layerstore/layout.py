@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from layerstore.errors import InvalidInput
 
 if TYPE_CHECKING:  # building the model's classes takes longer than a shell that completes a word may wait
-    from layerstore.model import CommitId, ObjectId
+    from layerstore.model import CommitId, ObjectId, StrPath
 
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
@@ -171,6 +171,15 @@ class Layout:
 def is_url(text: str) -> bool:
     """Whether *text* is the URL of a remote, and not a path or a name."""
     return "://" in text
+
+
+def folder_of(path: "StrPath") -> Path:
+    """Return *path*, which is to be a folder's; raises InvalidInput for a URL, also one that a `Path` was made of."""
+    if re.match(r"[a-z0-9]+:/", str(path)):
+        raise InvalidInput(
+            f"{path} is a URL, and a store is a folder", hint="layerstore push URL makes a remote of a store there"
+        )
+    return Path(path)
 
 
 def layout_at(path: Path) -> Layout:

@@ -6,7 +6,6 @@ The store: opens a repository and hands out the verbs. Each verb imports its roo
     store.compose("sft@200").write("resume")
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace as replaced
 from functools import partial
@@ -14,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from layerstore.errors import Conflict, InvalidInput, LayerstoreError
-from layerstore.layout import is_url, layout_at
+from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
+from layerstore.layers import typed
+from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, CommitId, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
@@ -69,8 +69,7 @@ class Store:
 
     def close(self) -> None:
         """Release what the store holds open, and fetch nothing more; twice is harmless."""
-        self._repo.objects.close()
-        self._repo.catalog.close()
+        self._repo.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -354,6 +353,11 @@ class Store:
         from layerstore.gc import GcRequest, execute_gc, plan_gc
         from layerstore.policy import Keep
 
+        if self._repo.remote is not None and remote is None:
+            raise Unsupported(
+                f"{self._repo.remote} is a remote: it is only read",
+                hint=f"layerstore gc --remote {typed(self._repo.remote)}, in a store that pushes there, collects it",
+            )
         request = GcRequest(
             keep=keep or Keep(),
             runs=runs,
@@ -365,9 +369,9 @@ class Store:
         if remote is not None:
             from layerstore.remote import collect
 
-            source = self._remote(remote)
-            self._check_own(source, "nothing was removed")
-            return collect(source, request, dry_run=dry_run, progress=progress or Silent())
+            with self._remote(remote) as source:
+                self._check_own(source, "nothing was removed")
+                return collect(source, request, dry_run=dry_run, progress=progress or Silent())
         if dry_run:
             return plan_gc(self._repo, request, progress=progress or Silent()).outcome
         return execute_gc(self._repo, request, progress=progress or Silent())
@@ -398,13 +402,17 @@ class Store:
 
             repo = replaced(unmirrored(repo), shares=ALONE)  # the others would look into their mirrors
         only = None if ref is None else self._resolved(ref)
-        return verify_store(
-            repo,
-            only=only,
-            read_data=read_data,
-            sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
-            progress=progress or Silent(),
-        )
+        try:
+            return verify_store(
+                repo,
+                only=only,
+                read_data=read_data,
+                sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
+                progress=progress or Silent(),
+            )
+        finally:
+            if repo is not self._repo:
+                repo.objects.close()
 
     def repair(
         self,
@@ -432,9 +440,9 @@ class Store:
 
             if sources:
                 raise InvalidInput("a remote is repaired from this store alone", hint="leave sources out")
-            source = self._remote(remote)
-            self._check_own(source, "nothing was changed")
-            return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
+            with self._remote(remote) as source:
+                self._check_own(source, "nothing was changed")
+                return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
         repair = plan_repair if dry_run else execute_repair
         named = {str(source): partial(_open, self._place_of(source), Files()) for source in sources}
         with opened_sources(self._repo, named) as others:
@@ -453,34 +461,40 @@ class Store:
         *,
         refs: Iterable[str] | None = None,
         runs: Iterable[str] | None = None,
+        move_pins: bool = False,
         progress: Progress | None = None,
     ) -> "Pushed":
         """
         Send what *remote*, a name or a URL, lacks of *refs*, by default of all commits and pins, of *runs* or of all.
 
         A commit is there once all that it names is there. After a kill, a repetition sends only what is left.
+        With *move_pins* a pin that means something else there means the same as here from then on.
 
         Raises:
             Conflict: The remote is another store's.
+            AlreadyExists: A pin means something else there; all else was sent.
+            IntegrityError: Something that was to be sent is damaged or missing here; all else was sent.
         """
         from layerstore.remote import Bucket, push
 
         resolved = None if refs is None else [self._resolved(ref) for ref in refs]
         bucket = Bucket(self.remotes.url(remote), may_make=True)
-        return push(self._repo, bucket, refs=resolved, runs=runs, progress=progress or Silent())
+        return push(self._repo, bucket, refs=resolved, runs=runs, moves_pins=move_pins, progress=progress or Silent())
 
     def follow(
         self,
         remote: str | None = None,
         *,
         refs: Iterable[str] | None = None,
+        move_pins: bool = False,
         stop: "Event | None" = None,
         progress: Progress | None = None,
     ) -> "Iterator[Pushed]":
         """
-        Push as `push` does, and go on behind a run: yield what each push has sent, until *stop* is set.
+        Push as `push` does, and keep pushing behind a run: yield what each push has sent, until *stop* is set.
 
-        While the remote does not answer, a warning says so, and it is tried again.
+        While the remote does not answer, a warning says so, and the next push tries again. Where something cannot be
+        sent, a warning names it, and all else is sent.
         """
         from threading import Event
 
@@ -491,6 +505,7 @@ class Store:
             self._repo,
             Bucket(self.remotes.url(remote), may_make=True),
             refs=lambda: None if named is None else [self._resolved(ref) for ref in named],
+            moves_pins=move_pins,
             stop=stop or Event(),
             progress=progress or Silent(),
         )
@@ -501,7 +516,7 @@ class Store:
         """
         Fetch the commits and pins of *remote*, a name or a URL, that are not here, or only *refs*.
 
-        Every byte is compared with its name before a commit shows. What was dropped here stays dropped.
+        Every byte is compared with its name before a commit shows. What lies in the trash here is fetched only by name.
 
         Raises:
             NoStore: There is no store at the remote.
@@ -509,7 +524,8 @@ class Store:
         """
         from layerstore.remote import pull
 
-        return pull(self._repo, self._remote(remote), refs=refs, progress=progress or Silent())
+        with self._remote(remote) as source:
+            return pull(self._repo, source, refs=refs, progress=progress or Silent())
 
     def check_remote(self, remote: str) -> str:
         """
@@ -582,7 +598,7 @@ def _open(path: StrPath, files: Files) -> Repository:
 
 def init(path: StrPath) -> Store:
     """Make the folder *path* a store and open it; raises AlreadyExists where there is one."""
-    make_store(_folder(path), Files())
+    make_store(folder_of(path), Files())
     return Store(path)
 
 
@@ -601,8 +617,8 @@ def clone(
     from layerstore.remote import Bucket, Remote
     from layerstore.remote import clone as cloned
 
-    remote = Remote(Bucket(url), Files())
-    cloned(remote, Path(path), is_partial=records, shares=shares, progress=progress or Silent())
+    with Remote(Bucket(url), Files()) as remote:
+        cloned(remote, Path(path), is_partial=records, shares=shares, progress=progress or Silent())
     return Store(path)
 
 
@@ -629,16 +645,7 @@ def doctor(path: StrPath) -> "Diagnosis":
     """Check whether *path*, a store or a folder that may become one, can keep the promises of a store."""
     from layerstore.check import diagnose
 
-    return diagnose(_folder(path), Files())
-
-
-def _folder(path: StrPath) -> Path:
-    """Return *path*, which is to be a folder's; a `Path` made of a URL has lost one of its slashes."""
-    if re.match(r"[a-z0-9]+:/", str(path)):
-        raise InvalidInput(
-            f"{path} is a URL, and a store is a folder", hint="layerstore push URL makes a remote of a store there"
-        )
-    return Path(path)
+    return diagnose(folder_of(path), Files())
 
 
 def open_store(path: StrPath) -> Store:

@@ -124,7 +124,7 @@ def opened_sources(
                     f"{called} is neither a store nor a remote of this one, and --from takes these",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
-            stack.callback(other.catalog.close)
+            stack.callback(other.close)
             if other.layout.root == repo.layout.root:
                 raise InvalidInput(f"{called} is the store that is to be repaired", hint="name another one")
             found.append(other)

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -241,6 +241,9 @@ class Bucket:
             )
             return True
 
+        self._write(name, once)
+
+    def _write(self, name: str, once: Callable[[], bool]) -> None:
         if not self._answer(f"write {name}", once):
             raise StorageIO(
                 f"{self.url}: cannot write {name}: the server says that there is no such place",
@@ -248,6 +251,25 @@ class Bucket:
                 filename=self.url,
                 hint="check the bucket's name and its rules for unfinished uploads, and repeat the command",
             )
+
+    def create(self, name: str, data: bytes) -> None:
+        """
+        Write *data* as *name* unless something is there: look at what is there afterwards.
+
+        Some servers know no conditions, and write over it.
+        """
+        known = self._obstore.exceptions
+
+        def once() -> bool:
+            try:
+                self._obstore.put(self._writer, name, data, mode="create")
+            except (known.AlreadyExistsError, known.PreconditionError):
+                pass  # as it should be
+            except known.NotSupportedError:
+                self._obstore.put(self._writer, name, data)
+            return True
+
+        self._write(name, once)
 
     def remove(self, names: Sequence[str], *, until: float = math.inf) -> bool:
         """Remove *names*; those that are not there are no error. Return False if it was not to be had by *until*."""
@@ -257,6 +279,9 @@ class Bucket:
                 return False
             try:
                 self._obstore.delete(self._client, some)
+            except FileNotFoundError:
+                # Some servers stop at the first name that is not there.
+                return len(some) == 1 or all(once([name]) for name in some)
             except self._obstore.exceptions.GenericError as exc:
                 # Some servers do it, and say so in a way that nobody understands.
                 if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in some):
@@ -303,7 +328,7 @@ class Bucket:
         self.check_process()
         for tried in range(1, REMOTE_TRIES + 1):
             try:
-                return ask()
+                return _interruptible(ask)
             except LayerstoreError:
                 raise
             except FileNotFoundError as exc:
@@ -334,7 +359,7 @@ class Bucket:
             return self._no_bucket()
         if kind in {"PermissionDeniedError", "UnauthenticatedError"} or _REFUSED.search(text):
             return StorageIO(
-                f"{self.url}: cannot {doing}: the server refuses this key",
+                f"{self.url}: cannot {doing}: the server refuses this key{_code_of(text)}",
                 errno=errnos.EACCES,
                 filename=self.url,
                 hint=_credentials_hint(self.url),
@@ -357,6 +382,26 @@ class Bucket:
         return NoStore(
             f"{self.url}: there is no such bucket", hint="make it with your cloud's own tool, or check its name"
         )
+
+
+def _interruptible(ask: Callable[[], Answer]) -> Answer:
+    """
+    Return what *ask* returns; in the main thread let signals be heard meanwhile.
+
+    Python hears them between two of its own instructions, and obstore may wait for minutes within one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ask()
+    answer: Future[Answer] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as exc:  # noqa: BLE001  # it is raised below
+            answer.set_exception(exc)
+
+    threading.Thread(target=work, name="request", daemon=True).start()
+    return answer.result()
 
 
 def hours_on() -> float:
@@ -475,6 +520,12 @@ def _body(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
         if len(first) > REMOTE_PART_BYTES:
             return itertools.chain([bytes(first)], rest)
     return bytes(first)
+
+
+def _code_of(text: str) -> str:
+    """Return which of its codes a server's answer gives, in brackets: a wrong clock is refused as a wrong key is."""
+    found = re.search(r"<Code>(\w+)</Code>", text)
+    return f" ({found[1]})" if found else ""
 
 
 def _first_line(exc: Exception) -> str:

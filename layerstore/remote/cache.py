@@ -7,6 +7,7 @@ take together. What was used longest ago goes first; whoever needs it again fetc
 
 import os
 import threading
+import time
 from pathlib import Path
 
 from layerstore.layout import OBJECT_ID, layout_at
@@ -16,6 +17,8 @@ from layerstore.units import size_in_bytes
 
 FOLDER_VARIABLE = "LAYERSTORE_CACHE_DIR"
 SIZE_VARIABLE = "LAYERSTORE_CACHE_SIZE"
+
+_DOWNLOAD_SECONDS_MAX = 86_400.0
 
 _guard = threading.Lock()
 _sums: dict[Path, int] = {}
@@ -45,10 +48,18 @@ def make_room(files: Files, size_bytes: int) -> None:
 
 
 def _emptied(files: Files, folder: Path, most: int) -> int:
-    """Remove the oldest objects of all mirrors until three quarters of *most* are left; return what is."""
+    """
+    Remove the oldest objects of all mirrors until three quarters of *most* are left; return what is.
+
+    Downloads that were killed go after a day.
+    """
     found = []
     for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # as mirrors are called
         layout = layout_at(folder / name)
+        for path in (layout.tmp / each for each in files.names_in_folder(layout.tmp)):
+            state = files.look(path)
+            if state is not None and state.st_mtime < time.time() - _DOWNLOAD_SECONDS_MAX:
+                files.discard(path)
         objects = layout.objects
         for place in (layout.sparse, *(objects / prefix for prefix in files.names_in_folder(objects))):
             for path in (place / each for each in files.names_in_folder(place)):

@@ -5,6 +5,7 @@ Several processes may share where they come to.
 """
 
 import contextlib
+import errno as errnos
 import secrets
 import threading
 from collections import deque
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, InvalidInput, NotFound
+from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.layout import Layout
 from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, ObjectId, StoredObject
@@ -82,6 +83,12 @@ class FetchedObjects(ObjectStore):
 
     def _opened_sparse(self, ref: BlobRef, numbers: Sequence[int]) -> OpenFile:
         try:
+            for _ in range(_EVICTIONS_MAX):
+                try:
+                    return self._sparse_objects.open(ref, numbers)
+                except StorageIO as exc:
+                    if exc.errno != errnos.ENOENT:
+                        raise  # else it had to go between a look and the opening: the cache was full
             return self._sparse_objects.open(ref, numbers)
         except (NotFound, IntegrityError) as exc:
             raise self.source.damaged(ref, exc) from exc

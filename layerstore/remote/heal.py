@@ -20,7 +20,11 @@ _LOOKS_MAX = 4
 
 def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
     """Check every record and every object's size in the bucket itself; with *read_data* every byte, too."""
-    return verify_store(unmirrored(remote.repo), read_data=read_data, progress=progress)
+    repo = unmirrored(remote.repo)
+    try:
+        return verify_store(repo, read_data=read_data, progress=progress)
+    finally:
+        repo.objects.close()
 
 
 def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
+from types import TracebackType
 
 from layerstore.errors import NoStore, StorageIO
 from layerstore.format import StoreIdentity, encode_identity, object_id
@@ -28,7 +29,7 @@ from layerstore.storage import Files, Repository, name_in, open_repository
 
 
 class Remote:
-    """A bucket that holds a store, and its mirror."""
+    """A bucket that holds a store, and its mirror; use it in a ``with``."""
 
     def __init__(self, bucket: Bucket, files: Files) -> None:
         """Open it; raises NoStore if there is none."""
@@ -47,6 +48,14 @@ class Remote:
         self.listed: frozenset[str] = frozenset()
         """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
         self.refresh()
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.repo.close()
 
     def refresh(self) -> None:
         """Bring the records and pins of the mirror to what the bucket has."""

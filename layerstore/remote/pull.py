@@ -86,17 +86,23 @@ def clone(
     try:
         if repo.identity.store_id != identity.store_id:
             raise AlreadyExists(f"{path} is another store; nothing was fetched", hint="choose another path")
+        was_partial = _partial_of(repo) is not None
+        if is_partial and not was_partial and repo.records.runs():
+            raise AlreadyExists(
+                f"{path} is a clone with all tensors; nothing was changed",
+                hint="leave --records out, or choose another path",
+            )
+        if was_partial and not is_partial:
+            raise AlreadyExists(
+                f"{path} is a clone without all tensors; nothing was changed",
+                hint="choose another path for a whole one, or add --records",
+            )
         Remotes(repo).add("origin", remote.url)
         if is_partial:
-            if _partial_of(repo) is None and repo.records.runs():
-                raise AlreadyExists(
-                    f"{path} is a clone with all tensors; nothing was changed",
-                    hint="leave --records out, or choose another path",
-                )
             _make_partial(repo, remote.url)
         return pull(repo, remote, refs=None, progress=progress)
     finally:
-        repo.catalog.close()
+        repo.close()
 
 
 class _Pull:

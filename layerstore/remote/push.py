@@ -65,12 +65,14 @@ def push(
     *,
     refs: Iterable[Resolved] | None,
     runs: Iterable[str] | None = None,
+    moves_pins: bool = False,
     progress: Progress,
 ) -> Pushed:
     """
     Send what *bucket* lacks of *refs*, or of every visible commit and pin, of *runs* or of all.
 
     Once a commit is told as sent, the remote has it whole. After a kill, a repetition sends only what is left.
+    A pin that means something else there is left alone, unless the push *moves pins*.
 
     Raises:
         Conflict: The bucket holds another store.
@@ -78,7 +80,10 @@ def push(
         IntegrityError: Something that was to be sent is damaged or missing here; all else was sent.
     """
     made = claim(bucket, repo.identity)
-    return _Push(repo, bucket, progress).run(*_asked(repo, refs, runs), made=made)
+    pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
+    pushed = pushes.run(*_asked(repo, refs, runs), made=made)
+    raise_left(pushes.left, "sent")
+    return pushed
 
 
 def follow(
@@ -86,18 +91,21 @@ def follow(
     bucket: Bucket,
     *,
     refs: Callable[[], Iterable[Resolved] | None],
+    moves_pins: bool = False,
     stop: Event,
     progress: Progress,
 ) -> Iterator[Pushed]:
     """
     Push, and push again what comes, until *stop* is set; yield what each push has sent, the first one's in any case.
 
-    *refs* is asked each time. While the server does not answer, that is told, and tried again.
+    *refs* is asked each time. While the server does not answer, a warning says so, and the next push tries again.
+    A warning also names what cannot be sent, once; all else is.
 
     Raises:
         StorageIO: The server refuses the key, or is full.
     """
-    pushes, is_first, made = _Push(repo, bucket, progress), True, False
+    pushes, is_first, made = _Push(repo, bucket, progress, moves_pins=moves_pins), True, False
+    warned = ""
     while not stop.is_set():
         try:
             if is_first:
@@ -106,9 +114,14 @@ def follow(
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
-            pushes = _Push(repo, bucket, progress)  # what has arrived is found out anew
+            # What has arrived is found out anew.
+            pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
             warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
         else:
+            problem = str(_problem_of(pushes.left, "sent") or "")
+            if problem and problem != warned:
+                warnings.warn(problem, RemoteNotice, stacklevel=2)
+            warned = problem
             if is_first or pushed.commits or pushed.pins:
                 yield pushed
             is_first = False
@@ -132,7 +145,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
                     f"{bucket.url} holds {folder}, but its store.json is missing; nothing was sent",
                     hint="name another prefix; if it is this store's, copy this store's own store.json there",
                 )
-        bucket.write(IDENTITY, lambda: [encode_identity(identity)])
+        bucket.create(IDENTITY, encode_identity(identity))
         found = identity_of(bucket) or identity
     check_own(bucket, found, identity)
     return made
@@ -175,10 +188,17 @@ Left = dict[str, LayerstoreError]
 
 def raise_left(left: Left, what: str) -> None:
     """Raise what is wrong with the first of *left*, and name them all: *what* was not done with them."""
-    for problem in left.values():
-        raise type(problem)(
-            f"{problem}; not {what}: {', '.join(left)}; all else was", hint=problem.hint, **problem.facts
-        ) from problem
+    problem = _problem_of(left, what)
+    if problem is not None:
+        raise problem
+
+
+def _problem_of(left: Left, what: str) -> LayerstoreError | None:
+    for first in left.values():
+        problem = type(first)(f"{first}; not {what}: {', '.join(left)}; all else was", hint=first.hint, **first.facts)
+        problem.__cause__ = first
+        return problem
+    return None
 
 
 def _asked(
@@ -215,10 +235,11 @@ class _Push:
     it is half a day old, and what a collection that is at work may have listed before is looked at once it has removed.
     """
 
-    def __init__(self, repo: Repository, bucket: Bucket, progress: Progress) -> None:
+    def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
         self._repo = repo
         self._bucket = bucket
         self._progress = progress
+        self._moves_pins = moves_pins
         self._own: set[RecordName] = set()
         """Records that this push sends."""
         self._common: list[CommitRecord] = []
@@ -232,24 +253,25 @@ class _Push:
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
         """What it counts on since the last listing, sent or young, that no record in the bucket names."""
-        self._left: Left = {}
+        self.left: Left = {}
+        """What the last run could not send."""
         self._made = False
         self._objects = 0
         self._bytes_sent = 0
 
     def run(self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool) -> Pushed:
         """
-        Send the records *names* and *pins* with all that they name; raise what is *left* then, or could not be.
+        Send the records *names* and *pins* with all that they name; `left` is what was *left* already, or cannot be.
 
         *made* says that the bucket was empty: two stores may have found that in one moment.
         """
-        self._left, self._made = dict(left), made
+        self.left, self._made = dict(left), made
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         names = [name for name in names if name not in there]
         self._own.update(names)
         commits = dict(self._read(names))
         for name in names:
-            if name not in commits and f"{name.run}@{name.step}" not in self._left:
+            if name not in commits and f"{name.run}@{name.step}" not in self.left:
                 _tell_gone(name.run, name.step)
         pins = [pin for pin in pins if not self._has_or_leaves(pin)]
         paths = {layout.record(name.run, name.step, name.id): name for name in commits}
@@ -278,7 +300,6 @@ class _Push:
             bytes_sent=self._bytes_sent,
         )
         self._objects = self._bytes_sent = 0
-        raise_left(self._left, "sent")
         return pushed
 
     def _read(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, CommitRecord]]:
@@ -289,17 +310,17 @@ class _Push:
             elif not isinstance(commit, IntegrityError):
                 raise commit
             elif name in self._own:
-                self._left[f"{name.run}@{name.step}"] = commit
+                self.left[f"{name.run}@{name.step}"] = commit
 
     def _has_or_leaves(self, pin: Pin) -> bool:
         try:
             return self._has_pin(pin)
         except (AlreadyExists, IntegrityError) as exc:
-            self._left[f"pin {pin.name}"] = exc
+            self.left[f"pin {pin.name}"] = exc
             return True
 
     def _has_pin(self, pin: Pin) -> bool:
-        """Whether the bucket has *pin*; raises AlreadyExists if it means something else there."""
+        """Whether the bucket has *pin*; raises AlreadyExists if it means something else there, and is not moved."""
         called = self._repo.layout.name(self._repo.layout.pin(pin.name))
         data = self._bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
@@ -310,13 +331,16 @@ class _Push:
             raise IntegrityError(
                 f"{self._bucket.url}: {exc}", hint=f"layerstore repair --remote {typed(self._bucket.url)} puts it back"
             ) from exc
-        if (theirs.record, theirs.base) != (pin.record, pin.base):
-            raise AlreadyExists(
-                f"pin {pin.name!r} means {theirs.record.run}@{theirs.record.step} in {self._bucket.url}, and something "
-                "else here",
-                hint=f"layerstore pin --delete {typed(pin.name)} gives up the one here; {called} there is the other",
-            )
-        return True
+        if (theirs.record, theirs.base) == (pin.record, pin.base):
+            return True
+        if self._moves_pins:
+            return False
+        raise AlreadyExists(
+            f"pin {pin.name!r} means {theirs.record.run}@{theirs.record.step} in {self._bucket.url}, and something "
+            "else here",
+            hint=f"layerstore push --move-pins moves it there; layerstore pin --delete {typed(pin.name)} removes the "
+            "one here",
+        )
 
     # -- what is missing -----------------------------------------------------------------------------------------
 
@@ -410,7 +434,7 @@ class _Push:
                 elif isinstance(exc, StorageIO):
                     raise
                 else:
-                    self._left[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
+                    self.left[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
                 self._list_again_at = 0.0  # what was sent of it, no record names
         return found
 

@@ -55,6 +55,11 @@ class Repository:
         """What people call it: its folder, or the URL of the remote."""
         return self.remote or str(self.layout.root)
 
+    def close(self) -> None:
+        """Release what it holds open, and fetch nothing more; twice is harmless."""
+        self.objects.close()
+        self.catalog.close()
+
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version."""
         version = decode_version(self.objects.read(ref), ref=ref)
@@ -120,7 +125,7 @@ class Repository:
         if self.remote is not None:
             raise Unsupported(
                 f"{self.remote} is a remote: it is only read",
-                hint=f"layerstore clone {typed(self.remote)} PATH makes a store to write to; layerstore push sends it",
+                hint=f"layerstore clone {typed(self.remote)} PATH makes a store to write to, and pushes there",
             )
         self.records.check_store()
         for folder in self.layout.folders:

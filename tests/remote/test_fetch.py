@@ -145,6 +145,35 @@ def test_the_cache_is_bounded(
         remote.show("r@2")
 
 
+def test_downloads_that_were_killed_are_removed(
+    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a day: a younger one may be under way."""
+    monkeypatch.setattr("layerstore.remote.cache._sums", {})
+    with layerstore.open(url) as remote:
+        old, young = (remote.path / "tmp" / name for name in ("old", "young"))
+        for path, age_seconds in ((old, 90_000), (young, 80_000)):
+            path.write_bytes(bytes(1000))
+            os.utime(path, (time.time() - age_seconds,) * 2)
+        remote.compose("r@6").write(tmp_path / "out")
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_no_thread_is_left_behind(pushed: Store, url: str) -> None:
+    """Each verb closes the remote that it opened: a process that is cut off from its job waits for all threads."""
+    pushed.drop("r@2")
+    before = threading.active_count()
+    for _ in range(2):
+        pushed.pull(url, refs=["r@2"])
+        pushed.gc(remote=url, dry_run=True)
+        pushed.repair(remote=url, read_data=True, dry_run=True)
+        pushed.repair(sources=[url], dry_run=True)
+        with layerstore.open(url) as remote:
+            remote.verify(read_data=True)
+        pushed.drop("r@2")
+    assert threading.active_count() == before
+
+
 def test_a_record_that_is_damaged_later_is_found(pushed: Store, url: str, bucket: Bucket) -> None:
     """A verify reads records in the bucket, and not what the mirror has of them; healed there, they are sound here."""
     [name] = [each.name for each in bucket.listed("commits") if "/4." in each.name]

@@ -1,5 +1,7 @@
 """How long a server is waited for: as long as bytes move, and not much longer."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from tests.remote.conftest import KEY, SECRET
 
 PIECES, PIECE_BYTES, PAUSE_SECONDS = 8, 1000, 0.05
 SILENCE_SECONDS = 0.2
+MUTE_SECONDS = 10.0
 
 
 class _Slow(BaseHTTPRequestHandler):
@@ -41,8 +44,8 @@ class _Slow(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.end_headers()
-        if self.path.endswith("silent"):
-            time.sleep(3 * SILENCE_SECONDS)
+        if self.path.endswith(("silent", "mute")):
+            time.sleep(MUTE_SECONDS if self.path.endswith("mute") else 3 * SILENCE_SECONDS)
             return
         for _ in range(PIECES):
             self.wfile.write(bytes(PIECE_BYTES))
@@ -80,6 +83,17 @@ def test_silence_is_not_waited_for(bucket: Bucket) -> None:
     """The request is repeated, and then given up."""
     with pytest.warns(RemoteNotice, match="trying again"), pytest.raises(StorageIO, match="cannot read silent"):
         bucket.read("silent", size_bytes_max=10_000)
+
+
+def test_a_signal_is_heard_while_a_server_is_silent(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Ctrl-C would wait for two minutes, and a scheduler kill what it asked to end."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_SILENCE_SECONDS", 2 * MUTE_SECONDS)
+    patient = Bucket(bucket.url)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        patient.read("mute", size_bytes_max=10_000)
+    assert time.monotonic() - started < MUTE_SECONDS / 2
 
 
 def test_what_many_requests_meet_is_told_once(bucket: Bucket) -> None:

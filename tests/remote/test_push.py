@@ -179,6 +179,20 @@ def test_a_pin_that_means_something_else_is_refused(store: Store, saved: Checkpo
             store.pull(url)
 
 
+def test_a_pin_is_moved_on_request(store: Store, saved: Checkpoints, url: str, tmp_path: Path) -> None:
+    """What is best changes: then the remote's pin means what it means here, and readers there see that."""
+    saved.into(store, 2, 4)
+    store.pin("best", "r@2")
+    store.push(url)
+    store.delete_pin("best")
+    store.pin("best", "r@4")
+
+    assert store.push(url, move_pins=True).pins == ("best",)
+
+    [pin] = layerstore.open(url).pins()
+    assert (pin.base, store.push(url).pins) == (store.pins()[0].base, ())
+
+
 def test_damage_here_is_not_sent(store: Store, saved: Checkpoints, bucket: Bucket) -> None:
     """The object is named, and the commit does not show there."""
     saved.into(store, 2)
@@ -291,6 +305,30 @@ def test_a_push_goes_on_behind_a_run(
     stop.set()
     assert list(follower) == []
     assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+def test_a_push_behind_a_run_sends_what_it_can(
+    store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that means something else there is named once, and each new commit is sent."""
+    monkeypatch.setattr(sys.modules["layerstore.remote.push"], "FOLLOW_SECONDS", 0.05)
+    saved.into(store, 2, 4)
+    store.pin("best", "r@2")
+    store.push(bucket.url)
+    store.delete_pin("best")
+    store.pin("best", "r@4")
+    stop = threading.Event()
+    follower = store.follow(bucket.url, stop=stop)
+
+    with pytest.warns(RemoteNotice) as told:
+        assert next(follower).commits == ()
+        for step in (6, 8):
+            saved.into(store, step)
+            assert next(follower).commits == (f"r@{step}",)
+        stop.set()
+        assert list(follower) == []
+
+    assert [str(each.message).split(";")[1] for each in told] == [" not sent: pin best"]
 
 
 def test_what_a_remote_lacks_stays(store: Store, saved: Checkpoints, bucket: Bucket) -> None:

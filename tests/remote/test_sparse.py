@@ -13,6 +13,7 @@ from layerstore.compose import RankLoad
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.remote import Bucket
+from layerstore.storage import Files, OpenFile
 from layerstore.zero3.pt import layout_pt
 from tests.unit.checkpoints import Checkpoints
 
@@ -147,6 +148,24 @@ def test_a_flipped_bit_in_a_chunk_is_found(pushed: Store, url: str, bucket: Buck
         with pytest.raises(IntegrityError, match=f"is damaged between {start} and") as caught:
             filled(remote, 0)
         assert "layerstore repair --remote" in (caught.value.hint or "")
+
+
+def test_what_is_evicted_before_it_is_opened_comes_again(
+    pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process made room for its own."""
+    opened, evicted = Files.open, set[str]()
+
+    def after_all(self: Files, path: Path) -> OpenFile:
+        if path.parent.name == "sparse" and path.name not in evicted:
+            evicted.add(path.name)
+            path.unlink()
+        return opened(self, path)
+
+    monkeypatch.setattr(Files, "open", after_all)
+    with layerstore.open(url) as remote:
+        assert filled(remote, 0) == filled(pushed, 0)
+    assert evicted
 
 
 def flip(path: Path, at: int) -> None:

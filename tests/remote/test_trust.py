@@ -92,6 +92,15 @@ def test_thousands_are_removed_in_time_or_not(bucket: Bucket, monkeypatch: pytes
     assert bucket.listed("objects") == []
 
 
+def test_some_of_many_may_be_gone_already(bucket: Bucket) -> None:
+    """Two collections at once remove the same: whichever comes later removes the rest."""
+    for number in range(50):
+        bucket.write(f"objects/aa/{number}", lambda: [b""])
+    names = [f"objects/aa/{number}" for number in (0, 99, *range(1, 25), 98, *range(25, 50))]
+    assert bucket.remove(names)
+    assert bucket.listed("objects") == []
+
+
 # -- what counts as pushed -------------------------------------------------------------------------------------------
 
 

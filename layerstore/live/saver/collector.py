@@ -18,10 +18,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from layerstore.errors import LayerstoreError, Locked
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked
 from layerstore.gc import GcRequest, has_work
 from layerstore.live.log import LOG, words_of
 from layerstore.policy import Best, Keep
+from layerstore.storage import RecordName
 from layerstore.store import Store
 
 GRACE_SECONDS: float | None = None
@@ -65,13 +66,16 @@ class Collector:
             self._asked += 1
         self._wishes.put(True)
 
-    def wait(self) -> None:
-        """Return once what was asked for so far was tried, and what could not be pushed once more."""
+    def retry(self) -> None:
+        """Try again soon what could not be pushed."""
         if self.push_error:
             self.wake()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return whether all that was asked for so far was tried, after at most so many *seconds*."""
         with self._is_answered:
             asked = self._asked
-            self._is_answered.wait_for(lambda: self._answered >= asked)
+            return self._is_answered.wait_for(lambda: self._answered >= asked, seconds)
 
     def close(self, *, at_once: bool) -> None:
         """End the thread after one more push and collection, or *at_once*."""
@@ -173,16 +177,33 @@ def answer_question() -> None:
     try:
         with Store(question["store"]) as store:
             run, push = question["run"], question["push"]
-            if push is not None:
-                newest = store.repo.catalog.view(run).visible[-1].step
-                store.push(push, runs=[run])
-                answer["pushed_step"] = newest
-            if question["keep"] is not None:
+            view = store.repo.catalog.find(run)
+            newest = view.visible[-1].name if view is not None and view.visible else None
+            if newest is not None and push is not None:
+                answer |= _pushed(store, newest, push)
+            if newest is not None and question["keep"] is not None:
                 keep, grace_seconds = Keep(**question["keep"]), question["grace_seconds"]
                 found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=push)
                 answer |= {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
     except Locked:
         answer["is_locked"] = True
     except LayerstoreError as exc:
-        answer["error"] = words_of(exc)
+        answer.setdefault("error", words_of(exc))
     sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def _pushed(store: Store, newest: RecordName, remote: str) -> dict[str, Any]:
+    """
+    Push the run of the *newest* commit; return its step if the *remote* has it, and why not all could be sent.
+
+    A damaged commit or a pin that was moved is no reason to keep the newest save from being safe, or to collect nothing
+    until the disk is full: what the remote lacks stays in any case.
+    """
+    from layerstore.remote import Bucket, pushed_records
+
+    try:
+        store.push(remote, runs=[newest.run])
+    except (AlreadyExists, IntegrityError) as exc:
+        there = pushed_records(store.repo, Bucket(store.remotes.url(remote)))
+        return {"error": words_of(exc)} | ({"pushed_step": newest.step} if newest in there else {})
+    return {"pushed_step": newest.step}

@@ -68,6 +68,8 @@ from layerstore.zero3 import Pointer, Share, undivided
 JOBS_MAX = 2
 """Saves under way at once; with ``on_pressure="wait"`` the next one waits until the oldest is on disk."""
 
+_SILENT_SECONDS_MAX = 60.0
+
 
 class Saver:
     """Saves an engine's state while it trains; made by `attach`. A context manager."""
@@ -236,20 +238,30 @@ class Saver:
         if self._is_closed:
             return
         self._seal()
-        for job in self._jobs:
-            job.is_written.wait()
+        self._await(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
         # Rank 0 has to hear first who has failed: until then it waits for a part that will not come.
         self._learn(exchange_reports(self.exchange, self._report()))
-        if self._is_first:
-            for job in self._jobs:
-                job.is_resolved.wait()
-            if self._collector is not None and self._settings.durable == "remote":
-                self._collector.wait()
+        self._await(lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs))
+        if self._settings.durable == "remote":
+            behind = self._collector
+            if behind is not None:
+                behind.retry()
+            self._await(lambda seconds: behind is None or behind.wait(seconds))
         self._learn(exchange_reports(self.exchange, self._report()))
         if self._settings.durable == "remote":
             with self.exchange.together():
                 if self._collector is not None and self._collector.push_error:
                     raise StorageIO(self._collector.push_error, errno=None, filename=str(self._settings.push))
+
+    def _await(self, wait: Callable[[float], bool]) -> None:
+        """
+        Let every rank *wait* until that returns True; it may take as long as it takes.
+
+        Ranks that are done sooner hear from the others all the while: gloo gives up a rank that is silent for half an
+        hour, and a first push may take longer.
+        """
+        while any(self.exchange.sums([0.0 if wait(_SILENT_SECONDS_MAX) else 1.0])):
+            pass
 
     def status(self) -> Status:
         """Return how this rank's saves are doing; asks no other rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -190,16 +191,76 @@ def test_what_was_pushed_is_safe_whatever_a_collection_meets(store: Store, tmp_p
     assert behind.error != ""
 
 
+def moved_pin(store: Store, url: str) -> str:
+    """Let a pin mean another commit than in the bucket; return what is said of it."""
+    store.pin("best", "r@10")
+    store.push(url)
+    store.delete_pin("best")
+    store.pin("best", "r@20")
+    return "not sent: pin best"
+
+
+def damaged_object(store: Store, url: str) -> str:
+    """Damage an object of a commit that the bucket lacks; return what is said of it."""
+    [name] = [each for each in store.repo.records.names(RUN) if each.step == 20]
+    [stored, *_] = store.repo.version_of(store.repo.records.read(name).record.layers[0]).objects
+    path = store.repo.layout.object(stored.id)
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return "not sent: r@20"
+
+
+@pytest.mark.parametrize("harm", [moved_pin, damaged_object])
+def test_one_thing_that_cannot_be_sent_keeps_nothing_else(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Store, str], str]
+) -> None:
+    """The newest save counts as pushed, and what the bucket has is removed here: else the disk would fill up."""
+    monkeypatch.setattr(collector, "GRACE_SECONDS", 0)
+    url = f"file://{tmp_path}/bucket"
+    said = harm(store, url)
+
+    behind = collect(store, Keep(last=1), push=url)
+
+    assert (behind.pushed_step, behind.push_error) == (30, "")
+    assert said in behind.error
+    assert [entry.step for entry in store.log(RUN)] == [30, 20]
+    with layerstore.open(url) as remote:
+        assert {entry.step for entry in remote.log()} >= {10, 30}
+
+
+def test_a_run_without_commits_is_not_pushed(store: Store, tmp_path: Path) -> None:
+    """All may have been dropped meanwhile."""
+    for step in (10, 20, 30):
+        store.drop(f"r@{step}")
+    behind = collect(store, Keep(last=1), push=f"file://{tmp_path}/bucket")
+    assert (behind.pushed_step, behind.error) == (None, "")
+
+
+def test_a_wait_may_be_short(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saver's other ranks must not wait in silence for an hour of pushing."""
+    is_over = threading.Event()
+    monkeypatch.setattr(Collector, "_answer", lambda *_: is_over.wait() and {"pushed_step": 30})
+    behind = Collector(store, None, run=RUN, push=f"file://{tmp_path}/bucket")
+    behind.wake()
+    assert not behind.wait(0.05)
+    is_over.set()
+    assert behind.wait(60)
+    behind.close(at_once=False)
+
+
 def test_waiting_tries_again_what_could_not_be_pushed(store: Store, tmp_path: Path) -> None:
     """The bucket may be there by now."""
     (tmp_path / "bucket").write_text("a file, for now")
     behind = Collector(store, None, run=RUN, push=f"file://{tmp_path}/bucket")
     behind.wake()
-    behind.wait()
+    assert behind.wait()
     assert behind.push_error != ""
     (tmp_path / "bucket").unlink()
 
-    behind.wait()
+    behind.retry()
+    assert behind.wait()
 
     assert (behind.push_error, behind.pushed_step) == ("", 30)
     behind.close(at_once=False)
