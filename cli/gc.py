@@ -183,7 +183,7 @@ def _line(fate: "CommitFate") -> list[str]:
 
 def _frees(fate: "CommitFate") -> str:
     if not fate.bytes_freed_later:
-        return size(fate.bytes_freed)
+        return size(fate.bytes_freed) if fate.bytes_freed else ""
     later = f"{size(fate.bytes_freed_later)} later"
     return f"{size(fate.bytes_freed)}, {later}" if fate.bytes_freed else later
 

@@ -22,6 +22,7 @@ from layerstore.cli.render import (
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
+    from layerstore import Store
     from layerstore.gc import DroppedCommit
     from layerstore.inspect import LogEntry, LogLine
     from layerstore.publish import SaveTiming
@@ -75,6 +76,8 @@ def log(
         page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
         is_pushed = any(entry.pushed for entry in page.entries)
         remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
+        if not page.entries:
+            next_one = _next_of_empty(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
         took = {(name, *place): each for name in runs for place, each in opened_store.timings(name).items()}
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
@@ -91,9 +94,15 @@ def log(
             next_page = with_store(f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}")
             say_note(f"{counted(more.commits, 'older commit')}: {next_page}")
     elif not damaged and before is None:
-        next_one = with_store("layerstore ingest CHECKPOINT")
         none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
         say_note(f"{none}; next: {next_one}")
+
+
+def _next_of_empty(store: "Store") -> str:
+    """Return what brings commits to *store*: one that has a remote and no commit is a clone that was cut off."""
+    if store.repo.remote is not None:
+        return "layerstore push, in the store that is to push here"
+    return with_store("layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT")
 
 
 def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:

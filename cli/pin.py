@@ -33,6 +33,9 @@ def pin(
     *,
     list_: Annotated[bool, typer.Option("--list", help="List all pins.")] = False,
     delete: Annotated[str | None, typer.Option(metavar="PIN", help="Delete this pin; a visible commit stays.")] = None,
+    remote: Annotated[
+        str | None, typer.Option(metavar="REMOTE", help="With --delete: the pin in this remote, by name or URL.")
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,7 +51,10 @@ def pin(
       layerstore pin best sft@200
       layerstore pin --list
       layerstore pin --delete best
+      layerstore pin --delete best --remote origin
     """
+    if remote is not None and delete is None:
+        raise InvalidInput("--remote is for --delete", hint="layerstore push sends pins")
     asked = [name is not None, list_, delete is not None]
     if sum(asked) != 1 or (name is not None and ref is None):
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
@@ -56,7 +62,7 @@ def pin(
         if list_:
             _say_pins(opened_store, as_json=as_json)
         elif delete is not None:
-            _say_deleted(delete, opened_store.delete_pin(delete), as_json=as_json)
+            _say_deleted(delete, opened_store.delete_pin(delete, remote=remote), as_json=as_json)
         elif name is not None:
             _make(opened_store, name, ref, as_json=as_json)
 

@@ -61,4 +61,6 @@ def _say_remotes(store: "Store", *, as_json: bool) -> None:
     elif found:
         say_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, found.items())
     else:
-        say_note(with_store("no remotes yet; next: layerstore remote add NAME URL"))
+        is_remote = store.repo.remote is not None
+        add = "layerstore remote add NAME URL"
+        say_note("a remote has no remotes of its own" if is_remote else f"no remotes yet; next: {with_store(add)}")

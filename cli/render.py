@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeVar
 
+from layerstore.layout import is_url
+
 T = TypeVar("T")
 
 # Raised when a field goes or changes its meaning; new fields may come at any time.
@@ -267,6 +269,8 @@ _COMMAND = re.compile(
     r"|stats|undrop|verify)\b)"
 )
 
+_READING_COMMAND = re.compile(r"\blayerstore (?=(?:compose|diff|log|ls|report|show|stats|verify)\b)")
+
 
 def name_store(path: str | None) -> None:
     """From now on name the store *path* in commands that are suggested."""
@@ -279,11 +283,16 @@ def named_store() -> str | None:
 
 
 def with_store(text: str) -> str:
-    """Return *text* with ``--store`` in its commands, if this command was given one."""
+    """
+    Return *text* with ``--store`` in its commands, if this command was given one.
+
+    Of one that was given by its URL only what reads can be asked: all else is done in a store.
+    """
     path = _voice.store
     if path is None or _STORE_OPTION.search(text):
         return text
-    return _COMMAND.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
+    commands = _READING_COMMAND if is_url(path) else _COMMAND
+    return commands.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
 
 
 def say_warning(message: str) -> None:

@@ -271,12 +271,21 @@ class Store:
         """Return the names of pins that cannot be read, and why."""
         return {name: pin for name, pin in self._repo.records.pins() if not isinstance(pin, Pin)}
 
-    def delete_pin(self, name: str) -> bool | None:
+    def delete_pin(self, name: str, *, remote: str | None = None) -> bool | None:
         """
-        Delete the pin *name*, readable or not; a visible commit stays.
+        Delete the pin *name*, readable or not, or the one in *remote*, a name or a URL; a visible commit stays.
 
         Returns whether the pinned commit is still visible; None where the pin could not be read.
+
+        Raises:
+            NotFound: There is none of that name.
         """
+        if remote is not None:
+            from layerstore.remote import delete_pin_there
+
+            with self._remote(remote) as source:
+                self._check_own(source, "nothing was deleted")
+                return delete_pin_there(source, name)
         from layerstore.publish import delete_pin
 
         return delete_pin(self._repo, name)
@@ -436,13 +445,18 @@ class Store:
         from layerstore.check import execute_repair, opened_sources, plan_repair
 
         if remote is not None:
-            from layerstore.remote import heal
+            from layerstore.check import Repaired
+            from layerstore.remote import Bucket, heal, heal_identity
 
             if sources:
                 raise InvalidInput("a remote is repaired from this store alone", hint="leave sources out")
+            put_back = heal_identity(self._repo, Bucket(self.remotes.url(remote)), dry_run=dry_run)
+            if put_back and dry_run:
+                return Repaired(fetched=put_back)
             with self._remote(remote) as source:
                 self._check_own(source, "nothing was changed")
-                return heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
+                healed = heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
+            return replaced(healed, fetched=(*put_back, *healed.fetched))
         repair = plan_repair if dry_run else execute_repair
         named = {str(source): partial(_open, self._place_of(source), Files()) for source in sources}
         with opened_sources(self._repo, named) as others:
@@ -573,7 +587,7 @@ class Store:
         bucket = Bucket(self.remotes.url(remote))
         found = identity_of(bucket)
         if found is not None:
-            check_own(bucket, found, self._repo.identity)
+            check_own(bucket, found, self._repo.identity, outcome="nothing was removed")
         return frozenset(name.id for name in pushed_records(self._repo, bucket))
 
     def _resolved(self, ref: str | None) -> "Resolved":

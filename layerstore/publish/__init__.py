@@ -1,6 +1,6 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
 
-from layerstore.publish.pins import check_pin_free, check_pin_means, check_pin_name, delete_pin, make_pin
+from layerstore.publish.pins import check_pin_free, check_pin_means, check_pin_name, delete_pin, make_pin, shows_pinned
 from layerstore.publish.rank_parts import (
     FrozenWeights,
     GivenUp,
@@ -43,6 +43,7 @@ __all__ = [
     "read_timings",
     "republish",
     "retire",
+    "shows_pinned",
     "stage_version",
     "write_share",
 ]

@@ -77,11 +77,16 @@ def delete_pin(repo: Repository, name: str) -> bool | None:
         NotFound: There is none.
     """
     repo.prepare_writing()
+    shows = shows_pinned(repo, name)
+    repo.records.delete_pin(name)
+    return shows
+
+
+def shows_pinned(repo: Repository, name: str) -> bool | None:
+    """Return whether the commit that the pin *name* was made from is visible; None if the pin cannot be read."""
     try:
         pin = repo.records.read_pin(name)
         view = repo.catalog.find(pin.record.run)
-        shows = view is not None and any(row.id == pin.base for row in view.visible)
+        return view is not None and any(row.id == pin.base for row in view.visible)
     except LayerstoreError:
-        shows = None  # it can be deleted all the same
-    repo.records.delete_pin(name)
-    return shows
+        return None  # it can be deleted all the same

@@ -2,10 +2,11 @@
 
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
-from layerstore.remote.heal import heal, verify_remote
-from layerstore.remote.mirror import Remote, unmirrored
+from layerstore.remote.heal import heal, heal_identity, verify_remote
+from layerstore.remote.identity import check_own, claim, identity_of, pushed_records
+from layerstore.remote.mirror import Remote, delete_pin_there, unmirrored
 from layerstore.remote.pull import Pulled, clone, completed, pull
-from layerstore.remote.push import Pushed, check_own, claim, follow, identity_of, push, pushed_records
+from layerstore.remote.push import Pushed, follow, push
 from layerstore.remote.remotes import Remotes
 
 __all__ = [
@@ -20,8 +21,10 @@ __all__ = [
     "clone",
     "collect",
     "completed",
+    "delete_pin_there",
     "follow",
     "heal",
+    "heal_identity",
     "identity_of",
     "pull",
     "push",

@@ -43,7 +43,7 @@ from layerstore.limits import (
     REMOTE_TRIES,
     REMOTE_UPLOAD_SECONDS,
 )
-from layerstore.remote.credentials import s3_options
+from layerstore.remote.credentials import checked_url, credentials_hint, s3_options
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
@@ -59,8 +59,6 @@ OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
 """Where each collection of the last day has its mark."""
 _REMOVED_AT_ONCE = 200
-SCHEMES = ("s3", "gs", "az", "file", "memory")
-_CLOUD_SCHEMES = ("s3", "gs", "az")
 
 # What servers answer, in the first line of obstore's message, when repeating cannot help.
 _REFUSED = re.compile(
@@ -362,7 +360,7 @@ class Bucket:
                 f"{self.url}: cannot {doing}: the server refuses this key{_code_of(text)}",
                 errno=errnos.EACCES,
                 filename=self.url,
-                hint=_credentials_hint(self.url),
+                hint=credentials_hint(self.url),
             )
         if _FULL.search(text):
             return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
@@ -422,46 +420,6 @@ def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[
         raise
 
 
-def checked_url(url: str) -> str:
-    """
-    Return *url* as it is recorded and shown.
-
-    Raises:
-        InvalidInput: It is no URL of a bucket, or holds a password.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in SCHEMES:
-        raise InvalidInput(
-            f"{_without_secrets(url)!r} is no remote",
-            hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}",
-        )
-    is_secret = parts.scheme in _CLOUD_SCHEMES and (":" in parts.netloc or "@" in url)
-    if is_secret or parts.username or parts.password or parts.query or parts.fragment:
-        raise InvalidInput(
-            f"{_without_secrets(url)!r} holds more than a bucket and a prefix",
-            hint=f"keys belong into the environment; {_credentials_hint(url)}",
-        )
-    if parts.scheme in _CLOUD_SCHEMES and not parts.netloc:
-        raise InvalidInput(f"{url!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
-    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
-        raise InvalidInput(f"{url!r} names no folder", hint="file:///ABSOLUTE/PATH")
-    return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
-
-
-def _without_secrets(url: str) -> str:
-    shown = re.sub(r"//.*@", "//…@", url.split("?", maxsplit=1)[0])
-    return re.sub(r"//[^/@]*:.*", "//…", shown)
-
-
-def _credentials_hint(url: str) -> str:
-    scheme = urlsplit(url).scheme
-    if scheme == "s3":
-        return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
-    if scheme == "gs":
-        return "GOOGLE_APPLICATION_CREDENTIALS names the file that says who you are"
-    return "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY say who you are"
-
-
 def _imported() -> Any:
     try:
         import obstore
@@ -499,7 +457,7 @@ def _client(url: str, options: Mapping[str, Any], patience: "ClientConfig") -> "
     try:
         return from_url(url, retry_config={"max_retries": 0}, client_options=client_options, **options)
     except Exception as exc:  # noqa: BLE001  # each cloud has its own
-        raise InvalidInput(f"{url} cannot be used: {_first_line(exc)}", hint=_credentials_hint(url)) from None
+        raise InvalidInput(f"{url} cannot be used: {_first_line(exc)}", hint=credentials_hint(url)) from None
 
 
 def _listed(meta: Any) -> Listed:

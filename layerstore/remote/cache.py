@@ -2,7 +2,7 @@
 The cache of mirrors: where it is, how large it may become, and what goes first.
 
 ``LAYERSTORE_CACHE_DIR`` names the folder, and ``LAYERSTORE_CACHE_SIZE`` the most that the objects of all mirrors may
-take together. What was used longest ago goes first; whoever needs it again fetches it again.
+take together, once a command that fetches has ended. The least recently used go first, and are fetched again on demand.
 """
 
 import os
@@ -38,18 +38,24 @@ def cache_bytes() -> int:
     return CACHE_BYTES if not named else size_in_bytes(named)
 
 
+def trim(files: Files) -> None:
+    """Remove the oldest objects of all mirrors until no more is left than may lie there."""
+    with _guard:
+        _sums[cache_folder()] = _emptied(files, cache_folder(), left_max=cache_bytes())
+
+
 def make_room(files: Files, size_bytes: int) -> None:
     """Make room for *size_bytes* more: down to three quarters of what may lie there, so that it is rarely looked at."""
     folder, most = cache_folder(), cache_bytes()
     with _guard:
         if folder not in _sums or _sums[folder] + size_bytes > most:
-            _sums[folder] = _emptied(files, folder, most)
+            _sums[folder] = _emptied(files, folder, left_max=most * 3 // 4)
         _sums[folder] += size_bytes
 
 
-def _emptied(files: Files, folder: Path, most: int) -> int:
+def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     """
-    Remove the oldest objects of all mirrors until three quarters of *most* are left; return what is.
+    Remove the oldest objects of all mirrors until at most *left_max* bytes are left; return how many are.
 
     Downloads that were killed go after a day.
     """
@@ -67,10 +73,10 @@ def _emptied(files: Files, folder: Path, most: int) -> int:
                 if state is not None:
                     found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # a sparse one has holes
     left = sum(size_bytes for _, size_bytes, _ in found)
-    if left <= most * 3 // 4:
+    if left <= left_max:
         return left
     for _, size_bytes, path in sorted(found):
-        if left <= most * 3 // 4:
+        if left <= left_max:
             break
         files.discard(path)
         left -= size_bytes

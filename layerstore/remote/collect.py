@@ -35,6 +35,7 @@ from layerstore.remote.mirror import Remote
 from layerstore.storage import RecordName, name_in
 
 _LISTINGS_MAX = 5
+_EVER_NS = 1 << 63
 
 
 def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Progress) -> GcOutcome:
@@ -88,7 +89,8 @@ def _collected(
         needs = _named(remote, progress, without=set(going))
     check_confirmed(fates, Gone(), request)  # the trash goes by age alone
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
-    old_before_ns = now_ns - int(grace_seconds * 1e9)
+    # Where nobody pushes, what has moved to the trash a moment ago holds nothing either.
+    old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
     if not dry_run:
         hidden = [view.rows[each].name for view, _ in runs for each in view.hidden if each in view.rows]
         for name in (*hidden, *going):  # what a record hides goes before it
@@ -111,13 +113,13 @@ def _collected(
         swept = list(pool.map(sweep, OBJECT_FOLDERS))
     objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
     if not dry_run:
-        marks = [each.name for each in bucket.listed("gc") if each.modified_ns < old_before_ns]
+        marks = [each.name for each in bucket.listed("gc") if each.modified_ns < min(old_before_ns, now_ns)]
         bucket.remove([*old_trash, *marks])
     references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
     return GcOutcome(
         commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
         objects=objects,
-        orphans=objects,
+        orphans=Gone(),  # which of them the removed commits had named was not looked up
         young=young,
         unfinished=Gone(),
         trash=Gone(len(old_trash)),

@@ -1,5 +1,7 @@
 """
-Who we are to S3 where the environment does not say it: the profile of the AWS tools, in ``~/.aws``.
+The URLs of remotes, which hold no key, and who we are to their servers.
+
+To S3, where the environment does not say it, the profile of the AWS tools says so, in ``~/.aws``.
 
 obstore reads keys, endpoint and region from the environment by itself, and asks the machine's own role last. Profiles
 with keys are read here; those that take more than reading (single sign-on, assumed roles, a process) are left to boto3.
@@ -8,11 +10,16 @@ with keys are read here; those that take more than reading (single sign-on, assu
 import configparser
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from layerstore.errors import InvalidInput, Unsupported
+
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+_CLOUD_SCHEMES = ("s3", "gs", "az")
 
 _KEYS = {
     "aws_access_key_id": "access_key_id",
@@ -92,3 +99,47 @@ def _from_boto3(profile: str) -> Any:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     return Boto3CredentialProvider(Session(profile_name=profile))
+
+
+# -- URLs --------------------------------------------------------------------------------------------------------------
+
+
+def checked_url(url: str) -> str:
+    """
+    Return *url* as it is recorded and shown.
+
+    Raises:
+        InvalidInput: It is no URL of a bucket, or holds a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise InvalidInput(
+            f"{_without_secrets(url)!r} is no remote",
+            hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}",
+        )
+    is_secret = parts.scheme in _CLOUD_SCHEMES and (":" in parts.netloc or "@" in url)
+    if is_secret or parts.username or parts.password or parts.query or parts.fragment:
+        raise InvalidInput(
+            f"{_without_secrets(url)!r} holds more than a bucket and a prefix",
+            hint=f"keys belong into the environment; {credentials_hint(url)}",
+        )
+    if parts.scheme in _CLOUD_SCHEMES and not parts.netloc:
+        raise InvalidInput(f"{url!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        raise InvalidInput(f"{url!r} names no folder", hint="file:///ABSOLUTE/PATH")
+    return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
+
+
+def _without_secrets(url: str) -> str:
+    shown = re.sub(r"//.*@", "//…@", url.split("?", maxsplit=1)[0])
+    return re.sub(r"//[^/@]*:.*", "//…", shown)
+
+
+def credentials_hint(url: str) -> str:
+    """Return which variables say who we are to the server at *url*."""
+    scheme = urlsplit(url).scheme
+    if scheme == "s3":
+        return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
+    if scheme == "gs":
+        return "GOOGLE_APPLICATION_CREDENTIALS names the file that says who you are"
+    return "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY say who you are"

@@ -17,7 +17,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.layout import Layout
 from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, ObjectId, StoredObject
-from layerstore.remote.cache import make_room
+from layerstore.remote.cache import make_room, trim
 from layerstore.remote.source import Source
 from layerstore.remote.sparse import SparseObjects
 from layerstore.storage import Files, ObjectStore, OpenFile, Stretch, alone
@@ -48,9 +48,11 @@ class FetchedObjects(ObjectStore):
         self._is_closed = False
 
     def close(self) -> None:
-        """Give up what is on its way."""
-        self._is_closed = True
+        """Give up what is on its way; what has come to a mirror shrinks to what may lie there."""
+        was_closed, self._is_closed = self._is_closed, True
         self._pool.shutdown(cancel_futures=True)
+        if self._is_mirror and self.bytes_fetched and not was_closed:
+            trim(self._files)
 
     @property
     def bytes_fetched(self) -> int:

@@ -6,10 +6,12 @@ from functools import partial
 
 from layerstore.check import Damage, Fetched, Repaired, Verdict, verify_store
 from layerstore.errors import IntegrityError, NotFound
+from layerstore.format import encode_identity
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
-from layerstore.remote.bucket import Chunks
+from layerstore.remote.bucket import Bucket, Chunks
+from layerstore.remote.identity import IDENTITY, identity_of, pushed_records, records_in
 from layerstore.remote.mirror import Remote, unmirrored
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository
@@ -25,6 +27,28 @@ def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Ver
         return verify_store(repo, read_data=read_data, progress=progress)
     finally:
         repo.objects.close()
+
+
+def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:
+    """
+    Put ``store.json`` back in *bucket*, if it is missing there and all commits there are *repo*'s.
+
+    Raises:
+        IntegrityError: It is missing among commits of another store, or that this one does not have.
+    """
+    if identity_of(bucket) is not None or not (there := records_in(bucket)):
+        return ()
+    if strangers := there.keys() - pushed_records(repo, bucket):
+        first = min(strangers)
+        raise IntegrityError(
+            f"{bucket.url} lacks its store.json, and holds {first.run}@{first.step}, which this store does not have; "
+            "nothing was changed",
+            hint="repair it from the store that has all of its commits",
+        )
+    data = encode_identity(repo.identity)
+    if not dry_run:
+        bucket.create(IDENTITY, data)
+    return (Fetched(kind="store", path=IDENTITY, source=repo.name, size_bytes=len(data)),)
 
 
 def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:

@@ -14,16 +14,17 @@ from dataclasses import replace
 from itertools import chain
 from types import TracebackType
 
-from layerstore.errors import NoStore, StorageIO
+from layerstore.errors import IntegrityError, NoStore, NotFound, StorageIO
 from layerstore.format import StoreIdentity, encode_identity, object_id
-from layerstore.layers import is_name
+from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, ObjectId
+from layerstore.publish import shows_pinned
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, Listed, in_parallel
-from layerstore.remote.cache import FOLDER_VARIABLE, cache_folder
+from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder
 from layerstore.remote.fetch import FetchedObjects
-from layerstore.remote.push import identity_of
+from layerstore.remote.identity import identity_of
 from layerstore.remote.source import Source
 from layerstore.storage import Files, Repository, name_in, open_repository
 
@@ -35,9 +36,15 @@ class Remote:
         """Open it; raises NoStore if there is none."""
         identity = identity_of(bucket)
         if identity is None:
+            if bucket.listed("commits"):
+                raise IntegrityError(
+                    f"{bucket.url} holds commits, but its store.json is missing",
+                    hint=f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back",
+                )
             raise NoStore(f"there is no store at {bucket.url}", hint="a push from a store makes one")
         self.bucket = bucket
         self.url = bucket.url
+        cache_bytes()  # a size that makes no sense is told before something is fetched
         path = cache_folder() / object_id(f"{bucket.url} {identity.store_id}".encode())
         layout = layout_at(path)
         _make(layout, files, identity)
@@ -71,13 +78,12 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         if not files.touch(layout.identity):
             with files.temporary(layout.tmp, encode_identity(identity)) as source:
                 files.link_exclusive(source, layout.identity)
-    except StorageIO as exc:
-        if exc.errno not in {errnos.EACCES, errnos.EPERM, errnos.EROFS}:
-            raise
+    except (StorageIO, IntegrityError) as exc:  # the latter where something else has the folder's name
+        errno, path = (exc.errno, exc.filename) if isinstance(exc, StorageIO) else (errnos.ENOTDIR, str(layout.root))
         raise StorageIO(
             f"the cache of remotes cannot be written to: {exc}",
-            errno=exc.errno,
-            filename=exc.filename,
+            errno=errno,
+            filename=path,
             hint=f"name a folder of your own: {FOLDER_VARIABLE}",
         ) from exc
 
@@ -144,6 +150,21 @@ class MirroredObjects(FetchedObjects):
     def ids_in(self, prefix: str) -> list[ObjectId]:
         """Return the objects in the bucket whose ids begin with the two digits *prefix*, by id."""
         return sorted(self.source.listed(prefix))
+
+
+def delete_pin_there(remote: Remote, name: str) -> bool | None:
+    """
+    Delete the pin *name* in *remote*; return whether its commit is visible there, None if the pin could not be read.
+
+    Raises:
+        NotFound: There is none.
+    """
+    called = remote.repo.layout.name(remote.repo.layout.pin(name))
+    if called not in remote.listed:
+        raise NotFound(f"there is no pin {name!r} in {remote.url}", hint="layerstore pin --list --store URL lists them")
+    shows = shows_pinned(remote.repo, name)
+    remote.bucket.remove([called])
+    return shows
 
 
 def unmirrored(repo: Repository) -> Repository:

@@ -23,7 +23,8 @@ from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, Pin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, check_pin_means
-from layerstore.remote.bucket import checked_url, in_parallel
+from layerstore.remote.bucket import in_parallel
+from layerstore.remote.credentials import checked_url
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.mirror import Remote
 from layerstore.remote.push import Left, raise_left
@@ -31,6 +32,9 @@ from layerstore.remote.remotes import Remotes
 from layerstore.remote.source import Source
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import Files, ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
+
+_NAMED_BYTES = 128 << 20
+_NAMED_TIMES_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +187,7 @@ class _Pull:
             lacking[of.start : of.stop] for of in cut([ref.size_bytes for ref in lacking], count=shares.count)
         )
         with shares.asked(self._repo, fetch_share, [(self._remote.url, part) for part in theirs]) as answers:
-            in_parallel(pool, partial(self._stage, objects), mine)
+            self._stage_all(pool, objects, mine)
             for staged in answers():
                 objects.join(staged)
                 self._objects += len(staged.new)
@@ -195,6 +199,20 @@ class _Pull:
         for blob in blobs:
             yield from named_by(self._remote.repo, blob)
 
+    def _stage_all(self, pool: ThreadPoolExecutor, objects: ObjectWriter, refs: Sequence[BlobRef]) -> None:
+        """
+        Stage *refs*, and now and then give those that are there their names: a pull that is cut off resumes there.
+
+        No record names them yet, so a collection may take them again once they are older than its grace. While this
+        process lives its drafts are links to them, and the transaction puts them back.
+        """
+        most = max(_NAMED_BYTES, sum(ref.size_bytes for ref in refs) // _NAMED_TIMES_MAX)
+        for part in _parts_of(refs, size_bytes_max=most):
+            try:
+                in_parallel(pool, partial(self._stage, objects), part)
+            finally:
+                objects.publish()
+
     def _stage(self, objects: ObjectWriter, ref: BlobRef) -> None:
         objects.stage(ref, self._counted(ref))
         self._objects += 1
@@ -204,6 +222,19 @@ class _Pull:
             self._bytes_received += len(data)
             self._progress.advance(len(data))
             yield data
+
+
+def _parts_of(refs: Iterable[BlobRef], *, size_bytes_max: int) -> Iterator[list[BlobRef]]:
+    """Yield *refs* in parts, each as soon as it has *size_bytes_max*."""
+    part, size_bytes = list[BlobRef](), 0
+    for ref in refs:
+        part.append(ref)
+        size_bytes += ref.size_bytes
+        if size_bytes >= size_bytes_max:
+            yield part
+            part, size_bytes = [], 0
+    if part:
+        yield part
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
-from layerstore.errors import AlreadyExists, Conflict, IntegrityError, LayerstoreError, StorageIO
-from layerstore.format import NameHasher, StoreIdentity, decode_identity, encode_identity, unseal_pin
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, StorageIO
+from layerstore.format import NameHasher, unseal_pin
 from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, references_to
 from layerstore.layers import typed
 from layerstore.limits import (
@@ -39,10 +39,10 @@ from layerstore.remote.bucket import (
     hours_on,
     in_parallel,
 )
+from layerstore.remote.identity import claim, pushed_records
 from layerstore.shares import cut
-from layerstore.storage import RecordName, Repository, check_hash, name_in, read_chunks
+from layerstore.storage import RecordName, Repository, check_hash, read_chunks
 
-IDENTITY = "store.json"
 # Servers tell whole seconds.
 _CLOCK_NS = 2 * 10**9
 
@@ -127,59 +127,6 @@ def follow(
             is_first = False
         progress.start("", 0)  # nothing is under way
         stop.wait(FOLLOW_SECONDS)
-
-
-def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
-    """
-    Make *bucket* a remote of the store *identity*, unless it is one; return whether it was none.
-
-    Raises:
-        Conflict: It is another store's.
-    """
-    found, made = identity_of(bucket), False
-    if found is None:
-        made = True
-        for folder in ("commits", "objects"):
-            if bucket.listed(folder):
-                raise IntegrityError(
-                    f"{bucket.url} holds {folder}, but its store.json is missing; nothing was sent",
-                    hint="name another prefix; if it is this store's, copy this store's own store.json there",
-                )
-        bucket.create(IDENTITY, encode_identity(identity))
-        found = identity_of(bucket) or identity
-    check_own(bucket, found, identity)
-    return made
-
-
-def identity_of(bucket: Bucket) -> StoreIdentity | None:
-    """Return which store *bucket* holds, None if it holds none."""
-    data = bucket.read(IDENTITY, size_bytes_max=RECORD_BYTES_MAX)
-    return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
-
-
-def records_in(bucket: Bucket) -> dict[RecordName, int]:
-    """Return the sizes of the records in *bucket*, by run and step."""
-    paths = ((each.name.split("/"), each.size_bytes) for each in bucket.listed("commits"))
-    found = {name: size for path, size in paths if len(path) == 3 and (name := name_in(path[1], path[2])) is not None}
-    return dict(sorted(found.items()))
-
-
-def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
-    """Return the records of *repo* that *bucket*, which is a remote of it, has in full size."""
-    return {name for name, size_bytes in records_in(bucket).items() if _size_here(repo, name) == size_bytes}
-
-
-def _size_here(repo: Repository, name: RecordName) -> int | None:
-    return repo.files.size(repo.layout.record(name.run, name.step, name.id))
-
-
-def check_own(bucket: Bucket, found: StoreIdentity, identity: StoreIdentity) -> None:
-    """Raise Conflict if *found*, which *bucket* holds, is not the store *identity*."""
-    if found.store_id != identity.store_id:
-        raise Conflict(
-            f"{bucket.url} is a remote of another store ({found.store_id}); nothing was sent",
-            hint="name another prefix",
-        )
 
 
 Left = dict[str, LayerstoreError]

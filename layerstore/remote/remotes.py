@@ -7,7 +7,7 @@ from layerstore.layers import check_name, typed
 from layerstore.layout import is_url
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.remote.bucket import checked_url
+from layerstore.remote.credentials import checked_url
 from layerstore.storage import Repository
 
 

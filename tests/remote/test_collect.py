@@ -56,6 +56,18 @@ def test_objects_wait_for_a_day(pushed: Store, bucket: Bucket) -> None:
     assert [each.name.split("/")[1] for each in bucket.listed("gc")] == ["ended"]
 
 
+def test_where_nobody_pushes_all_goes_at_once(pushed: Store, bucket: Bucket) -> None:
+    """Also what only the records name that go in the same run; the plan says so beforehand."""
+    planned = pushed.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=True)
+
+    outcome = pushed.gc(Keep(last=1), remote="origin", grace_seconds=0)
+
+    assert (outcome.objects, outcome.young) == (planned.objects, planned.young)
+    assert (outcome.objects.count, outcome.young.count) == (54, 0)
+    assert (len(objects(bucket)), bucket.listed("trash")) == (27, [])
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
 def test_what_the_trash_names_is_kept_by_age(pushed: Store, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the server's clock: a day after the record went, not after the object came."""
     day_ns = 24 * 3600 * 10**9

@@ -138,11 +138,10 @@ def test_the_cache_is_bounded(
     with layerstore.open(url) as remote:
         remote.compose("r@6").write(tmp_path / "there")
     assert digests(tmp_path / "there") == digests(tmp_path / "here")
-    cached = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("objects/??/*"))
-    assert cached <= 40_000 + max(size_bytes for _, size_bytes in read) * 16
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "cache").rglob("objects/??/*")) <= 40_000
     monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "much")
-    with layerstore.open(url) as remote, pytest.raises(InvalidInput, match="is no size"):
-        remote.show("r@2")
+    with pytest.raises(InvalidInput, match="is no size"):
+        layerstore.open(url)
 
 
 def test_downloads_that_were_killed_are_removed(

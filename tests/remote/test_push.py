@@ -266,6 +266,48 @@ def newest_object(store: Store) -> str:
     return store.repo.version_of(record.layers[0]).objects[0].id
 
 
+def test_a_pin_is_deleted_there(store: Store, saved: Checkpoints, url: str) -> None:
+    """Else each pull would bring it back, and a collection there keep what it names."""
+    saved.into(store, 2)
+    store.pin("best", "r@2")
+    store.push(url)
+    store.delete_pin("best")
+    assert store.pull(url).pins == ("best",)
+    store.delete_pin("best")
+
+    assert store.delete_pin("best", remote=url) is True
+
+    assert (store.pull(url).pins, layerstore.open(url).pins()) == ((), [])
+    with pytest.raises(NotFound, match="no pin 'best'"):
+        store.delete_pin("best", remote=url)
+
+
+def test_a_clone_that_was_cut_off_fetches_nothing_twice(
+    store: Store, saved: Checkpoints, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of one large commit neither, over a connection that is lost now and then."""
+    saved.into(store, 2)
+    store.push(url)
+    monkeypatch.setattr(sys.modules["layerstore.remote.pull"], "_NAMED_BYTES", 20_000)
+    chunks, came, limits = Bucket.chunks, list[str](), [10, 20, sys.maxsize]
+
+    def counted(self: Bucket, name: str, **stretch: int) -> Iterator[memoryview]:
+        if len(came) >= limits[0]:
+            raise StorageIO("the server is gone", errno=errno.EIO, filename=url)
+        yield from chunks(self, name, **stretch)  # type: ignore[arg-type]  # fields by name
+        came.append(name)
+
+    monkeypatch.setattr(Bucket, "chunks", counted)
+    for _ in range(2):
+        with pytest.raises(StorageIO, match="is gone"):
+            layerstore.clone(url, tmp_path / "clone")
+        del limits[0]
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        assert snapshot(clone) == snapshot(store)
+    tensors = [name for name in came if (store.path / name).stat().st_size > 4096]
+    assert len(tensors) == len(set(tensors)) > 20
+
+
 def test_a_push_goes_on_behind_a_run(
     store: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,24 @@ def test_some_of_many_may_be_gone_already(bucket: Bucket) -> None:
     assert bucket.listed("objects") == []
 
 
+def test_a_lost_identity_is_put_back(pushed: Store, bucket: Bucket, tmp_path: Path, saved: Checkpoints) -> None:
+    """By a store that has all of its commits; until then nobody takes it for empty, and no other store takes it."""
+    bucket.remove(["store.json"])
+    with pytest.raises(IntegrityError, match=r"its store\.json is missing"):
+        layerstore.open(bucket.url)
+    with pytest.raises(IntegrityError, match=r"its store\.json is missing"):
+        pushed.push(bucket.url)
+    with layerstore.init(tmp_path / "other") as other, pytest.raises(IntegrityError, match="does not have"):
+        saved.into(other, 2)
+        other.repair(remote=bucket.url)
+
+    planned = pushed.repair(remote=bucket.url, dry_run=True)
+    assert bucket.size("store.json") is None
+    assert pushed.repair(remote=bucket.url).fetched == planned.fetched
+    assert [each.path for each in planned.fetched] == ["store.json"]
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
 # -- what counts as pushed -------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,28 @@ def test_a_process_that_ends_leaves_nothing_half(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("verb", ["clone", "pull"])
+def test_a_fetch_ends_where_a_process_of_it_has_ended(store: Store, tmp_path: Path, verb: str) -> None:
+    """It says so, with no thread left that it would wait for; repeated, it fetches the rest."""
+    source = generate(tmp_path / "big", step=10, layers=6, hidden=768, vocab=2048, world_size=4)
+    url = f"file://{tmp_path}/bucket"
+    if verb == "pull":
+        store.push(url)
+        layerstore.clone(url, tmp_path / "here").close()
+    store.ingest(source, run="r")
+    store.push(url)
+    here = tmp_path / "here"
+    words = ("clone", url, here) if verb == "clone" else ("pull", "--store", here)
+    job = Job(*words, count=2)
+    job.end_one(1, signal.SIGKILL, once=lambda: len(list(here.glob("tmp/*"))) > 2)
+    first, _ = job.wait()
+    assert (first.code, "another process of this job has ended" in first.err) == (1, True), first
+    with layerstore.clone(url, here) as whole:
+        assert whole.verify(read_data=True).ok
+        assert [entry.step for entry in whole.log()] == [10]
+
+
+@pytest.mark.full
 def test_the_first_process_ends_between_question_and_answers(store: Store, checkpoints: Checkpoints) -> None:
     """It hears the answers first: then the others know that they are to end."""
     words = ("ingest", "--store", store.path, checkpoints(10), "--run", "r")

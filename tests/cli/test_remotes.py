@@ -1,0 +1,79 @@
+"""What commands say of remotes, and of stores that are opened by their URLs."""
+
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def url(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a remote that has all of the store: sft@2, sft@4, and the pin best."""
+    monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/bucket"
+    with layerstore.open(store) as opened:
+        opened.push(url)
+    return url
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (["drop", "sft"], 16, "layerstore clone {url} PATH makes a store to write to, and pushes there"),
+        (["gc", "--dry-run"], 16, "layerstore gc --remote {url}, in a store that pushes there, collects it"),
+        (["migrate"], 2, "layerstore push URL makes a remote of a store there"),
+        (["init"], 2, "layerstore push URL makes a remote of a store there"),
+        (["show", "stf"], 13, "did you mean sft? runs here: sft"),
+    ],
+)
+def test_hints_for_a_store_by_its_url_can_be_followed(
+    run: Run, url: str, words: list[str], code: int, hint: str
+) -> None:
+    """Nothing that writes is suggested there."""
+    outcome = run("--store", url, *words, "--json")
+    assert (outcome.code, outcome.error["hint"]) == (code, hint.format(url=url))
+
+
+def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not ingested into."""
+    monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    with layerstore.init(tmp_path / "empty") as empty:
+        empty.push(f"file://{tmp_path}/bucket")
+    outcome = run("--store", f"file://{tmp_path}/bucket", "log")
+    assert "no commits yet; next: layerstore push, in the store that is to push here" in outcome.out + outcome.err
+
+
+def test_a_clone_that_was_cut_off_is_pulled_into(run: Run, url: str, tmp_path: Path) -> None:
+    """An empty store that has a remote is one."""
+    layerstore.init(tmp_path / "clone").remotes.add("origin", url)
+    outcome = run("--store", tmp_path / "clone", "log")
+    assert f"next: layerstore --store {tmp_path}/clone pull" in outcome.out + outcome.err
+
+
+def test_a_remotes_pin_is_moved_and_deleted(run: Run, store: Path, url: str) -> None:
+    """From the store that pushes there."""
+    with layerstore.open(store) as opened:
+        opened.delete_pin("best")
+        opened.pin("best", "sft@4")
+    refused = run("--store", store, "push", url, "--json")
+    assert (refused.code, "push --move-pins moves it there" in refused.error["hint"]) == (14, True)
+
+    assert run("--store", store, "push", url, "--move-pins", "--json").fields["pins"] == ["best"]
+    assert run("--store", store, "pin", "--delete", "best", "--remote", url).code == 0
+    assert layerstore.open(url).pins() == []
+    assert run("--store", store, "pin", "--remote", url, "--list").code == 2
+
+
+def test_a_cache_that_makes_no_sense_is_told(
+    run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is fetched: a size that is none, and a file in the folder's place."""
+    monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "foo")
+    assert run("--store", url, "log").code == 2
+    monkeypatch.delenv("LAYERSTORE_CACHE_SIZE")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "file"))
+    outcome = run("--store", url, "log", "--json")
+    assert (outcome.code, outcome.error["hint"]) == (1, "name a folder of your own: LAYERSTORE_CACHE_DIR")
