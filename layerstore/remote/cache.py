@@ -1,8 +1,8 @@
 """
-The cache of mirrors: where it is, how large it may become, and what goes first.
+The cache of mirrors: its location, its size limit, and eviction.
 
-``LAYERSTORE_CACHE_DIR`` names the folder, and ``LAYERSTORE_CACHE_SIZE`` the most that the objects of all mirrors may
-take together. What was used longest ago goes first; whoever needs it again fetches it again.
+``LAYERSTORE_CACHE_DIR`` names the folder, and ``LAYERSTORE_CACHE_SIZE`` limits the objects of all mirrors together. The
+least recently used objects are evicted first, and fetched again when needed.
 """
 
 import os
@@ -19,24 +19,24 @@ SIZE_VARIABLE = "LAYERSTORE_CACHE_SIZE"
 
 _guard = threading.Lock()
 _sums: dict[Path, int] = {}
-"""By folder, what lay there when this process looked last, and what it has added since."""
+"""Bytes per folder: what this process last found there, plus what it has added since."""
 
 
 def cache_folder() -> Path:
-    """Return where mirrors are kept, and nothing else."""
+    """Return the folder that holds mirrors and nothing else."""
     named = os.environ.get(FOLDER_VARIABLE)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore"
     return (Path(named) if named else home) / "mirrors"
 
 
 def cache_bytes() -> int:
-    """Return how much may lie there; raises InvalidInput if that is no size."""
+    """Return the cache's size limit; raises InvalidInput if the setting is not a size."""
     named = os.environ.get(SIZE_VARIABLE)
     return CACHE_BYTES if not named else size_in_bytes(named)
 
 
 def make_room(files: Files, size_bytes: int) -> None:
-    """Make room for *size_bytes* more: down to three quarters of what may lie there, so that it is rarely looked at."""
+    """Make room for *size_bytes* more; evicts down to three quarters of the limit, so that scans are rare."""
     folder, most = cache_folder(), cache_bytes()
     with _guard:
         if folder not in _sums or _sums[folder] + size_bytes > most:
@@ -45,16 +45,16 @@ def make_room(files: Files, size_bytes: int) -> None:
 
 
 def _emptied(files: Files, folder: Path, most: int) -> int:
-    """Remove the oldest objects of all mirrors until three quarters of *most* are left; return what is."""
+    """Remove the oldest objects of all mirrors down to three quarters of *most*; return the bytes that are left."""
     found = []
-    for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # as mirrors are called
+    for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors are named so
         layout = layout_at(folder / name)
         objects = layout.objects
         for place in (layout.sparse, *(objects / prefix for prefix in files.names_in_folder(objects))):
             for path in (place / each for each in files.names_in_folder(place)):
                 state = files.look(path)
                 if state is not None:
-                    found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # a sparse one has holes
+                    found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # sparse files have holes
     left = sum(size_bytes for _, size_bytes, _ in found)
     if left <= most * 3 // 4:
         return left
