@@ -1,4 +1,4 @@
-"""What became of saves: how long each held training up, the status of all, and the timings."""
+"""The results of saves: how long each held training up, the overall status, and the timings."""
 
 import threading
 import time
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 ERRORS_MAX = 256
-"""How many failures a status tells."""
+"""How many failures a status lists."""
 
 
 class Hold:
-    """A stretch of time in which training is held up, beginning now. As a context manager it ends on leaving."""
+    """A period in which training is held up, starting now; as a context manager, it ends on exit."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
