@@ -250,7 +250,7 @@ class Engine:
         Partition all parameters, as the engine's own save does, if slices might be on NVMe.
 
         In all other cases the slices are in memory, gathered or not. Partitioning and gathering the persistent
-        parameters takes one collective per parameter, which would be most of the time of a save.
+        parameters takes one collective each, which would be most of the time of a save.
         """
         if not self._swaps_parameters:
             yield
