@@ -223,8 +223,7 @@ class CommitRecord:
     attempt: int
     """Counted from 1."""
     lineage: tuple[Fork, ...]
-    """Where the attempt forked from an earlier one, where that one forked, and so on; empty if it began from
-    nothing."""
+    """Where the attempt forked from an earlier one, where that one did, and so on; empty if it began from nothing."""
     step: int
     save_number: int
     """

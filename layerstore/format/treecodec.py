@@ -110,8 +110,7 @@ def _encode_scalar(value: Tree) -> Plain:
 
 
 def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
-    """Turn the result of ``encode_tree`` back into a tree; raises IntegrityError if *value* does not describe a
-    tree."""
+    """Turn the result of ``encode_tree`` back into a tree; raises IntegrityError if *value* is not such a result."""
     try:
         rows, root = cast("list[Plain]", value)
         storages = [_storage(row, content_from_plain, what) for row in cast("list[list[Plain]]", rows)]
