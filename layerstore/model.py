@@ -66,7 +66,7 @@ class StoredObject:
 
     id: ObjectId
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
     kind: Kind
     shard: int
     shards: int
@@ -299,7 +299,7 @@ class ObjectContent:
 
     object: BlobRef
     size_bytes: int
-    """Of the payload."""
+    """Size of the payload."""
     crc32: int
 
 

@@ -167,7 +167,7 @@ class _Run:
         return {name: value for name, value in sorted((body | changed).items()) if name != "fork"}
 
     def _lineage(self, row: _Row) -> Plain:
-        """Return where the attempt forked, where the attempt it left forked, and so on."""
+        """Return where the attempt forked, where its parent attempt forked, and so on."""
         found: list[Plain] = []
         attempt, fork = row.attempt, row.fork
         # Follow a fork only to an earlier attempt, as readers of format 1 did.

@@ -1,8 +1,8 @@
 """
 Doctor: can a store's promises be kept at this place?
 
-Tries out what they rest on, with several processes where that matters. Works on a store, on one that cannot be opened,
-and on a folder that is not a store yet.
+It tests what the promises depend on, with several processes where that matters. It works on a store, even one that
+cannot be opened, and on a folder that is not a store yet.
 """
 
 import os

@@ -29,7 +29,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that has changed since it was written."""
+    """One thing that is damaged or missing."""
 
     kind: str
     """``record``, ``pin``, ``version``, ``state``, ``object``, ``part``, ``index`` or ``stranger``."""

@@ -143,7 +143,7 @@ def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data
     If it is killed, repeat it: moved files are in the trash, fetched ones are complete.
 
     Raises:
-        Locked: A collection or another repair is under way.
+        Locked: A collection or another repair is running.
     """
     repo.prepare_writing()
     with repo.lock_gc() as hold:

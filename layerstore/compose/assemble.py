@@ -139,7 +139,7 @@ class Converted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One object, and every place where its bytes go."""
+    """One object, and all destinations of its bytes."""
 
     object: BlobRef
     copies: list[tuple[NewFile, Piece]] = field(default_factory=list)

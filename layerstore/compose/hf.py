@@ -102,7 +102,7 @@ class Exported:
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
     model_class: str | None
-    """The class of Transformers that loads the folder, where its config names one."""
+    """The class of Transformers that loads the folder, if its config names one."""
 
 
 def plan_export(

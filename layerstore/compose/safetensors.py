@@ -46,7 +46,7 @@ class WeightTensor:
     name: str
     """In the file."""
     dtype: str
-    """Of its bytes in the file."""
+    """Element type of its bytes in the file."""
     shape: tuple[int, ...]
     source: TensorSource = TensorSource.STORED
     layer_name: str = ""
@@ -55,7 +55,7 @@ class WeightTensor:
     """Where its elements come from, if not from all of *layer_name*."""
     stored: ObjectContent | None = None
     crc32: int | None = None
-    """Of the same tensor in the base's own file, if it must have the same bytes."""
+    """Checksum of the same tensor in the base's own file, if its bytes must be the same."""
 
     @property
     def size_bytes(self) -> int:

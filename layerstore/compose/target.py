@@ -22,7 +22,7 @@ class Target:
 
     path: Path
     older: tuple[int, ...] | None
-    """The identity of what is there now; None where nothing is."""
+    """The identity of what is there now; None if nothing is."""
     is_empty: bool = False
     """Whether that is an empty folder."""
 

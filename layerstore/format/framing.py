@@ -44,7 +44,7 @@ class Frame:
     offsets: tuple[int, ...]
     """Where each tensor starts in the file, in the given order."""
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 def slice_bytes(tensor: Slice) -> int:

@@ -235,7 +235,7 @@ class _Ingest:
         """Store the checkpoint, unless it was saved before."""
         rival = self._rival()
         replaced_rows = self._replaced(rival)
-        is_ambiguous = len(replaced_rows) > 1  # then one that has this content is replaced, too
+        is_ambiguous = len(replaced_rows) > 1  # then even a commit with this content is replaced
         done = None if rival is None or is_ambiguous else self._beside(rival)
         return done or self._as_new(replaced_rows, known_before=rival is not None)
 

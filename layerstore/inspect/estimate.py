@@ -46,7 +46,7 @@ class Training:
 
     world_size: int
     steps: int
-    """Of the whole run."""
+    """Steps in the whole run."""
     every: int
     """Steps from one save to the next."""
     step_seconds: float

@@ -248,7 +248,7 @@ def _versions(commit: Commit, layers: Iterable[str]) -> str:
 
 
 def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
-    """Return how far each layer's masters had moved since their last version, where the save recorded it."""
+    """Return how far each layer's masters had moved since their last version, if the save recorded it."""
     movements = commit.record.policy.decisions.get("movements")
     if not isinstance(movements, dict) or not movements:
         return None

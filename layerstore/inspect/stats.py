@@ -95,7 +95,7 @@ class Stats:
 
     @property
     def logical_bytes(self) -> int:
-        """Their size if each were stored whole."""
+        """The size of all visible commits if each were stored whole."""
         return sum(run.logical_bytes for run in self.runs)
 
     @property

@@ -25,7 +25,7 @@ class Filter:
     share: Fraction = Fraction(1, 2)
     """The share of the rest that is due at each turn."""
     every: int = 5
-    """Every how many saves there is a turn."""
+    """The number of saves from one turn to the next."""
     aux: Literal["rotate", "always"] = "rotate"
     """Whether embeddings and heads take turns too; norms are always due."""
 

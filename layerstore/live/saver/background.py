@@ -126,7 +126,7 @@ class Background:
     def _write(self, job: Job) -> None:
         try:
             job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen)
-        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+        except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = words_of(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
             self._report_failure(job)
@@ -150,7 +150,7 @@ class Background:
             self._pin(job.commit, job.joint)
             if self._collector is not None:
                 self._collector.wake()
-        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+        except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = job.failure or words_of(exc)
             LOG.error("%s", job.failure)  # one line
             if isinstance(exc, InheritedLayerLost):

@@ -29,7 +29,7 @@ class Hold:
         self._ended: float | None = None
 
     def end(self) -> None:
-        """Let training go on."""
+        """End the hold, so that training continues."""
         self._ended = time.monotonic()
 
     @property
@@ -54,7 +54,7 @@ class CudaHold(Hold):
         self._to: torch.cuda.Event | None = None
 
     def end(self) -> None:
-        """Let training go on."""
+        """End the hold, so that training continues."""
         self._to = self._mark()
         super().end()
 

@@ -33,7 +33,7 @@ class LayerRange:
     start: int
     stop: int
     spot: Spot
-    """Of the range."""
+    """The place of the range."""
 
     @property
     def is_group(self) -> bool:
@@ -51,7 +51,7 @@ class WeightEntry:
     name: str
     checkpoint: Choice
     spot: Spot
-    """Of the name."""
+    """The place of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class LLMTailorRecipe:
     pre_weights: WeightList
     post_weights: WeightList
     spot: Spot
-    """Of ``slices``."""
+    """The place of ``slices``."""
     notes: tuple[str, ...]
     grammar: str = "llmtailor"
 

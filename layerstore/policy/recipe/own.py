@@ -29,7 +29,7 @@ class OwnRecipe:
     rest: Choice | None
     """Where layers that no entry fits come from; None if there must be none."""
     spot: Spot
-    """Of ``layers``."""
+    """The place of ``layers``."""
     grammar: str = "layerstore"
     run_hint: str | None = None
 

@@ -164,7 +164,7 @@ _CONTAINERS = frozenset({list, tuple, dict, set, OrderedMap, Size, Tensor, Inert
 
 
 def _children(node: object) -> Iterator[tuple[object, object]]:
-    """Yield the parts of *node*, each with its step in the key path; None where the path stays the same."""
+    """Yield the parts of *node*, each with its step in the key path; None if the path stays the same."""
     match node:
         case dict():
             yield from _dict_children(node)

@@ -328,7 +328,7 @@ class ZipLayout:
     """In file order."""
     directory_offset: int
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
     def framing(self, crc32: Sequence[int]) -> list[tuple[int, bytes]]:
         """
