@@ -89,7 +89,7 @@ class RunView:
 
     def fork_of(self, attempt: int) -> Fork | None:
         """
-        Return where *attempt* forked from an earlier one; each of its records says so.
+        Return where *attempt* forked from an earlier one; records of later attempts state it too.
 
         Attempts are numbered in order, so a record that claims to fork from a later one is not followed.
         """

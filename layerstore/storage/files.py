@@ -287,7 +287,7 @@ class Files:
 
     @contextlib.contextmanager
     def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
-        """Yield a synced file with *data* in *directory*; its name is removed afterwards unless it was renamed."""
+        """Yield a synced file with *data* in *directory*; this name is removed afterwards, unless it was renamed."""
         path = directory / secrets.token_hex(16)
         file = self.create(path)
         try:
