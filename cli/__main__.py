@@ -1,4 +1,4 @@
-"""``python -m layerstore.cli``: the command line where its script is not on the PATH."""
+"""``python -m layerstore.cli``: the command line if its script is not on the PATH."""
 
 import sys
 

@@ -77,20 +77,20 @@ COMMANDS = (
 # Commands that live in another command's module.
 _HOMES = {"undrop": "drop", "pull": "push"}
 
-# Commands whose output is the answer to a question, which ``--quiet`` does not silence; a plan and a list are too.
+# Commands whose output answers a question, so that ``--quiet`` does not silence it; the same goes for plans and lists.
 ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
 ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
 
 
 class Commands(TyperGroup):
-    """All commands; each is imported when it is needed, since importing all is too slow for completion."""
+    """All commands; each is imported on demand, since importing all would be too slow for completion."""
 
     def list_commands(self, ctx: "Context") -> list[str]:
-        """Return their names."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: "Context", cmd_name: str) -> "Command | None":
-        """Return one of them; None if there is no such command."""
+        """Return the command *cmd_name*; None if there is none."""
         return self.load(cmd_name) if cmd_name in COMMANDS else None
 
     def load(self, name: str) -> "Command":
@@ -102,25 +102,25 @@ class Commands(TyperGroup):
             for param in command.params:
                 param.shell_complete = partial(values, param)  # type: ignore[method-assign]
                 if isinstance(param, TyperArgument):
-                    # Its name says what it is; typer would add how Python calls it: list[Path].
+                    # The name says enough; typer would add the Python type: list[Path].
                     param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
             command.params += [param for param in self.params if param.name == "quiet"]
             self.commands[name] = command
         return self.commands[name]
 
     def shell_complete(self, ctx: "Context", incomplete: str) -> "list[CompletionItem]":
-        """Return matching commands and options; without the commands' help, which would import them all."""
+        """Return matching commands and options, without the commands' help, since that would import them all."""
         names = [name for name in COMMANDS if name.startswith(incomplete)]
         return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
 
 
-# Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
+# Without rich's markup, help and usage errors are plain text, which avoids rich and takes a third of the time.
 app = typer.Typer(
     name="layerstore",
     cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,  # its script for bash breaks words at an @
+    add_completion=False,  # typer's script for bash breaks words at an @
     suggest_commands=False,  # the hint does that
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -149,7 +149,7 @@ _OUT_OF_MEMORY = Failure(
 
 
 def _if_quiet(value: bool) -> bool:
-    """Silence notes if ``--quiet`` was given, wherever it stands."""
+    """Silence notes if ``--quiet`` was given anywhere."""
     if value:
         be_quiet()
     return value
@@ -217,7 +217,7 @@ def layerstore_(
         let_through()
     if cache is not None:
         size_in_bytes(cache)
-        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # the one place that it is read from
+        os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # it is only read from there
     shared = {"store": store, "as_json": as_json}
     context.default_map = {context.invoked_subcommand: shared}
 
@@ -259,7 +259,7 @@ def _main(words: list[str]) -> int:
             failure = Failure(kind=how[0], code=how[1], message=f"{how[0]}; nothing half-done is left behind")
     if failure is None:
         return 0
-    with contextlib.suppress(OSError):  # nobody is left to tell
+    with contextlib.suppress(OSError):  # nobody is left to see it
         if failure.message and not is_follower():
             # From the words, not from parsed options: a usage error is raised before those exist.
             say_error(**asdict(failure), as_json="--json" in _options(words))
@@ -291,7 +291,7 @@ def _run(words: list[str]) -> Failure | None:
         if isinstance(cause, OSError) and cause.errno == errnos.EPIPE:  # typer turns a closed pipe into an exit
             raise BrokenPipeError from exc
         raise
-    except Exception as exc:  # noqa: BLE001  # whatever it is, it is our fault and must be reported
+    except Exception as exc:  # noqa: BLE001  # anything else is a bug of ours and must be reported
         if _is_out_of_memory(exc):
             _show_traceback()
             return _OUT_OF_MEMORY
@@ -303,7 +303,7 @@ def _run(words: list[str]) -> Failure | None:
 
 
 def _command(words: list[str]) -> int:
-    """Run the command, or work for the process that does; return the exit code that it asks for."""
+    """Run the command, or work for the process that does; return its exit code."""
     if is_follower():
         follow()
         return 0
@@ -361,15 +361,15 @@ def _occupy_standard_descriptors() -> None:
 
 
 def _tolerate_any_text() -> None:
-    """Escape what is no valid Unicode, or not in the terminal's encoding, instead of failing."""
+    """Escape invalid Unicode and whatever the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # closed, or replaced by something simpler
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what else is suppressed
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # other objects are suppressed
 
 
 @contextlib.contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """Raise `Terminated` when SIGTERM comes; a second one stops hard."""
+    """Raise `Terminated` on SIGTERM; a second one stops hard."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

@@ -1,4 +1,4 @@
-"""``layerstore clone``: a store of what a remote has."""
+"""``layerstore clone``: copy a remote to a new store."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ def clone(
     """
     Make a store of all that a remote has; the remote is its origin.
 
-    A clone that was killed goes on where it was.
+    A killed clone resumes where it stopped; just repeat the command.
 
     \b
     Examples:

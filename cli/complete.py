@@ -1,9 +1,9 @@
 """
-Shell completion: what may come next, besides the commands and options that typer knows itself.
+Shell completion of values; typer itself completes commands and options.
 
-An argument or option takes what its metavar in the help says: REF, RUN, PIN, P, STEP, or ``one|of|these``.
-The store's folders have the names of runs, steps and pins, so no record, no index and no library is needed.
-A dropped step is therefore offered until gc has removed it. Errors offer nothing: the command itself will report them.
+The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``. The names of
+runs, steps and pins are in the store's folders, so no record, index or library is needed. A dropped step is therefore
+offered until gc has removed it. On errors nothing is offered; the command itself will report them.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 VARIABLE = "_LAYERSTORE_COMPLETE"
 
-# More than anybody reads; the newest first.
+# More than anybody reads; newest first.
 _STEPS_MAX = 200
 
-# Names with these would need quotation marks in some shell.
+# Names with these characters would need quoting in some shell.
 _SPECIAL = frozenset(" \"'\\$`&|;<>()[]{}*?!#^%")
 
 _CHOICES = re.compile(r"[\w-]+(\|[\w-]+)+")
 _REFERENCE = re.compile(r"(?P<run>[^@~]+)@(?P<step>\d*)")
 
-# What typer's scripts lack. bash would take sft@2 for two words, and complete neither. zsh calls the file itself as
-# the function at first, and typer's would only define another one.
+# Additions to typer's scripts. bash would take sft@2 for two words and complete neither. zsh first calls the file
+# itself as the function, and typer's would only define another one.
 _BEFORE = {"bash": "COMP_WORDBREAKS=${COMP_WORDBREAKS//@}\n"}
 _AFTER = {"zsh": '\nif [[ ${funcstack[1]} == _layerstore ]]; then _layerstore_completion "$@"; fi'}
 
@@ -45,43 +45,43 @@ class Shell(StrEnum):
 
 
 def script_for(shell: Shell, command: "Command") -> str:
-    """Return the script that makes *shell* ask us."""
+    """Return the script that makes *shell* call us for completion."""
     with contextlib.redirect_stdout(io.StringIO()) as script:
         completed(command, f"source_{shell}")
     return f"{_BEFORE.get(shell, '')}{script.getvalue().strip()}{_AFTER.get(shell, '')}"
 
 
 def answer_shell(command: "Command") -> int:
-    """Print what may come next, as typer's script for this shell wants it; for a process that does nothing else."""
+    """Print completions in the form of typer's script for this shell; for a process that does nothing else."""
     from typer.core import TyperArgument, TyperOption
 
-    # The line's values may stay texts: converting them would import pydantic, which takes longer than all else.
+    # The line's values may stay texts: converting them would import pydantic, which takes longer than everything else.
     for kind in (TyperArgument, TyperOption):
         kind.process_value = lambda self, ctx, value: value  # type: ignore[method-assign]
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             return completed(command, os.environ[VARIABLE])
-        except Exception:  # noqa: BLE001  # a shell in the middle of a line is no place for errors
+        except Exception:  # noqa: BLE001  # errors must not appear in the middle of a shell line
             return 1
 
 
 def completed(command: "Command", instruction: str) -> int:
-    """Let typer print a script (``source_bash``) or what may come next (``complete_bash``); return an exit code."""
+    """Make typer print a script (``source_bash``) or completions (``complete_bash``); return an exit code."""
     from typer.completion import get_completion_inspect_parameters, shell_complete
 
-    get_completion_inspect_parameters()  # makes the shells known to typer
+    get_completion_inspect_parameters()  # registers the shells with typer
     return shell_complete(command, {}, "layerstore", VARIABLE, instruction)
 
 
 def items(words: Iterable[str]) -> "list[CompletionItem]":
-    """Return *words* as typer wants them."""
+    """Return *words* as typer's completion items."""
     from typer._click.shell_completion import CompletionItem
 
     return [CompletionItem(word) for word in words]
 
 
 def values(param: "Parameter", context: "Context", incomplete: str) -> "list[CompletionItem]":
-    """Return what the value *incomplete* of *param* may become; nothing for a path, which shells complete better."""
+    """Return completions of the value *incomplete* of *param*; none for paths, which shells complete better."""
     metavar = (getattr(param, "metavar", None) or "").rstrip("…")
     store = _store_of(context)
     if metavar == "STEP":
@@ -89,7 +89,7 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
         return items(_steps_of(runs[0], incomplete, store) if len(runs) == 1 else [])
     if _CHOICES.fullmatch(metavar):
         words = metavar.split("|")
-    elif metavar in {"REF", "A", "B"} or (metavar == "MODEL" and "@" in incomplete):  # a model is mostly a path
+    elif metavar in {"REF", "A", "B"} or (metavar == "MODEL" and "@" in incomplete):  # a model is usually a path
         words = _references(incomplete, store)
     else:
         offered = {"RUN": _runs, "R": _runs, "PIN": _pins, "P": _policies}.get(metavar)
@@ -98,7 +98,7 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
 
 
 def _store_of(context: "Context") -> Path:
-    """Return the store that the line names, else that of the environment, else the default."""
+    """Return the store that the line names, else the one in the environment, else the default."""
     named = context.params.get("store") or context.find_root().params.get("store") or ".layerstore"
     return Path(named).expanduser()
 
@@ -107,7 +107,7 @@ def _store_of(context: "Context") -> Path:
 
 
 def _references(incomplete: str, store: Path) -> list[str]:
-    """Return runs and pins; the steps of a run too, once it is the only one left."""
+    """Return runs and pins; once a single run matches, its steps too."""
     reference = _REFERENCE.fullmatch(incomplete)
     if reference is not None:
         return [f"{reference['run']}@{step}" for step in _steps_of(reference["run"], reference["step"], store)]
@@ -135,7 +135,7 @@ def _policies(store: Path) -> list[str]:
 
 
 def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
-    """Return the newest steps of *run* that begin with *first_digits*, the newest first."""
+    """Return the newest steps of *run* that start with *first_digits*, newest first."""
     from layerstore.layout import RECORD_NAME, layout_at
 
     found = (RECORD_NAME.fullmatch(name) for name in _names(layout_at(store).run(run)))
@@ -144,9 +144,9 @@ def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in *folder* that need no quotation marks, sorted."""
+    """Return the names in *folder* that need no quoting, sorted."""
     try:
-        found = os.listdir(folder)  # noqa: PTH208  # names are wanted, not paths
+        found = os.listdir(folder)  # noqa: PTH208  # names, not paths
     except OSError:  # no such run, or no such store
         return []
     return [name for name in sorted(found) if name.isprintable() and name[0] != "." and _SPECIAL.isdisjoint(name)]

@@ -92,10 +92,10 @@ def compose(
     """
     Write a checkpoint to resume from, or weights for Transformers.
 
-    The policy or recipe says which save each layer comes from; all else comes from the commit REF.
-    latest: each layer as the commit has it. exact: every layer from this very step.
+    The policy or recipe says which save each layer comes from; everything else comes from the commit REF.
+    latest: each layer as the commit has it. exact: every layer from exactly this step.
     parity: half of the layers from REF, the other half from the save before.
-    filter: the ends of the model and the norms from REF, the rest from when its turn was.
+    filter: the ends of the model and the norms from REF, the rest from its last turn.
     DIR appears whole or not at all.
 
     \b
@@ -132,14 +132,14 @@ def compose(
             written = write(out, verify=not no_verify, force=force, progress=progress, **options)
         _say_written(composite, written, as_json=as_json)
         if pin is not None:
-            composite.pin(pin)  # only now that nothing can be refused any more
+            composite.pin(pin)  # last, when nothing can be refused any more
 
 
-# -- what was asked for --------------------------------------------------------------------------------------------
+# -- input ---------------------------------------------------------------------------------------------------------
 
 
 def _check(form: str, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool) -> None:
-    """Raise InvalidInput if *form* is no format, an option of the other one was given, or there is nothing to do."""
+    """Raise InvalidInput if *form* is not a format, an option belongs to the other one, or there is nothing to do."""
     others = {
         "zero3": (export, "hf", "shards keep the types and the files that were saved"),
         "hf": (shards, "zero3", "an export has neither ranks nor an optimizer"),
@@ -163,19 +163,19 @@ def _policy(policy: str, settings: Mapping[str, object]) -> "str | Policy":
 
 
 def _check_alone(given: Mapping[str, object]) -> None:
-    """Raise InvalidInput if an option was *given* that decides what the recipe already decides."""
+    """Raise InvalidInput if *given* has options for something that the recipe already decides."""
     for name, value in given.items():
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
 
 
-# -- what is said --------------------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------------
 
 
 def _tell_programs(
     composite: "Composite", notes: tuple[str, ...], fields: Mapping[str, object], *, as_json: bool
 ) -> bool:
-    """Print *notes* as warnings, and with ``--json`` what programs read; return whether nothing is left to print."""
+    """Print *notes* as warnings and, with ``--json``, the answer; return whether nothing is left to print."""
     for note in notes:
         say_warning(note)
     if as_json:
@@ -201,7 +201,7 @@ def _plan_zero3(
 def _plan_hf(
     composite: "Composite", options: Mapping[str, Any], outcome: str, fields: dict[str, object], *, as_json: bool
 ) -> None:
-    """Print which files there would be."""
+    """Print the files that there would be."""
     plan = composite.plan_export(**options)
     fields |= {"format": "hf", "dtype": plan.dtype, "files": [file.path for file in plan.files]}
     fields |= {"bytes_written": 0, "seconds": 0.0}
@@ -267,7 +267,7 @@ def _age(steps: int | None) -> str:
 
 
 def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
-    """Say how old the oldest layer is, and what else of the mixture a reader should know."""
+    """Say how old the oldest layer is, and anything else about the mixture that a reader should know."""
     staleness, due = composite.staleness, composite.older_than_due
     lines = []
     if staleness.is_mixed:

@@ -1,4 +1,4 @@
-"""``layerstore demo``: a training run goes through a store, and comes out the same."""
+"""``layerstore demo``: send a training run through a store, and show that it comes out the same."""
 
 import shlex
 import sys
@@ -20,7 +20,7 @@ def demo(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="A new or empty folder for all that the demo makes.")
     ] = Path("layerstore-demo"),
-    # Both checked against the library's own numbers by a test: importing that here would slow down ``--help``.
+    # A test checks both against the library's own numbers, since importing those here would slow down ``--help``.
     steps: Annotated[int, typer.Option(metavar="N", min=10, max=1000, help="How long to train.")] = 20,
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkpoints and composites, too.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier demo left in DIR.")] = False,
@@ -30,10 +30,11 @@ def demo(
     Train, save, resume and collect with DeepSpeed; compare losses.
 
     Trains a tiny Llama with ZeRO-3 on two CPU ranks; needs the extra `demo` and a C++ compiler.
-    Shows what each policy saves, resumes from composites, on another number of ranks, too, removes old commits,
+    Shows what each policy saves, resumes from composites (also on a different number of ranks), removes old commits,
     and leaves a page for a browser.
-    It takes about a minute and a half on two cores; the first time DeepSpeed compiles for a minute or more before that.
-    The exit code is 0 only if every loss after the resume, and all weights and moments, are the uninterrupted run's,
+    It takes about a minute and a half on two cores; the first time, DeepSpeed compiles for a minute or more before
+    that.
+    The exit code is 0 only if every loss after the resume, and all weights and moments, match the uninterrupted run,
     bit for bit.
 
     \b

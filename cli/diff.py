@@ -1,4 +1,4 @@
-"""``layerstore diff``: what two commits have in common."""
+"""``layerstore diff``: compare two commits."""
 
 import math
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +41,7 @@ def diff(
     """
     Compare two commits, layer by layer and kind by kind.
 
-    They may be of different runs. The exit code is 0 whether or not they differ.
+    They may belong to different runs. The exit code is 0 whether or not they differ.
     REL L2 is the norm of B - A over that of A, COSINE that of the angle between A and B.
 
     \b

@@ -1,4 +1,4 @@
-"""``layerstore doctor``: is this a place for a store?"""
+"""``layerstore doctor``: is this a good place for a store?"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,10 +24,10 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """
-    Try out whether the promises of a store can be kept at a place.
+    Check whether a place can keep the promises of a store.
 
-    That is what its filesystem can do, with several processes at once, the index, the clock, the space, and versions.
-    What is tried out is removed again. The report has no secrets, and is made to be pasted.
+    Tries out its filesystem (with several processes at once), the index, the clock, the space, and versions.
+    Trial files are removed again. The report contains no secrets, and is made for pasting.
     Exits with 1 if there is a problem, which breaks a promise; a note does not.
 
     \b

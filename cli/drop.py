@@ -1,4 +1,4 @@
-"""``layerstore drop`` and ``undrop``: a commit goes to the trash, and comes back."""
+"""``layerstore drop`` and ``undrop``: move a commit to the trash, and back."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +24,7 @@ def drop(
 
     layerstore undrop brings it back; a gc empties the trash after 7 days.
     Later commits that have layers from it keep them, and so does a pin.
-    A commit whose record cannot be read is given up: gc stops at it until then.
+    A commit whose record cannot be read is given up; until then, it blocks gc.
 
     \b
     Examples:

@@ -1,7 +1,7 @@
 """
-The first lines that run: from here on Ctrl-C is quiet, also while the command line is being imported.
+The first lines that run: from here on, Ctrl-C is quiet, even while the command line is being imported.
 
-Nothing has begun then, so the process just ends, with the exit code of an interruption.
+Nothing has begun by then, so the process just ends with the exit code of an interruption.
 """
 
 import os
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import signal
     from types import FrameType
 else:
-    import _signal as signal  # the C part of the module, without the time to import enum
+    import _signal as signal  # the C part of the module, to avoid the import of enum
 
 
 def main() -> int:
-    """Run the command line on the process's arguments, or answer a shell that completes one."""
+    """Run the command line on the process's arguments, or answer a shell's completion request."""
     # If SIGINT is ignored, as in a shell's background jobs, it stays ignored.
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heard:

@@ -1,4 +1,4 @@
-"""``layerstore estimate``: what a model's saves would take, before it is trained."""
+"""``layerstore estimate``: what a model's saves would take, before any training."""
 
 import os
 import re
@@ -31,7 +31,7 @@ _NUMBERS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 # A size without a unit is in bytes; below this, somebody forgot the unit.
 _BARE_BYTES_MIN = 10**6
 
-# Those that apply are listed as assumed.
+# Those that apply are listed as assumptions.
 _DEFAULTS: dict[str, Any] = {
     "--world-size": 8,
     "--steps": 10_000,
@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
-    """Return the option *name*, whose help ends with what is assumed without it."""
+    """Return the option *name*; its help ends with the value assumed without it."""
     if name in _DEFAULTS:
         default = _DEFAULTS[name]
         text += f": {default if isinstance(default, str) else format(default, ',g')}."
@@ -79,7 +79,7 @@ _COSTS: Table = {
         "Say what it costs, by a price list in dollars, requests by the thousand: 0.023,0.005,0.0004,2.50.",
     ),
 }
-"""What says what a run costs."""
+"""The options for the costs of a run."""
 
 
 @with_options("costs", _COSTS)
@@ -107,9 +107,9 @@ def estimate(
     Estimate what saving a model takes under each policy.
 
     The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
-    With --price a second one says what the run costs: storage, requests, and the hours of GPUs that stand still.
+    With --price, a second table shows what the run costs: storage, requests, and idle GPU hours.
     The policies decide as they would in training. What is assumed is listed below the table.
-    Of a checkpoint or a commit only headers are read. A config.json needs Transformers and PyTorch installed.
+    For a checkpoint or a commit, only headers are read. A config.json needs Transformers and PyTorch installed.
     If MODEL is both a path and a REF, the path wins.
 
     \b
@@ -154,7 +154,7 @@ def estimate(
     say_json(found) if as_json else _tell(found, measured=measure)
 
 
-# -- what was asked ------------------------------------------------------------------------------------------------
+# -- input ---------------------------------------------------------------------------------------------------------
 
 
 def _model(name: str | None, *, params: str | None, layers: int | None, store: str | None) -> "Model":
@@ -231,7 +231,7 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rate(given: str | Path) -> float:
-    """Return the rate that was *given*, or measured in that folder."""
+    """Return the rate *given*, or measure it in the folder *given*."""
     from layerstore.check import write_speed
 
     return _size(given.removesuffix("/s"), "--bandwidth") if isinstance(given, str) else write_speed(given)
@@ -314,7 +314,7 @@ def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
 
 
 def _unsaid(found: Mapping[str, Any], measured: Path | None) -> Iterator[str]:
-    """Yield the figures that were not given, with the options that give them."""
+    """Yield the figures that were not given, with their options."""
     rate = f"all ranks together write {size(round(found['bytes_per_second']))}/s"
     texts = {
         "--world-size": counted(found["world_size"], "rank"),

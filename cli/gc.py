@@ -1,4 +1,4 @@
-"""``layerstore gc``: remove commits that nobody wants to keep, and what nothing needs."""
+"""``layerstore gc``: remove commits that no rule keeps, and everything that nothing needs."""
 
 import sys
 from collections.abc import Mapping
@@ -72,12 +72,12 @@ def gc(
     """
     Remove commits that no rule keeps, and what nothing needs.
 
-    A commit is kept if any of the rules names it. Without a rule every commit stays:
-    only what was dropped or replaced 7 days ago goes, and what killed writers left.
-    The newest commit of a run always stays, and pins with all that they need.
+    A commit is kept if any of the rules names it. Without a rule, every commit stays:
+    only what was dropped or replaced 7 days ago goes, and what killed writers left behind.
+    The newest commit of a run always stays, and so do pins with all that they need.
     A kept commit has all its layers, whichever commit they were saved by.
     FREES charges each object to the first listed commit that needs it; "later" means too young yet.
-    Safe beside training, ingest and compose; may be stopped and repeated at any time.
+    Safe during training, ingest and compose; may be stopped and repeated at any time.
 
     \b
     Examples:
@@ -116,23 +116,23 @@ def gc(
 
 
 def _is_confirmed(plan: "GcOutcome") -> bool:
-    """Show *plan* and ask; anything but a yes is a no, the end of the input too."""
+    """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
-    let_through()  # who is asked has to see what, also with --quiet
+    let_through()  # the user must see the plan before answering, even with --quiet
     _tell(plan, is_done=False)
     sys.stdout.write("Remove them? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
-        say()  # Ctrl-D leaves the cursor behind the question
+        say()  # Ctrl-D leaves the cursor on the line of the question
     return answer.strip().lower() in {"y", "yes"}
 
 
 def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     from layerstore.gc import NOT_ASKED
 
-    # What goes first: a long list is cut at its end.
+    # Doomed commits first, because a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
     fates = [fate for fate in fates if fate.kept_by != (NOT_ASKED,)]
     if outcome.removed or outcome.trimmed:

@@ -1,9 +1,8 @@
 """
-``layerstore ingest``: checkpoints on disk become commits.
+``layerstore ingest``: turn checkpoints on disk into commits.
 
-Checkpoints come one by one from a source, which is the command line, a look at some folders, or a watch of them,
-and each goes to `Store.ingest`. A broken checkpoint stops the command if it was named; --all and --watch warn and
-continue.
+Checkpoints come one by one from a source (the command line, a scan of some folders, or a watch on them), and each goes
+to `Store.ingest`. A broken checkpoint stops the command if it was named; --all and --watch warn and continue.
 """
 
 import os
@@ -50,13 +49,13 @@ if TYPE_CHECKING:
     from layerstore.zero3 import FoundTag
 
     Checkpoint = tuple[Path, str | None]
-    """A folder, and the tag in it; without one `latest` says which."""
+    """A folder, and the tag in it; without a tag, `latest` says which."""
 
 POLL_SECONDS = 2.0
-"""How often a watch looks at the folders."""
+"""How often a watch scans the folders."""
 
 REST_SECONDS = 10.0
-"""A checkpoint in which nothing changed for so long is complete: no writer pauses so long between its files."""
+"""A checkpoint that has not changed for this long is complete: no writer pauses so long between its files."""
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
@@ -125,8 +124,8 @@ def ingest(
     Save ZeRO-3 checkpoints in the store.
 
     They may come from DeepSpeed, the HF Trainer, Accelerate or Lightning; several go in the order of their numbers.
-    The same checkpoint a second time writes nothing, but for what is missing or damaged in the store.
-    Without --run the run is called like the folder of the training: sft for sft/checkpoint-200,
+    Ingesting the same checkpoint again writes only what is missing or damaged in the store.
+    Without --run, the run is named after the training's folder: sft for sft/checkpoint-200,
     for Accelerate's sft/step_200 and sft/epoch_2, and for its own sft/checkpoints/checkpoint_2.
 
     \b
@@ -164,7 +163,7 @@ def ingest(
                 exc.message += f"; {len(saved) or 'none'} of {len(checkpoints)} checkpoints {were} taken"
             raise
         finally:
-            # Also where a later checkpoint fails: what was saved before it stays saved.
+            # Even if a later checkpoint fails, earlier ones stay saved.
             if as_json and (saved or is_open):
                 say_json(_fields(saved, problems) if several else json_fields(saved[0]))
             elif problems is not None and watch:
@@ -174,7 +173,7 @@ def ingest(
 
 
 def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
-    """Raise InvalidInput if several checkpoints came with an option that fits only one."""
+    """Raise InvalidInput if several checkpoints were given with an option that fits only one."""
     if tag is not None:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
@@ -198,18 +197,18 @@ def _take(
     pin: str | None,
     as_json: bool,
 ) -> None:
-    """Ingest one checkpoint. Given *problems*, add its error there; raise only errors that all would meet."""
+    """Ingest one checkpoint; given *problems*, add its error there, and raise only errors that would hit all."""
     path = folder if tag is None else folder / tag
     was_there = path.exists()
     try:
         with shown_progress(as_json=as_json) as progress:
             try:
                 ingested = save(folder, tag=tag, progress=progress)
-            except Overtaken:  # by a collection: what it has taken is written anew
+            except Overtaken:  # by a collection: rewrite what it has removed
                 ingested = save(folder, tag=tag, progress=progress)
     except LayerstoreError as exc:
         problem = exc
-        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # whatever was noticed first
+        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # whatever the first error was
             problem = SourceCheckpoint(
                 f"{path} was removed while it was read; nothing of it was saved",
                 hint="if the job's own rotation did it, ingest sooner, or let the job keep more",
@@ -224,14 +223,14 @@ def _take(
 
 
 def _first(problems: list[tuple[Path, LayerstoreError]], *, tried: int) -> LayerstoreError:
-    """Return the first problem, whose exit code becomes the command's, with the number of them."""
+    """Return the first problem, whose exit code becomes the command's, with the number of problems."""
     _, first = problems[0]
     first.message = f"{len(problems)} of {counted(tried, 'checkpoint')} not saved: {first.message}"
     return first
 
 
 def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
-    """Whether *problem* is one of the store, its disk or its lock, and not of the checkpoint in *folder*."""
+    """Whether *problem* is with the store, its disk or its lock rather than with the checkpoint in *folder*."""
     if isinstance(problem, StorageIO):
         return not Path(str(problem.filename)).is_relative_to(folder)
     return isinstance(problem, IntegrityError | Internal | JobLost | Locked)
@@ -247,7 +246,7 @@ def _named(checkpoints: list[Path], tag: str | None) -> "Iterator[Checkpoint]":
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:
-    """Order ``checkpoint-200`` before ``checkpoint-1000``, which a shell does not."""
+    """Return a key that sorts ``checkpoint-200`` before ``checkpoint-1000``, unlike a shell."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
@@ -263,7 +262,7 @@ def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
 
 
 def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
-    """Yield every checkpoint below *folders* once nothing in it changes, and again after a change; never end."""
+    """Yield every checkpoint below *folders* once it has stopped changing, and again after a change; never ends."""
     for top in folders:
         if not top.exists():
             say_warning(f"{shown(top)} is not there yet; waiting for it")
@@ -275,7 +274,7 @@ def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
             try:
                 survey = layerstore.find_checkpoints(top)
             except SourceCheckpoint:
-                continue  # nothing there yet, or a rotation is just removing something
+                continue  # nothing there yet, or a rotation is removing something right now
             for found in survey.found:
                 newest = _newest_change(found)
                 if newest is None or seen.get(found.path) == newest or time.time_ns() - newest <= REST_SECONDS * 1e9:
@@ -297,7 +296,7 @@ def _newest_change(checkpoint: "FoundTag") -> int | None:
     return newest
 
 
-# -- what is said --------------------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------------
 
 
 def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
@@ -331,7 +330,7 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
 
 
 def _written_again(ingested: "Ingested") -> Iterator[str]:
-    """Yield what an ingest wrote of a commit that was saved before."""
+    """Yield what an ingest rewrote of a commit that was saved before."""
     missing = ingested.objects_new - ingested.objects_healed
     if missing:
         yield f"{counted(missing, 'missing object')} written again"

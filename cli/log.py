@@ -1,4 +1,4 @@
-"""``layerstore log``: which commits there are."""
+"""``layerstore log``: list the commits."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -147,7 +147,7 @@ def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, s
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":
-        return lambda line: "" if line.entry is None else cell(line.entry)  # one that joins two attempts has none
+        return lambda line: "" if line.entry is None else cell(line.entry)  # None where two attempts join
 
     columns: dict[Column, Callable[[LogLine], str]] = {}
     if with_graph:

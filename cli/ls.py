@@ -47,7 +47,7 @@ def ls(
         *(_size(sum(line.bytes_by_kind[kind] for line in lines)) for kind in kinds),
         size(sum(sum(line.bytes_by_kind.values()) for line in lines)),
     ]
-    # The step alone will do if all versions are of one history.
+    # The step alone is enough if all versions belong to one history.
     is_one_history = all(name == f"{lines[0].run}@{line.step}" for name, line in zip(names, lines, strict=True))
     steps = [str(line.step) for line in lines] if is_one_history else names
     rows = (_row(line, step, kinds) for line, step in zip(lines, steps, strict=True))

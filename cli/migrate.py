@@ -1,4 +1,4 @@
-"""``layerstore migrate``: take a store to the format that this layerstore writes."""
+"""``layerstore migrate``: migrate a store to the format that this layerstore writes."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -22,9 +22,9 @@ def migrate(
     as_json: AsJson = False,
 ) -> None:
     """
-    Take a store of an older format to the one of this layerstore.
+    Migrate a store of an older format to this layerstore's format.
 
-    Nobody else may use the store meanwhile. What is replaced is kept in the store's backups/, whose place is printed.
+    Nobody else may use the store meanwhile. Replaced files are kept in the store's backups/, whose path is printed.
     If it is interrupted, run it again. A store of a newer format is refused.
 
     \b

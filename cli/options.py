@@ -1,7 +1,7 @@
 """
 Options that many commands share, and how a command opens its store.
 
-A ``--store`` or ``--json`` before the command is the default of the one after it.
+A ``--store`` or ``--json`` before the command is the default for the one after it.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ Table: TypeAlias = Mapping[str, tuple[type, str, str]]
 
 
 def with_options(place: str, table: Table) -> Callable[[Command], Command]:
-    """Give a command the options of *table* in the place of its parameter *place*, which gets those that were given."""
+    """Replace a command's parameter *place* by the options of *table*; it receives those that were given."""
 
     def extended(command: Command) -> Command:
         @functools.wraps(command)
@@ -58,7 +58,7 @@ def with_options(place: str, table: Table) -> Callable[[Command], Command]:
                 continue
             for name, (of, metavar, text) in table.items():
                 option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
-                annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # made at run time
+                annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # built at run time
                 parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         return run
@@ -68,7 +68,7 @@ def with_options(place: str, table: Table) -> Callable[[Command], Command]:
 
 @contextlib.contextmanager
 def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
-    """Yield the store at *path*, or the default one, or a *remote* of it; show its warnings in every command."""
+    """Yield the store at *path*, or the default one, or a *remote* of it; show its warnings."""
     from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice, WeakDurability
 
@@ -88,10 +88,10 @@ def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
 
 def chosen_reference(store: "Store", *, ref: str | None, run: str | None, step: int | None) -> str | None:
     """
-    Return the reference that REF, ``--run`` and ``--step`` mean together; None for the newest step of the only run.
+    Combine REF, ``--run`` and ``--step`` into one reference; None means the newest step of the only run.
 
     Raises:
-        InvalidInput: REF and the options were both given, or it is not clear whose step is meant.
+        InvalidInput: Both REF and the options were given, or it is unclear whose step is meant.
     """
     if ref is not None and (run is not None or step is not None):
         raise InvalidInput("REF and --run or --step were both given", hint=f"choose one: {ref}, or --run R --step N")

@@ -44,7 +44,7 @@ def pin(
 
     A pin stays readable whatever happens to the commit that it was made from.
     The times in the list are those of the commits.
-    Where a pin is of a composite, MEANS is its base, and MIXED BY the policy that chose its layers.
+    For a pinned composite, MEANS is its base, and MIXED BY is the policy that chose its layers.
 
     \b
     Examples:
@@ -110,7 +110,7 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
 
 
 def _mixed_by(pin: "Pin") -> str:
-    """Return the policy that mixed what *pin* means; nothing where it is a commit."""
+    """Return the policy that mixed the composite of *pin*; empty if it pins a commit."""
     from layerstore.history import is_mixture
 
     policy = pin.record.policy

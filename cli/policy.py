@@ -1,7 +1,7 @@
 """
-The options that describe a policy, and those of retention: the same for every command that has them.
+The options for policies and for retention, the same in every command that has them.
 
-An option that is not given is not passed on: each policy knows its own defaults, and which options it has.
+Options that are not given are not passed on: each policy knows its own defaults, and which options it has.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _SETTINGS: Table = {
     "budget": (str, "SIZE", "drift: what a save may take, like 2GB."),
     "stalest": (int, "N", "drift: no layer older than N saves."),
 }
-"""All policies' settings."""
+"""The settings of all policies."""
 
 _RULES: Table = {
     "keep_last": (int, "N", "Keep the newest N."),
@@ -38,13 +38,13 @@ _RULES: Table = {
         "Kept commits so much older than the newest lose their moments, not their weights.",
     ),
 }
-"""What gc keeps."""
+"""The retention rules of gc."""
 
 with_settings = with_options("settings", _SETTINGS)
-"""Gives a command the settings of policies in the place of its parameter *settings*."""
+"""Replaces a command's parameter *settings* by the settings of policies."""
 
 with_rules = with_options("rules", _RULES)
-"""Gives a command the rules of retention in the place of its parameter *rules*."""
+"""Replaces a command's parameter *rules* by the retention rules."""
 
 
 def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
@@ -57,7 +57,7 @@ def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
 
 
 def keep_of(rules: Mapping[str, Any]) -> "Keep":
-    """Return what these *rules* keep."""
+    """Return the retention that *rules* describe."""
     from layerstore.policy import Keep
 
     return Keep(**{name.removeprefix("keep_"): value for name, value in rules.items()})
@@ -65,7 +65,7 @@ def keep_of(rules: Mapping[str, Any]) -> "Keep":
 
 def policy_from(text: str) -> "Policy":
     """
-    Return the policy that *text* describes, with its settings, in one word.
+    Parse a policy with its settings from *text*, a single word.
 
     >>> policy_from("filter:every=10,aux=always").parameters["every"]
     10
@@ -96,6 +96,6 @@ def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:
     >>> policy_in_words("parity", {"fresh": "even"}), policy_in_words("full", {})
     ('parity (fresh even)', 'full')
     """
-    # A limit that was not set is none.
+    # Leave out limits that were not set.
     settings = ", ".join(f"{key} {value}" for key, value in parameters.items() if str(value) != "None")
     return f"{name} ({settings})" if settings else name

@@ -1,7 +1,7 @@
 """
-Progress on stderr: a line that is drawn over and over on a terminal, one every half minute in a log.
+Progress on stderr: a line that is redrawn on a terminal, or one line every half minute in a log.
 
-The lines come from a thread of their own, so in a log a disk that hangs shows as 0 B/s.
+A separate thread writes the lines, so a hanging disk shows in a log as 0 B/s.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from layerstore.progress import Progress
 
 LINE_SECONDS = 30.0
-"""From one line in a log to the next."""
+"""The time between lines in a log."""
 
 _DRAW_SECONDS = 0.2
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
@@ -33,11 +33,11 @@ class Phase:
     total: int
     done: int
     seconds: float
-    """Since it began."""
+    """The time since it began."""
 
 
 class Lines:
-    """A `layerstore.progress.Progress` that says where it is, in one line on stderr."""
+    """A `layerstore.progress.Progress` that shows its state in one line on stderr."""
 
     def __init__(self, *, is_live: bool) -> None:
         self._is_live = is_live
@@ -67,7 +67,7 @@ class Lines:
     def _show(self, before: Phase | None) -> Phase:
         with self._guard:
             phase = Phase(self._what, self._total, self._done, time.monotonic() - self._began)
-        with contextlib.suppress(OSError):  # nobody reads it any more; the work goes on
+        with contextlib.suppress(OSError):  # nobody reads it any more, but the work continues
             if phase.what:
                 (draw if self._is_live else say_progress)(progress_line(phase, before))
         return phase
@@ -84,7 +84,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     >>> progress_line(Phase("verify", 10**9, 10**8, 60), Phase("verify", 10**9, 10**8, 30))
     'verify: 10%, 100.0 MB of 1.0 GB, 0 B/s'
     """
-    # A phase that started since then has a rate of its own.
+    # A phase that started since then has its own rate.
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
     rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)
@@ -100,7 +100,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
 
 def _duration(seconds: float) -> str:
     """
-    Return *seconds* in the largest unit that has two of them, rounded up.
+    Return *seconds* in the largest unit with at least two of it, rounded up.
 
     >>> _duration(0.2), _duration(90), _duration(150), _duration(9000)
     ('1 s', '90 s', '3 min', '3 h')
@@ -111,7 +111,7 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
-    """Yield what a verb reports its progress to."""
+    """Yield the object to which a verb reports its progress."""
     if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         from layerstore.progress import Silent
 

@@ -1,4 +1,4 @@
-"""``layerstore push`` and ``layerstore pull``: what another place lacks goes there, and comes from there."""
+"""``layerstore push`` and ``layerstore pull``: send what a remote lacks, and fetch what it has."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,9 +41,9 @@ def push(
     """
     Send commits and pins that a remote lacks.
 
-    That is all of them, or those that are named.
-    A commit is there once all that it names is there. A push that was killed goes on where it was.
-    Without REMOTE it is the store's only one.
+    Sends all of them, or only those that are named.
+    A commit appears there only after everything that it names. A killed push resumes where it stopped; just repeat it.
+    Without REMOTE, the store's only remote is used.
 
     \b
     Examples:
@@ -66,9 +66,9 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
     """
     Fetch commits and pins that a remote has.
 
-    That is all that this store lacks, or those that are named.
-    Every byte is compared with its name before a commit shows.
-    What was dropped here comes back only by name, as long as it is in the trash.
+    Fetches all that this store lacks, or only those that are named.
+    All bytes are checked against their names before a commit becomes visible.
+    A commit in the local trash is fetched only by name.
 
     \b
     Examples:

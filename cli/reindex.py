@@ -1,4 +1,4 @@
-"""``layerstore reindex``: make the index afresh."""
+"""``layerstore reindex``: rebuild the index."""
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import counted, say, say_json
@@ -6,7 +6,7 @@ from layerstore.cli.render import counted, say, say_json
 
 def reindex(*, store: StorePath = None, as_json: AsJson = False) -> None:
     """
-    Make the index afresh from the commit records.
+    Rebuild the index from the commit records.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``layerstore remote``: names for other places."""
+"""``layerstore remote``: name remotes."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,8 +25,8 @@ def remote(
     """
     Name the buckets that this store is pushed to and pulled from.
 
-    Keys and endpoints are not kept: they come from the environment, as the clouds' own tools read it.
-    Removing a name leaves what lies there as it is.
+    Keys and endpoints are not stored: they come from the environment, as for the clouds' own tools.
+    Removing a name does not touch the bucket.
 
     \b
     Examples:

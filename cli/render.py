@@ -1,5 +1,5 @@
 """
-Everything that is printed: answers on stdout; warnings, errors and progress on stderr.
+All printing: answers on stdout; warnings, errors and progress on stderr.
 
 Foreign text passes through `shown`, so that it cannot move the cursor or reorder a line.
 """
@@ -21,22 +21,22 @@ from layerstore.layout import is_url
 
 T = TypeVar("T")
 
-# Raised when a field goes or changes its meaning; new fields may come at any time.
+# Incremented when a field is removed or changes its meaning; new fields may be added at any time.
 JSON_SCHEMA = 1
 
 SHORT_ID_DIGITS = 12
 
-# In a file or a pipe nothing is folded.
+# In a file or a pipe, nothing is folded.
 _WIDTH_OF_A_PIPE = 100_000
 
-# Output that is made for mails and bug reports is folded in a pipe too.
+# Output for mails and bug reports is folded in a pipe too.
 PASTED_WIDTH = 80
 
-# Between two columns; and the least width of a column that folds.
+# The gap between columns, and the minimum width of a column that folds.
 _GAP = 2
 _FOLDED_WIDTH_MIN = 20
 
-# In a narrower terminal prose is not folded.
+# In a narrower terminal, prose is not folded.
 _PROSE_WIDTH_MIN = 20
 
 # Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
@@ -60,7 +60,7 @@ class Column:
 
 def shown(text: object) -> str:
     r"""
-    Return *text* on one line, with everything escaped that a terminal acts upon.
+    Return *text* on one line, with everything escaped that a terminal would act on.
 
     >>> shown("run\x1b[2J\u202e")
     'run\\x1b[2J\\u202e'
@@ -126,24 +126,24 @@ def some(names: Sequence[str], *, limit: int = 8) -> str:
 
 
 def lost_in_words(layers: Sequence[str], *, everything: bool) -> str:
-    """Return what damage costs a commit."""
+    """Return in words what a commit loses to damage."""
     return "all of it" if everything else f"{counted(len(layers), 'layer')}, {some(layers, limit=4)}"
 
 
-# -- how much is said ----------------------------------------------------------------------------------------------
+# -- verbosity -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Voice:
-    """How this command talks."""
+    """The output settings of this command."""
 
     is_quiet: bool = False
     answers: bool = False
-    """Whether the output is the answer to a question, which is never silenced."""
+    """Whether the output answers a question, so that it is never silenced."""
     has_line: bool = False
-    """Whether a line of progress stands on the terminal."""
+    """Whether a progress line is on the terminal."""
     store: str | None = None
-    """The store that the command line named, if it did."""
+    """The store that the command line named, if any."""
 
 
 _voice = _Voice()
@@ -165,7 +165,7 @@ def is_quiet() -> bool:
 
 
 def let_through() -> None:
-    """Treat what `say` prints from now on as the answer, which ``--quiet`` does not silence."""
+    """Treat what `say` prints from now on as the answer, so that ``--quiet`` does not silence it."""
     _voice.answers = True
 
 
@@ -173,7 +173,7 @@ def let_through() -> None:
 
 
 def say(text: str = "") -> None:
-    """Print a line; foreign text in it has been through `shown`."""
+    """Print a line; the caller has passed foreign text through `shown`."""
     if _voice.answers or not _voice.is_quiet:
         _print(text, sys.stdout)
 
@@ -205,7 +205,7 @@ def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = 
 
 
 def say_json(fields: Mapping[str, object]) -> None:
-    """Print *fields*, mostly those of ``json_fields``, as the one line that programs read."""
+    """Print *fields*, usually those of ``json_fields``, as a single line for programs."""
     _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 
@@ -247,16 +247,16 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
         )
     for line in cells:
         table.add_row(*line, style=bold if total is not None and line is cells[-1] else None)
-    # Better lines that the terminal wraps than numbers without their ends.
+    # Let the terminal wrap lines rather than cut off the ends of numbers.
     console.width = max(console.width, sum((column.min_width or 0) + _GAP for column in table.columns))
     with console.capture() as capture:
-        console.print(table, crop=False)  # else rich would cut what does not fit
+        console.print(table, crop=False)  # else rich would cut off what does not fit
     for printed in capture.get().splitlines():
         say(printed.rstrip())
 
 
 def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -> None:
-    """Print a table with a row for each of *items*: what each column says of it."""
+    """Print a table with a row for each of *items*, one cell from each column's function."""
     say_table(list(columns), ([cell(item) for cell in columns.values()] for item in items))
 
 
@@ -273,7 +273,7 @@ _READING_COMMAND = re.compile(r"\blayerstore (?=(?:compose|diff|log|ls|report|sh
 
 
 def name_store(path: str | None) -> None:
-    """From now on name the store *path* in commands that are suggested."""
+    """Name the store *path* in suggested commands from now on."""
     _voice.store = path
 
 
@@ -284,9 +284,9 @@ def named_store() -> str | None:
 
 def with_store(text: str) -> str:
     """
-    Return *text* with ``--store`` in its commands, if this command was given one.
+    Return *text* with ``--store`` added to its commands, if this command was given one.
 
-    Of one that was given by its URL only what reads can be asked: all else is done in a store.
+    A store given by its URL is read-only, so there only commands that read get it.
     """
     path = _voice.store
     if path is None or _STORE_OPTION.search(text):
@@ -306,7 +306,7 @@ def say_progress(line: str) -> None:
 
 
 def draw(line: str) -> None:
-    """Draw *line* in the place of the one before, on a terminal; the next text that is printed replaces it."""
+    """Draw *line* on a terminal, replacing the previous one; the next printed text replaces it."""
     if sys.stderr is not None and (line or _voice.has_line):
         _voice.has_line = bool(line)
         width = shutil.get_terminal_size().columns - 1
@@ -329,7 +329,7 @@ def _complain(label: str, message: str) -> None:
     colour = {"error": "1;31", "warning": "1;33", "hint": "1;36"}[label]
     head = f"\x1b[{colour}m{label}:\x1b[0m" if _has_colour(sys.stderr) else f"{label}:"
     text = f"{label}: {shown(with_store(message))}"
-    # A hint is mostly a command to copy, so it gets no line ends from us.
+    # A hint is usually a command to copy, so do not fold it.
     lines = [text] if label == "hint" else _folded(text, indent=2, stream=sys.stderr) or [text]
     _print("\n".join([head + lines[0].removeprefix(f"{label}:"), *lines[1:]]), sys.stderr)
 
@@ -337,11 +337,11 @@ def _complain(label: str, message: str) -> None:
 def _print(text: str, stream: TextIO | None) -> None:
     draw("")
     if stream is not None:  # None if it was closed: print() would fall back to stdout
-        print(text, file=stream)  # the one place that prints
+        print(text, file=stream)  # the only place that prints
 
 
 def _has_colour(stream: TextIO | None) -> bool:
-    """Decide as rich does, without the time to import it."""
+    """Decide as rich does, but without importing it."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

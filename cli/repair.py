@@ -1,4 +1,4 @@
-"""``layerstore repair``: move what is damaged to the trash, fetch it from another store, and tell what is lost."""
+"""``layerstore repair``: move damaged files to the trash, fetch them from another store, and report what is lost."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,7 +57,7 @@ def repair(
     Move damaged files to the trash, and fetch sound ones.
 
     Objects and records come from the stores that --from names.
-    What none of them has is listed, and a failure: ingesting the same checkpoint again puts objects back,
+    Anything that none of them has is listed, and is a failure: ingesting the same checkpoint again restores objects;
     drop and pin --delete give up a commit or a pin that cannot be read.
     May be stopped and repeated at any time.
 
@@ -76,7 +76,7 @@ def repair(
     identity = {"dry_run": dry_run, "identity": restored is not None, "flags_assumed": is_assumed}
     if is_assumed:
         say_warning("which features the store needs is not known; none is assumed")
-    if restored is not None and dry_run:  # the rest can be checked only in a store that opens
+    if restored is not None and dry_run:  # the rest can be checked only in a store that can be opened
         say_json(identity) if as_json else say("would write store.json again")
         return
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
@@ -106,7 +106,7 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
 
 
 def _hint(repaired: "Repaired", *, read_data: bool) -> str:
-    """Name the ways on; of a damaged pin `_tell` has said all that a copy knows."""
+    """Name the remedies; for a damaged pin, `_tell` has already said everything that a copy knows."""
     looked = " --read-data" if read_data else ""
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
     ways = [] if pins_only and repaired.pins_elsewhere else [f"layerstore repair{looked} --from COPY"]

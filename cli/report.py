@@ -28,9 +28,9 @@ def report(
     """
     Write one HTML page: each layer's version at every step.
 
-    It needs no network and stays below 1 MB: of a long history only some saves are shown, and the page says so.
+    It needs no network and stays below 1 MB: for a long history, only some saves are shown, and the page says so.
     It shows how old a composite at any step would be, storage over time, and drift and save timings if recorded.
-    With the options of gc it also shows what gc would keep; nothing is removed.
+    With the options of gc, it also shows what gc would keep; nothing is removed.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def _tell(found: dict[str, Any], out: Path | None) -> None:
 
 
 def _planned(plan: dict[str, Any]) -> str:
-    """Return what gc by the rules would do."""
+    """Return what gc would do under the rules."""
     if plan["refusal"] is not None:
         return f"refuse: {shown(plan['refusal'])}"
     trimmed = f", take the moments of {plan['commits_trimmed']:,}" if plan["commits_trimmed"] else ""

@@ -1,7 +1,7 @@
 """
 A command under a launcher: ``torchrun --no-python … layerstore``, ``srun layerstore``, ``mpirun layerstore``.
 
-The first process runs the command and prints; the others work for it, silently, and end with it.
+The first process runs the command and prints; the others silently work for it, and end with it.
 """
 
 import functools
@@ -18,8 +18,8 @@ from layerstore.shares import ALONE, Shares
 if TYPE_CHECKING:
     from layerstore.storage import Repository
 
-# What starts the processes, the number of a process, and how many there are: torchrun, Accelerate and DeepSpeed; Open
-# MPI; MPICH and Intel MPI; Slurm.
+# The programs that start the processes, and the variables with a process's number and their count: torchrun, Accelerate
+# and DeepSpeed; Open MPI; MPICH and Intel MPI; Slurm.
 _LAUNCHERS = {
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed.launcher.launch"),
     *("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi", "orterun", "prterun", "orted", "prted"),
@@ -33,11 +33,11 @@ _VARIABLES = (
 )
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""What DeepSpeed's launcher adds to the words of a command."""
+"""An argument that DeepSpeed's launcher adds to a command."""
 
 _of_this_process = ALONE
 _is_cut_off = False
-"""Whether the others, to which connections are open, do not know that this process ends."""
+"""Whether there are open connections to other processes, which have not been told that this one ends."""
 
 
 def shares() -> Shares:
@@ -54,7 +54,7 @@ def is_follower() -> bool:
 @contextmanager
 def led(words: list[str]) -> Iterator[list[str]]:
     """Yield the *words* of the command for the process that runs it, which may be the first of many."""
-    global _of_this_process, _is_cut_off  # noqa: PLW0603  # a process is of one job
+    global _of_this_process, _is_cut_off  # noqa: PLW0603  # a process belongs to one job
     if _is_launcher(os.getppid()):
         words = [word for word in words if not _LOCAL_RANK.fullmatch(word)]
     found = launched()
@@ -70,7 +70,7 @@ def led(words: list[str]) -> Iterator[list[str]]:
         yield words
     finally:
         _of_this_process = ALONE
-        with suppress(JobLost):  # what comes first says why
+        with suppress(JobLost):  # the earlier error says why
             job.end()
             _is_cut_off = False
 
@@ -89,9 +89,10 @@ def follow() -> None:
 
 def leave(code: int) -> None:
     """
-    End the process with *code* if it is cut off: threads of torch wait in its connections.
+    Exit with *code* if this process is cut off: torch's threads would wait forever on its connections.
 
-    Its own end first and remove their drafts, also one that a pool was starting when a signal came, and does not know.
+    Join our own threads first, so that they remove their drafts, including a thread that a pool was just starting when
+    a signal came and does not know about.
     """
     if _is_cut_off:
         for thread in threading.enumerate():
@@ -111,10 +112,11 @@ def _opened(name: str) -> Iterator["Repository"]:
 @functools.cache
 def launched() -> tuple[int, int] | None:
     """
-    Return this process's number among those that a launcher has started, and how many there are; None if it is alone.
+    Return this process's number among those that a launcher started, and their count; None if it is alone.
 
-    Whatever a rank of a training or a shell starts inherits the launcher's variables. So its parent has to be the
-    launcher, or the variable ``LAYERSTORE_SHARES`` has to say that it is of the job (1), or is not (0).
+    Any process that a training rank or a shell starts inherits the launcher's variables. So they count only if the
+    parent is the launcher, or if ``LAYERSTORE_SHARES`` says that the process belongs to the job (1); 0 says that it
+    does not.
     """
     said = os.environ.get("LAYERSTORE_SHARES", "")
     if said == "0" or not (said or _is_launcher(os.getppid())):

@@ -27,9 +27,9 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     Show one commit, and where its layers were saved.
 
     SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it inherits from.
-    The policy decided which layers were saved; full saves all. Of a mixture, which is a pinned composite, the
+    The policy decided which layers were saved; full saves all. For a mixture, which is a pinned composite, the
     policy chose where the layers come from. Gathered weights that are just the rounded masters are not stored,
-    so they are in no SIZE.
+    so SIZE does not include them.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
-        # A mixture's policy chose layers, and saved none.
+        # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
         "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",

@@ -1,4 +1,4 @@
-"""``layerstore stats``: how much is stored, and how much that saves."""
+"""``layerstore stats``: how much is stored, and how much space that saves."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +49,7 @@ def _tell(found: "Stats") -> None:
     if not found.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
-    own = [Column("OWN", "right")] if found.run is None else []  # of one run alone it is not known
+    own = [Column("OWN", "right")] if found.run is None else []  # unknown if only one run is counted
     say()
     say_table(
         [Column("RUN", folds=True), Column("COMMITS", "right"), *figures, *own],

@@ -7,10 +7,10 @@ from typer.exceptions import TyperException
 
 from layerstore.nearest import did_you_mean, nearest
 
-# typer says it only in this message.
+# typer states the name only in this message.
 _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
-# Our commands by the names that other tools have for them.
+# Our commands by other tools' names for them.
 _ELSEWHERE = {
     "compose": {"export", "extract", "load", "merge", "restore", "resume"},
     "drop": {"delete", "remove", "rm"},
@@ -35,7 +35,7 @@ _PROBLEMS = {
 
 
 def usage_message(problem: TyperException) -> str:
-    """Return what is wrong with the words on the command line, in one line."""
+    """Return what is wrong with the command line, in one line."""
     option, found = _option(problem), _refused(problem)
     if option is not None and found is not None:
         facts = found.get("ctx")
@@ -44,20 +44,20 @@ def usage_message(problem: TyperException) -> str:
             return f"{option} {found.get('input')} {_PROBLEMS[str(found['type'])].format_map(facts)}"
         if "error" in facts:  # a choice, which typer checks itself
             return f"{option}: {str(facts['error']).rstrip('.')}"
-    # For an unknown option the hint has the suggestions.
+    # For an unknown option, the hint has the suggestions.
     is_unknown = isinstance(getattr(problem, "possibilities", None), list)
     text = " ".join((problem.message if is_unknown else problem.format_message()).split()).rstrip(".")
     return text[:1].lower() + text[1:]
 
 
 def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence[str]) -> str | None:
-    """Return what *words* may have meant, or the command whose help lists what there is."""
+    """Return what *words* may have meant, or the command whose help lists the choices."""
     context = getattr(problem, "ctx", None)
     if context is None:  # from the parser: an option lacks its value
         command = next((f" {word}" for word in words if word in commands), "")
         return f"layerstore{command} --help"
     possible = getattr(problem, "possibilities", None)
-    meant = list(possible) if isinstance(possible, list) else []  # the nearest first
+    meant = list(possible) if isinstance(possible, list) else []  # nearest first
     unknown = _NO_COMMAND.fullmatch(problem.message)
     if unknown is not None:
         name = unknown["name"]
@@ -66,13 +66,13 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
 
 
 def _option(problem: TyperException) -> str | None:
-    """Return the long name of the option that the value was for."""
+    """Return the long name of the option whose value is wrong."""
     names = getattr(getattr(problem, "param", None), "opts", [])
     return max((name for name in names if name.startswith("-")), key=len, default=None)
 
 
 def _refused(problem: TyperException) -> Mapping[str, object] | None:
-    """Return what pydantic says of the value: typer keeps that as the cause."""
+    """Return what pydantic says about the value, which typer keeps as the cause."""
     errors = getattr(problem.__cause__, "errors", None)
     found = errors() if callable(errors) else []
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""``layerstore verify``: is everything as it was written?"""
+"""``layerstore verify``: is everything still as it was written?"""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,8 +53,8 @@ def verify(
     """
     Check that everything is as it was written.
 
-    That is every record's checksum and every object's size; with --read-data, every byte.
-    Damage is listed with the commits and layers that it costs, and with what still stands.
+    Checks every record's checksum and every object's size; with --read-data, every byte.
+    Lists damage with the affected commits and layers, and what is still intact.
     1/10, 2/10 and so on to 10/10 read everything in ten nights.
 
     \b
@@ -78,7 +78,7 @@ def verify(
         if not reads:
             say_note("the tensors' own bytes were not read: --read-data reads those too")
     if verdict.damaged:
-        option = " --read-data" if reads else ""  # without reading, repair would not find this damage
+        option = " --read-data" if reads else ""  # without it, repair would not find this damage
         if remote is not None:
             option += f" --remote {typed(remote)}"
         raise IntegrityError(
@@ -121,10 +121,10 @@ def _read(verdict: "Verdict") -> str:
 
 
 def _say_damage(damage: "Damage") -> None:
-    """Print one damage and what it costs, on lines of their own: in a table they would be folded beyond reading."""
+    """Print one damage and what it affects on separate lines; in a table, they would be folded beyond recognition."""
     say(f"damaged {damage.kind}  {shown(damage.path)}")
     say_paragraph(f"  {shown(damage.reason)}", indent=4)
-    holders: dict[str, list[str]] = {}  # a layer that many commits have inherited is told once
+    holders: dict[str, list[str]] = {}  # list a layer that many commits inherited only once
     for cost in damage.costs:
         holders.setdefault(lost_in_words(cost.layers, everything=cost.everything), []).append(cost.holder)
     for lost, names in holders.items():

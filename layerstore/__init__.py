@@ -35,7 +35,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
+# Loaded on first use: the store imports numpy and lmdb, and ``layerstore --help`` need not wait for those.
 _HOMES = {
     "Composite": ("composite", "Composite"),
     "Resumed": ("live", "Resumed"),

@@ -1,5 +1,5 @@
 """
-A composite: the answer to a query, as its users hold it.
+A composite: the answer to a query, for users.
 
     composite = store.compose("sft", policy="parity")
     composite.write("resume")
@@ -45,7 +45,7 @@ class LayerChoice:
 
 
 class Composite:
-    """The answer to a query: a version for each layer and a base for all else. Nothing is written yet."""
+    """The answer to a query: a version for each layer, and a base for everything else. Nothing is written yet."""
 
     def __init__(self, repo: Repository, composition: Composition) -> None:
         self._repo = repo
@@ -53,7 +53,7 @@ class Composite:
 
     @property
     def composition(self) -> Composition:
-        """What it consists of, for `layerstore.live`."""
+        """Its parts, for `layerstore.live`."""
         return self._composition
 
     @property
@@ -78,16 +78,16 @@ class Composite:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the base was saved by."""
+        """The number of ranks that saved the base."""
         return self._composition.base.world_size
 
     @property
     def name(self) -> str:
-        """The reference to the base: ``RUN@STEP``, or ``RUN~1@STEP`` if its attempt was left."""
+        """The reference to the base: ``RUN@STEP``, or ``RUN~1@STEP`` if its attempt was abandoned."""
         return reference_to(self._repo, self._composition.base)
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return such a reference for each of *saves*."""
+        """Return the same kind of reference for each of *saves*."""
         return references_to(self._repo, saves)
 
     @property
@@ -105,7 +105,7 @@ class Composite:
 
     @property
     def older_than_due(self) -> tuple[str, ...]:
-        """Layers that were due where they are taken from but not written there: an older version is used."""
+        """Layers that were due at their chosen save but not written there, so that an older version is used."""
         return self._composition.older_than_due
 
     @property
@@ -114,7 +114,7 @@ class Composite:
         return self._composition.notes
 
     def summary(self) -> dict[str, object]:
-        """Return all of this for programs, as ``layerstore.json`` beside the shards has it."""
+        """Return all of this for programs, as in the file ``layerstore.json`` next to the shards."""
         return self._composition.summary()
 
     def check(self, *, max_staleness: int | None = None) -> None:
@@ -122,7 +122,7 @@ class Composite:
         Make sure that the layers fit together, and that none is more than *max_staleness* steps older than the base.
 
         Raises:
-            LayoutMismatch: A layer is not of the base's parameters, shapes, types, ties or optimizer state.
+            LayoutMismatch: A layer differs from the base in parameters, shapes, types, ties or optimizer state.
             Conflict: A layer is too old.
         """
         if max_staleness is not None:
@@ -161,11 +161,10 @@ class Composite:
         """
         Write ZeRO-3 shards to the folder *out*, which appears whole or not at all.
 
-        They are for *world_size* ranks, by default as many as saved the base; what cannot go along to another
-        number is in the result's ``notes``. The optimizer's step counters are the base's, or with *adam_step*
-        ``per-layer`` each layer's own, where a param group per layer allows that.
-        Every byte read is verified unless *verify* is False; a power cut cannot tear the folder
-        unless *durable* is False; a folder that is there is only replaced with *force*.
+        They are for *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not
+        carry over to another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
+        each layer's own, if a param group per layer allows that. Every byte read is verified unless *verify* is False;
+        a power cut cannot tear the folder unless *durable* is False; an existing folder is replaced only with *force*.
         """
         with losses_told(self._repo, self._composition):
             return execute_compose(
@@ -182,18 +181,18 @@ class Composite:
 
     def tensors(self, kind: str = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
         """
-        Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they lie together.
+        Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they are contiguous.
 
-        *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; of weights there are only those that do not
-        follow from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it all are there,
-        as ``exp_avg/NAME``. Nothing of a tensor is read before it is asked for, and then verified first.
+        *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; ``weights`` has only those that cannot be
+        derived from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it, all are included,
+        as ``exp_avg/NAME``. A tensor is read only on access, and verified first.
         """
         with losses_told(self._repo, self._composition):
             versions = [self._repo.version_of(entry) for entry in self._composition.layers]
         return open_tensors(self._repo.objects, versions, kind=kind, state=state, verify=verify)
 
     def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
-        """Return what `export` would write; nothing is written."""
+        """Return what `export` would write, without writing it."""
         with losses_told(self._repo, self._composition):
             return plan_export(self._repo, self._composition, dtype=dtype, max_shard_size=max_shard_size)
 
@@ -209,11 +208,11 @@ class Composite:
         progress: Progress | None = None,
     ) -> Exported:
         """
-        Write the weights to the folder *out* as Transformers' ``from_pretrained`` loads them.
+        Write the weights to the folder *out*, in the form that Transformers' ``from_pretrained`` loads.
 
-        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the one that each parameter is trained in.
-        No file has more than *max_shard_size* of tensors, bytes or a text such as ``"2GiB"``, unless one tensor has.
-        The optimizer's objects are not touched. The rest is as for `write`.
+        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the type in which each parameter is trained.
+        *max_shard_size*, in bytes or as text such as ``"2GiB"``, limits the tensors per file, except that a larger
+        tensor gets its own file. The optimizer's objects are not touched. Everything else is as in `write`.
         """
         plan = self.plan_export(dtype=dtype, max_shard_size=max_shard_size)
         with losses_told(self._repo, self._composition):

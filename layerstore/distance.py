@@ -1,8 +1,8 @@
 """
 The distance between two streams of numbers: relative L2, cosine, and relative movement.
 
-Both come in chunks of raw bytes, and memory does not grow with them; sums are kept in float64.
-numpy is imported with the first chunk: most commands need none.
+Both come in chunks of raw bytes, memory use is constant, and sums are kept in float64. numpy is imported with the first
+chunk, since most commands need none.
 """
 
 import math
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _BF16 = "BF16"
-# A layer's root mean square counts as at least this: initial weights are larger, learned zeros smaller.
+# The minimum assumed for a layer's root mean square: initial weights are larger, learned zeros smaller.
 _FLOOR = 1e-3
 _NUMPY_CODES = {
     "F64": "<f8",
@@ -39,14 +39,14 @@ class Distance:
     elements: int
     """How many were compared."""
     relative_l2: float
-    """L2 norm of the difference over that of the first; infinite where the first is all zeros."""
+    """L2 norm of the difference over that of the first; infinite if the first is all zeros."""
     cosine: float
-    """Cosine of the angle between the two; NaN where one is all zeros."""
+    """Cosine of the angle between the two; NaN if one is all zeros."""
     nonfinite_a: int | None
-    """NaNs and infinities in the first; None where equal bytes were not read."""
+    """NaNs and infinities in the first; None if equal bytes were not read."""
     nonfinite_b: int | None
     left_out: tuple[str, ...] = ()
-    """Parameters that cannot be compared: on one side only, of another shape, or no numbers."""
+    """Parameters that cannot be compared: on one side only, of another shape, or not numbers."""
 
 
 def nothing_between(elements: int) -> Distance:
@@ -55,7 +55,7 @@ def nothing_between(elements: int) -> Distance:
 
 
 def can_measure(dtype: str) -> bool:
-    """Whether elements of *dtype* are numbers that have a distance."""
+    """Whether elements of *dtype* are numbers, so that they have a distance."""
     return dtype == _BF16 or dtype in _NUMPY_CODES
 
 
@@ -68,7 +68,7 @@ class Meter:
         self._nonfinite_a = self._nonfinite_b = 0
 
     def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
-        """Add the next elements of both, equally many."""
+        """Add the next elements of both; their numbers must be equal."""
         import numpy as np
 
         first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
@@ -85,7 +85,7 @@ class Meter:
         self._nonfinite_b += 0 if math.isfinite(bb) else int(np.count_nonzero(~np.isfinite(second)))
 
     def distance(self, *, left_out: tuple[str, ...] = ()) -> Distance:
-        """Return the distance of all that was added."""
+        """Return the distance of everything added so far."""
         return Distance(
             elements=self._elements,
             relative_l2=self._relative_l2(),
@@ -97,9 +97,9 @@ class Meter:
 
     def movement(self) -> float | None:
         """
-        Return the relative L2, with a floor under the norm of the first; None where nothing was added.
+        Return the relative L2, with a lower limit for the norm of the first; None if nothing was added.
 
-        Without the floor a layer that began with zeros would have moved infinitely far.
+        Without the limit, a layer that began with zeros would have moved infinitely far.
         """
         return movement_of(dd=self._dd, aa=self._aa, elements=self._elements) if self._elements else None
 

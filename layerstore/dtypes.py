@@ -16,7 +16,7 @@ class DType:
     torch_name: str
     """``torch.<name>``."""
     storage_class: str | None
-    """The class that ``torch.save`` names for a storage of it; None where only untyped storages exist."""
+    """The class that ``torch.save`` names for a storage of it; None if there are only untyped storages."""
 
 
 def _row(code: str, size: int, torch_name: str, storage_class: str | None = None) -> DType:
@@ -67,13 +67,13 @@ def by_storage_class(name: str) -> DType:
     return _find(_BY_STORAGE_CLASS, name)
 
 
-# -- as users call them --------------------------------------------------------------------------------------------
+# -- users' names --------------------------------------------------------------------------------------------------
 
 _EXPORTED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def dtype_code(name: str | None) -> str | None:
-    """Return the code of the element type that users call *name*, for weights to be exported; None stays None."""
+    """Return the code for *name*, a user's name of an element type for exported weights; None stays None."""
     if name is None:
         return None
     if name not in _EXPORTED:
@@ -82,7 +82,7 @@ def dtype_code(name: str | None) -> str | None:
 
 
 def dtype_name(code: str) -> str:
-    """Return what users call the element type *code*."""
+    """Return the users' name of the element type *code*."""
     return next((name for name, known in _EXPORTED.items() if known == code), by_code(code).torch_name)
 
 

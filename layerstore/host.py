@@ -1,8 +1,8 @@
 """
-The machine and the libraries that a store needs, checked once before anything is read or written.
+Check the machine and the libraries that a store needs, once, before anything is read or written.
 
-An installer keeps these ranges, but a later install may break them: a library that encodes or hashes differently would
-write stores that nobody can read.
+An installer respects these ranges, but a later install may break them, and a library that encodes or hashes differently
+would write stores that nobody can read.
 """
 
 import re
@@ -37,7 +37,7 @@ def check_host() -> None:
         try:
             found = metadata.version(library)
         except metadata.PackageNotFoundError:
-            continue  # built in some other way: if it cannot be imported, Python says so
+            continue  # installed in some other way; if it cannot be imported, Python says so
         if not least <= _numbers(found) < beyond:
             wanted = f"{library}>={_dotted(least)},<{_dotted(beyond)}"
             raise Unsupported(f"{library} is {found} here; layerstore needs {wanted}", hint=f'pip install "{wanted}"')

@@ -1,7 +1,8 @@
 """
-The one way from a dataclass to JSON: what ``--json`` prints of a result, field by field.
+The single conversion from dataclasses to JSON: the fields of a result that ``--json`` prints.
 
-These names are documented (docs/reference/cli.md), and programs rely on them: attributes may be renamed, these may not.
+These names are documented (docs/reference/cli.md), and programs rely on them. Attributes may be renamed; these names
+must not change.
 """
 
 import math
@@ -11,9 +12,9 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 
-# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` where they differ;
-# ``name=#attribute`` counts what the attribute holds.
-# A dataclass that is not here has all its fields under their own names.
+# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` if the two differ;
+# ``name=#attribute`` is the length of the attribute. A dataclass that is not listed has all its fields under their own
+# names.
 _FIELDS = {
     "Ingested": "run step attempt commit is_new record_healed layers=#layers layers_saved=#layers_saved objects_new "
     "objects_reused bytes_new bytes_reused objects_healed reused_read bytes_derived seconds",
@@ -56,9 +57,9 @@ _FIELDS = {
 
 def json_fields(result: object) -> dict[str, object]:
     """
-    Return the fields of the dataclass *result* as JSON has them, those inside it likewise.
+    Return the JSON fields of the dataclass *result*, including nested ones.
 
-    Times in nanoseconds become ISO 8601, numbers that JSON lacks (NaN and the infinities) become null.
+    Times in nanoseconds become ISO 8601; numbers that JSON lacks (NaN and the infinities) become null.
     """
     names = _FIELDS.get(type(result).__name__)
     if names is None:
@@ -77,7 +78,7 @@ def _plain(owner: object, attribute: str) -> object:
 
 def json_value(value: object) -> object:
     """
-    Return *value* as JSON has it: mappings, lists, texts, numbers and null.
+    Return *value* in JSON's types: mappings, lists, texts, numbers and null.
 
     >>> json_value({"steps": (1, float("nan")), "at": Path("/store")})
     {'steps': [1, None], 'at': '/store'}
@@ -97,7 +98,7 @@ def json_value(value: object) -> object:
 
 def iso_time(time_ns: int) -> str:
     """
-    Return *time_ns* as programs want it.
+    Return *time_ns* as ISO 8601, for programs.
 
     >>> iso_time(1_500_000)
     '1970-01-01T00:00:00.001500Z'

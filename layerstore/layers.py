@@ -3,7 +3,7 @@ From parameter names to layers, by rule: never by a list of architectures.
 
 A **block** ends in its index (``model.layers.3``, ``transformer.h.3``, ``decoder.block.0``);
 all other layers are **auxiliary** and are named after the module that owns the parameter (``model.norm``, ``lm_head``).
-What a run or a pin may be called, and how a reference is written, is said here as well.
+This module also defines the names allowed for runs and pins, and the syntax of references.
 """
 
 import re
@@ -16,26 +16,26 @@ from functools import lru_cache
 from layerstore.errors import InvalidInput
 from layerstore.limits import NAME_BYTES_MAX
 
-# Wrappers add these in front of, or between, the names of the model itself.
+# Wrappers add these before or between the model's own names.
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
-# No model has more blocks than that; Python itself refuses to read much longer numbers.
+# No model has more blocks than this, and Python refuses to parse much longer numbers.
 _INDEX_DIGITS_MAX = 18
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""What PEFT calls the file of an adapter's weights."""
+"""PEFT's name for the file of an adapter's weights."""
 
 # An adapter belongs to the layer of the module that it adapts.
 _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
 
-# A word that no shell takes for more than itself.
+# A word that needs no quoting in any shell.
 _ONE_WORD = re.compile(r"[\w@%+=:,./-][\w@%+=:,./~-]*", re.ASCII)
-# Whatever is no name is told by check_name.
+# check_name reports invalid names.
 _REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
 
 
 def typed(name: str) -> str:
     """
-    Return *name* as it is typed in a shell, as one word.
+    Return *name* quoted for a shell, as one word.
 
     >>> typed("sft~1@200"), typed("my run@200")
     ('sft~1@200', "'my run@200'")
@@ -45,7 +45,7 @@ def typed(name: str) -> str:
 
 def strip_wrappers(name: str) -> str:
     """
-    Return *name* as the bare model would have it.
+    Return *name* as in the bare model.
 
     >>> strip_wrappers("base_model.model.model.layers.0.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -60,7 +60,7 @@ def strip_wrappers(name: str) -> str:
 
 def is_of_adapter(name: str) -> bool:
     """
-    Whether the parameter *name* is an adapter's, or of a module that an adapter has wrapped.
+    Whether the parameter *name* belongs to an adapter, or to a module that an adapter wraps.
 
     >>> is_of_adapter("base_model.model.lm_head.lora_A.default.weight"), is_of_adapter("lm_head.weight")
     (True, False)
@@ -73,7 +73,7 @@ def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
     """
     Name the layer that the parameter or buffer *name* belongs to.
 
-    *pattern* overrides the rule where it matches: its group ``layer``, else its first group, else the whole match.
+    *pattern* overrides the rule if it matches: with its group ``layer``, else its first group, else the whole match.
 
     >>> layer_of("model.layers.3.self_attn.q_proj.weight")
     'model.layers.3'
@@ -184,25 +184,25 @@ def _name_problem(name: str) -> str | None:  # noqa: PLR0911  # one line per rul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A reference, taken apart."""
+    """A parsed reference."""
 
     name: str
     """A run or a pin."""
     back: int
     """How many attempts before the newest."""
     step: int | None
-    """None for the tip."""
+    """The step; None for the tip."""
 
 
 def parse_reference(text: str) -> Reference:
     """
-    Take *text* apart.
+    Parse the reference *text*.
 
     >>> parse_reference("sft~1@200")
     Reference(name='sft', back=1, step=200)
 
     Raises:
-        InvalidInput: It has another form, or the name is none.
+        InvalidInput: It has another form, or its name is invalid.
     """
     match = _REF.fullmatch(text)
     hint = "write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"

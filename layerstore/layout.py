@@ -1,4 +1,4 @@
-"""Where everything is in a store: no other module builds these paths."""
+"""The paths inside a store; no other module builds them."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.errors import InvalidInput
 
-if TYPE_CHECKING:  # building the model's classes takes longer than a shell that completes a word may wait
+if TYPE_CHECKING:  # building the model's classes would take too long for shell completion
     from layerstore.model import CommitId, ObjectId, StrPath
 
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
@@ -18,7 +18,7 @@ RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of the store at *root*, which was resolved once, when it was opened."""
+    """The paths of the store at *root*, which was resolved once, on opening."""
 
     root: Path
 
@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def parts(self) -> Path:
-        """What ranks have written for commits that are not complete."""
+        """Ranks' shares of incomplete commits."""
         return self.root / "parts"
 
     @cached_property
@@ -79,12 +79,12 @@ class Layout:
 
     @cached_property
     def trash(self) -> Path:
-        """What users dropped or replaced, and what repairs took out of the way."""
+        """Files that users dropped or replaced, or that repairs moved away."""
         return self.root / "trash"
 
     @cached_property
     def sparse(self) -> Path:
-        """Objects of a remote of which only stretches have been fetched."""
+        """Partially fetched objects of a remote."""
         return self.root / "sparse"
 
     @cached_property
@@ -94,17 +94,17 @@ class Layout:
 
     @cached_property
     def pushed(self) -> Path:
-        """Which commits remotes had when something was last pushed there: advisory, never truth."""
+        """Which commits each remote had after the last push: advisory, never truth."""
         return self.root / "pushed.json"
 
     @cached_property
     def partial(self) -> Path:
-        """Which remote has the objects that a partial clone lacks; not there in any other store."""
+        """Which remote has the objects that a partial clone lacks; other stores do not have this file."""
         return self.root / "partial.json"
 
     @cached_property
     def migrating(self) -> Path:
-        """Working files of a migration that is under way."""
+        """Working files of an unfinished migration."""
         return self.root / "migrating"
 
     def migrated(self, number: int) -> Path:
@@ -113,7 +113,7 @@ class Layout:
 
     @cached_property
     def backups(self) -> Path:
-        """What migrations have replaced, one folder for each; layerstore never removes anything here."""
+        """What migrations have replaced, one folder each; layerstore never removes anything here."""
         return self.root / "backups"
 
     @cached_property
@@ -133,7 +133,7 @@ class Layout:
         )
 
     def object(self, object_id: "ObjectId") -> Path:
-        """Return the path of an object; raises InvalidInput for what is no id."""
+        """Return the path of an object; raises InvalidInput if *object_id* is not an id."""
         if not OBJECT_ID.fullmatch(object_id):
             raise InvalidInput(f"{object_id!r} is not an object id", hint="ids are 32 lower-case hex digits")
         return self.objects.joinpath(object_id[:2], object_id)
@@ -143,12 +143,12 @@ class Layout:
         return f"{self.objects.name}/{object_id[:2]}/{object_id}"
 
     def run(self, run: str) -> Path:
-        """Return the folder of a run's records; a checked name is a safe path component as it stands."""
+        """Return the folder of a run's records; a checked name is already a safe path component."""
         return self.commits / run
 
     @cached_property
     def gc_lock(self) -> Path:
-        """The lock file that keeps two collections apart."""
+        """The lock file that prevents two concurrent collections."""
         return self.locks / "gc.lock"
 
     def attempt_lock(self, run: str, attempt: int) -> Path:
@@ -164,17 +164,17 @@ class Layout:
         return self.pins / name
 
     def name(self, path: Path) -> str:
-        """Return how *path* is called inside the store, as written in envelopes and messages."""
+        """Return the name of *path* inside the store, as used in envelopes and messages."""
         return path.relative_to(self.root).as_posix()
 
 
 def is_url(text: str) -> bool:
-    """Whether *text* is the URL of a remote, and not a path or a name."""
+    """Whether *text* is the URL of a remote rather than a path or a name."""
     return "://" in text
 
 
 def folder_of(path: "StrPath") -> Path:
-    """Return *path*, which is to be a folder's; raises InvalidInput for a URL, also one that a `Path` was made of."""
+    """Return *path*, which must be a folder's; raises InvalidInput for a URL, also for a `Path` made from one."""
     if re.match(r"[a-z0-9]+:/", str(path)):
         raise InvalidInput(
             f"{path} is a URL, and a store is a folder", hint="layerstore push URL makes a remote of a store there"
@@ -183,7 +183,7 @@ def folder_of(path: "StrPath") -> Path:
 
 
 def layout_at(path: Path) -> Layout:
-    """Return the layout of the store at *path*, with links resolved; raises InvalidInput for what is no path."""
+    """Return the layout of the store at *path*, with links resolved; raises InvalidInput if it is not a path."""
     try:
         return Layout(Path(os.path.realpath(path)))
     except ValueError as exc:  # a NUL

@@ -1,8 +1,8 @@
 """
-The nouns of the store: values without behaviour, and without any way to the disk.
+The nouns of the store: values without behaviour, and without access to the disk.
 
-Their fields are the fields of the records and blobs on disk (docs/reference/format.md):
-a new or renamed field here is a change of format.
+Their fields are the fields of the records and blobs on disk (docs/reference/format.md), so adding or renaming a field
+here changes the format.
 """
 
 import os
@@ -18,7 +18,7 @@ StrPath = str | os.PathLike[str]
 # Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
 AS_TREE = {"tree": True}
 
-# Marks a field that is left out where it has its default, so that blobs from before the field keep their names.
+# Marks a field that is left out if it has its default, so that blobs from before the field keep their names.
 OMITTED = {"omitted": True}
 
 ObjectId = NewType("ObjectId", str)
@@ -29,10 +29,10 @@ CommitId = NewType("CommitId", str)
 
 
 class Kind(StrEnum):
-    """What an object holds of its layer."""
+    """The part of a layer that an object holds."""
 
     WEIGHTS = "weights"
-    """Weights that cannot be derived from the master: frozen ones, and any that are not its rounding."""
+    """Weights that cannot be derived from the master: frozen ones, and any that differ from its rounding."""
     MASTER = "master"
     OPTIMIZER = "optimizer"
     """Every sliced state of the optimizer."""
@@ -52,11 +52,11 @@ class StoredTensor:
     elements: int
     """Length of the slice, padding excluded; never zero."""
     crc32: int
-    """Of the slice's bytes: a zip entry's checksum is combined from these."""
+    """Checksum of the slice's bytes; a zip entry's checksum is combined from these."""
 
     @property
     def key(self) -> str:
-        """Name the tensor inside its safetensors file."""
+        """The tensor's name inside its safetensors file."""
         return f"{self.state}/{self.name}" if self.state else self.name
 
 
@@ -66,11 +66,11 @@ class StoredObject:
 
     id: ObjectId
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
     kind: Kind
     shard: int
     shards: int
-    """How many slices each parameter was cut into; 1 is the unsharded case."""
+    """The number of slices that each parameter was split into; 1 means unsharded."""
     tensors: tuple[StoredTensor, ...]
     """In file order."""
     chunks: bytes
@@ -84,11 +84,11 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """What a layer says of one of its parameters."""
+    """A layer's description of one of its parameters."""
 
     name: str
     dtype: str
-    """Of the weights while training."""
+    """Element type of the weights during training."""
     shape: tuple[int, ...]
     frozen: bool
     aliases: tuple[str, ...]
@@ -97,7 +97,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """What a layer says of one of its persistent buffers."""
+    """A layer's description of one of its persistent buffers."""
 
     name: str
     dtype: str
@@ -106,7 +106,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVersion:
-    """The whole of a layer at one step; equal bytes make equal versions, whatever step or run they come from."""
+    """A whole layer at one step; equal bytes make equal versions, whatever step or run they come from."""
 
     layer: str
     parameters: tuple[Parameter, ...]
@@ -114,15 +114,15 @@ class LayerVersion:
     buffers: tuple[Buffer, ...]
     """By name."""
     world_size: int
-    """Ranks that the slices were taken from."""
+    """The number of ranks that the slices come from."""
     objects: tuple[StoredObject, ...]
     """By kind, then by shard."""
     cut: str = field(default="even", metadata=OMITTED)
-    """How parameters were cut into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world)."""
+    """How parameters were split into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world)."""
 
     @property
     def optimizer_states(self) -> set[tuple[str, str]]:
-        """What the optimizer keeps of it: parameters, each with the name of a state."""
+        """The optimizer's states for it, as pairs of parameter and state name."""
         return {
             (tensor.name, tensor.state)
             for stored in self.objects
@@ -158,16 +158,16 @@ class LayerEntry:
     origin: Origin
     """The commit's own run and step when it was saved there, else where it was inherited from."""
     optimizer_step: int | None
-    """How many updates the optimizer had made to it then; None where it does not count, or counts differ."""
+    """The optimizer's update count for it then; None if there is no count, or counts differ."""
 
     def saved_by(self, commit: "Saving") -> bool:
-        """Whether *commit* saved it itself, and did not inherit it."""
+        """Whether *commit* itself saved it rather than inherited it."""
         origin = self.origin
         return (origin.run, origin.attempt, origin.step) == (commit.run, commit.attempt, commit.step)
 
 
 class Saving(Protocol):
-    """What identifies a save: its run, attempt and step, as records, rows and origins have them."""
+    """The identity of a save: its run, attempt and step, as in records, rows and origins."""
 
     @property
     def run(self) -> str:
@@ -184,7 +184,7 @@ class Saving(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Where an attempt left the one before it."""
+    """Where an attempt forked from an earlier one."""
 
     attempt: int
     step: int
@@ -192,7 +192,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLayout:
-    """How the checkpoint lay on disk, so that it can be laid out again."""
+    """The checkpoint's layout on disk, so that it can be reproduced."""
 
     flavour: str
     """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
@@ -204,7 +204,7 @@ class SourceLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyUse:
-    """Which policy chose the layers of a save, with its parameters and what it saw."""
+    """The policy that chose the layers of a save, with its parameters and the facts that it used."""
 
     name: str
     parameters: dict[Tree, Tree] = field(metadata=AS_TREE)
@@ -223,21 +223,22 @@ class CommitRecord:
     attempt: int
     """Counted from 1."""
     lineage: tuple[Fork, ...]
-    """Where the attempt forked off an earlier one, where that one did, and so on; empty if it began from nothing."""
+    """Where the attempt forked from an earlier one, where that one did, and so on; empty if it began from nothing."""
     step: int
     save_number: int
     """
-    One more than that of the commit before it in its history, plus the saves that a saver skipped or gave up between.
+    One more than the number of the preceding commit in its history, plus the saves that a saver skipped or gave up in
+    between.
 
-    Counted from 0, and never worked out again.
+    Counted from 0, and never recomputed.
     """
     world_size: int
     stage: int
-    """Of ZeRO: 3."""
+    """The ZeRO stage: 3."""
     layers: tuple[LayerEntry, ...]
     """Every layer of the model, in the model's order."""
     states: tuple[BlobRef, ...]
-    """One state blob per rank: all that is not a layer."""
+    """One state blob per rank: everything that is not a layer."""
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
@@ -254,25 +255,25 @@ class CommitRecord:
 
     @property
     def fork(self) -> Fork | None:
-        """Where the attempt left an earlier one; None when it began from nothing."""
+        """Where the attempt forked from an earlier one; None if it began from nothing."""
         return self.lineage[0] if self.lineage else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What was seen while committing: kept beside the record, never part of its identity."""
+    """Observations made while committing: stored with the record, but never part of its identity."""
 
     time_ns: int
-    """When, by the writer's clock, in nanoseconds since 1970."""
+    """When it was committed, by the writer's clock, in nanoseconds since 1970."""
     bytes_new: int
     """Bytes that were not in the store before."""
     bytes_reused: int
-    """Bytes that were."""
+    """Bytes that were in the store before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A record as it stands in the store."""
+    """A record as it is in the store."""
 
     id: CommitId
     record: CommitRecord
@@ -285,7 +286,7 @@ class Pin:
 
     name: str
     record: CommitRecord
-    """Every layer's version and all else, so that the pin outlives the commits it was made from."""
+    """Every layer's version and everything else, so that the pin outlives the commits that it was made from."""
     base: CommitId
     """The commit that supplies all that is not a layer."""
     observed: Observed
@@ -294,11 +295,11 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectContent:
-    """The content of a storage or file that is an object of its own: one uint8 tensor named ``bytes``."""
+    """The content of a storage or file that is stored as a separate object: one uint8 tensor named ``bytes``."""
 
     object: BlobRef
     size_bytes: int
-    """Of the payload."""
+    """Size of the payload."""
     crc32: int
 
 
@@ -337,7 +338,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeFile:
-    """A ``.pt`` file: the tree it describes; layers' bytes are left out and named by their storages' content."""
+    """A ``.pt`` file as its tree; layers' bytes are left out and named by their storages' content."""
 
     path: str
     tree: Tree = field(metadata=AS_TREE)
@@ -350,7 +351,7 @@ class TensorSource(StrEnum):
     """The layer's stored weights if its version has them, else its master, rounded."""
     BUFFER = "buffer"
     STORED = "stored"
-    """An object of its own: no parameter has this name, or the bytes are unlike it."""
+    """A separate object, because no parameter has this name, or its bytes differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +362,7 @@ class GatheredTensor:
     dtype: str
     elements: int
     crc32: int
-    """Of its bytes: what is rounded again must come out as it was."""
+    """Checksum of its bytes: rounding again must reproduce them."""
     source: TensorSource
     layer_name: str
     """The parameter or buffer that supplies it; empty when stored."""
@@ -370,7 +371,7 @@ class GatheredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredFile:
-    """A safetensors file of whole weights: its header as it was, and where each tensor comes from."""
+    """A safetensors file of whole weights: its original header, and the source of each tensor."""
 
     path: str
     header: bytes
@@ -380,7 +381,7 @@ class GatheredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """All that one rank saved and that is not a layer."""
+    """Everything that one rank saved, apart from layers."""
 
     rank: int
     model: TreeFile
@@ -400,18 +401,18 @@ class LayerPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """
-    What one rank has contributed to a commit that is not complete yet: all of it durable in the store.
+    One rank's contribution to an incomplete commit, all of it durable in the store.
 
-    A part without a state says that the rank has failed, and why: the commit is given up.
+    A part without a state says that the rank has failed, and why; the commit is given up.
     """
 
     session: str
-    """Of the ranks that save together: 32 hex digits."""
+    """The session of the ranks that save together: 32 hex digits."""
     save: int
     """Counted from 0 in the session."""
     rank: int
     agreement: str
-    """A hash of what all ranks of one save have in common."""
+    """A hash of everything that all ranks of one save share."""
     layers: tuple[LayerPart, ...]
     """Those that were due."""
     state: BlobRef | None

@@ -7,12 +7,12 @@ _SHOWN_MAX = 3
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """
-    Return those of *known* that look like *word*, the most alike first.
+    Return those of *known* that resemble *word*, most similar first.
 
     >>> nearest("partiy", ["drift", "filter", "parity"])
     ['parity']
     """
-    from difflib import get_close_matches  # only needed where something has gone wrong
+    from difflib import get_close_matches  # only needed for error messages
 
     names = list(dict.fromkeys(known))
     by_folded = {name.casefold(): name for name in reversed(names)}
@@ -21,7 +21,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(names: Iterable[str], *, else_: str = "") -> str:
     """
-    Return *names* as a question, and after it what is said in any case.
+    Return *names* as a question, followed by *else_*, which is always included.
 
     >>> did_you_mean(["sft@2", "sft@4"], else_="layerstore log sft lists the steps")
     'did you mean sft@2 or sft@4? layerstore log sft lists the steps'

@@ -1,13 +1,13 @@
-"""How a long verb tells how far it is; what is shown is for the command line to decide."""
+"""The interface by which long verbs report progress; the command line decides what to show."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives what a verb has done; called from several threads."""
+    """Receives a verb's progress; called from several threads."""
 
     def start(self, what: str, total_bytes: int) -> None:
-        """Begin the phase *what*, which will move *total_bytes*; one called ``records`` or so counts these instead."""
+        """Begin the phase *what*, which will move *total_bytes*; phases such as ``records`` count those instead."""
 
     def advance(self, size_bytes: int) -> None:
         """Note that *size_bytes* more are done."""

@@ -1,9 +1,9 @@
 """
-Work in shares: the processes that a launcher has started do one command together.
+Work in shares: the processes that a launcher started run one command together.
 
-The first process leads: it runs the command as if it were alone, cuts the long work into shares, and does the first.
-The others do what it asks, and answer with small results. What is written at the end, a record or a folder's last
-name, the lead alone writes. So nothing depends on how many there are, and a process that dies leaves nothing half.
+The first process leads: it runs the command as if it were alone, splits long work into shares, and does the first. The
+others do what it asks and answer with small results. Only the lead writes the final result, a record or a folder's
+final name. So nothing depends on the number of processes, and a process that dies leaves nothing half-done.
 
 `live.shares` carries the questions and answers between processes.
 """
@@ -18,9 +18,9 @@ Answer = TypeVar("Answer")
 
 Work = Callable[[Any, Any], AbstractContextManager[Answer]]
 """
-A function of a module. It gets the repository that the lead works in and one part of the work, and yields the answer.
+A module-level function. It takes the repository that the lead works in and one part of the work, and yields the answer.
 
-What it still holds then is released once the lead asks for something else, or ends.
+Its resources are released once the lead asks for something else, or ends.
 """
 
 
@@ -28,15 +28,15 @@ class Shares:
     """One process, which does all work itself."""
 
     count = 1
-    """How many processes share the work."""
+    """The number of processes that share the work."""
 
     @contextmanager
     def asked(self, repo: Any, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
         """
-        Let every other process do *work* on its one of *parts*, in the store of *repo*, while the lead does its share.
+        Have every other process do *work* on one of *parts*, in the store of *repo*, while the lead does its own share.
 
-        What is yielded waits for the answers, and returns them in their order, or raises an error of the others.
-        Whichever way the block is left, those that live have ended their work by then.
+        The yielded function waits for the answers and returns them in order, or raises an error of the others. However
+        the block is left, all living processes have finished their work by then.
         """
         assert not parts, "there is nobody to ask"
         yield list
@@ -47,7 +47,7 @@ ALONE = Shares()
 
 def cut(sizes: Sequence[int], *, count: int) -> list[range]:
     """
-    Cut items of *sizes* into *count* stretches of about the same size, by their numbers.
+    Split items of *sizes* into *count* ranges of indexes with about the same total size.
 
     >>> cut([5, 1, 1, 1, 1, 1], count=2)
     [range(0, 1), range(1, 6)]

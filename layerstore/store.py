@@ -1,5 +1,5 @@
 """
-The store: opens a repository and hands out the verbs. Each verb imports its room when it is called.
+The store: opens a repository and offers the verbs. Each verb imports its room when it is called.
 
     store = layerstore.open("runs/store")
     commit = store.ingest("out/checkpoint-200", run="sft")
@@ -54,7 +54,7 @@ class Store:
 
     @property
     def repo(self) -> Repository:
-        """Its repository, for `layerstore.live`."""
+        """The store's repository, for `layerstore.live`."""
         return self._repo
 
     @property
@@ -64,11 +64,11 @@ class Store:
 
     @property
     def runs(self) -> list[str]:
-        """The runs that have commits."""
+        """The names of the runs that have commits."""
         return self._repo.catalog.runs()
 
     def close(self) -> None:
-        """Release what the store holds open, and fetch nothing more; twice is harmless."""
+        """Release everything that the store holds open, and stop fetching; calling it twice is harmless."""
         self._repo.close()
 
     def __enter__(self) -> "Store":
@@ -97,12 +97,12 @@ class Store:
         progress: Progress | None = None,
     ) -> "Ingested":
         """
-        Store the ZeRO-3 *checkpoint*: a folder of DeepSpeed, the HF Trainer, Accelerate or Lightning.
+        Store the ZeRO-3 *checkpoint*: a folder written by DeepSpeed, the HF Trainer, Accelerate or Lightning.
 
-        Once this returns the commit survives a power cut. The same content a second time writes nothing.
-        Only the layers are stored that are due under *policy*; the commit inherits the others.
-        *rollback* says that training went back to an earlier step, *resumed_from* to which commit or pinned composite.
-        What the store has already is read, and replaced if it is damaged; with *trust_store* its size has to do.
+        Once this returns, the commit survives a power cut. Storing the same content again writes nothing. Only the
+        layers that are due under *policy* are stored; the commit inherits the others. *rollback* says that training
+        went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects that the store already
+        has are read, and replaced if they are damaged; with *trust_store*, only their size is checked.
 
         Raises:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
@@ -139,10 +139,9 @@ class Store:
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
 
         *policy* is a name, or a policy with its settings: ``layerstore.Parity(fresh="odd")``, or an object of yours.
-        A *recipe* is a YAML file, ours or LLMTailor's, that names the base and every layer's step;
-        *run* is the run that it leaves open.
-        With *without_damaged* every byte is read first, and a damaged layer's newest sound version is used in its
-        place: ``recipe_notes`` says which.
+        A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run* is
+        the run for steps without one. With *without_damaged*, every byte is read first, and a damaged layer is replaced
+        by its newest sound version: ``recipe_notes`` says which.
         """
         from layerstore.compose import compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
@@ -168,7 +167,7 @@ class Store:
         """
         Return the commits of *run*, or of every run by name, newest step first.
 
-        At most *limit* of each run; the page starts after the commit *before*.
+        At most *limit* per run; the page starts after the commit *before*.
         """
         return self.log_page(run, limit=limit, before=before).entries
 
@@ -180,13 +179,13 @@ class Store:
         before: str | None = None,
         graph: bool = False,
     ) -> "LogPage":
-        """Return what `log` does, how many commits follow, and with *graph* a drawing of all attempts."""
+        """Return what `log` returns, the number of commits that follow and, with *graph*, a drawing of all attempts."""
         from layerstore.inspect import read_log
 
         return read_log(self._repo, run=run, limit=limit, before=before, graph=graph)
 
     def timings(self, run: str) -> "dict[tuple[int, int], SaveTiming]":
-        """Return what the saves of *run* took that were made while training, by attempt and step."""
+        """Return the timings of the saves of *run* that were made during training, by attempt and step."""
         from layerstore.publish import read_timings
 
         return read_timings(self._repo, run)
@@ -213,7 +212,7 @@ class Store:
         """
         Compare the commits *a* and *b*, of one run or of two, layer by layer and kind by kind.
 
-        With *stat* also measure how far the masters moved; objects are verified before they are measured.
+        With *stat*, also measure how far the masters moved; objects are verified before they are measured.
         """
         from layerstore.inspect import compare
 
@@ -221,7 +220,7 @@ class Store:
         return compare(self._repo, *sides, stat=stat, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return the unambiguous reference of each of *saves*: ``RUN~1@STEP`` for one of an abandoned attempt."""
+        """Return the unambiguous reference of each of *saves*: ``RUN~1@STEP`` for one in an abandoned attempt."""
         from layerstore.history import references_to
 
         return references_to(self._repo, saves)
@@ -245,8 +244,8 @@ class Store:
 
         They are the fields of ``layerstore report --json``; each field of the shown saves is a list.
 
-        Of a long history only some saves are shown, so the page stays below 1 MB.
-        With *keep* it also shows what `gc` would do by these rules. Only an older report is replaced.
+        For a long history, only some saves are shown, so the page stays below 1 MB. With *keep*, it also shows what
+        `gc` would do under these rules. Only an older report is replaced.
 
         Raises:
             AlreadyExists: Something else is at *out*.
@@ -258,7 +257,7 @@ class Store:
         return make_report(self._repo, path, run=run, keep=keep, progress=progress or Silent())
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
-        """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""
+        """Pin the commit *ref* as *name*; a pin outlives the commit that it was made from."""
         from layerstore.publish import make_pin
 
         return make_pin(self._repo, name, self._resolved(ref))
@@ -268,14 +267,14 @@ class Store:
         return self._repo.records.readable_pins()
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
-        """Return the names of pins that cannot be read, and why."""
+        """Return the unreadable pins by name, and why each is unreadable."""
         return {name: pin for name, pin in self._repo.records.pins() if not isinstance(pin, Pin)}
 
     def delete_pin(self, name: str, *, remote: str | None = None) -> bool | None:
         """
         Delete the pin *name*, readable or not, or the one in *remote*, a name or a URL; a visible commit stays.
 
-        Returns whether the pinned commit is still visible; None where the pin could not be read.
+        Returns whether the pinned commit is still visible; None if the pin could not be read.
 
         Raises:
             NotFound: There is none of that name.
@@ -294,7 +293,7 @@ class Store:
         """
         Move the commit *ref* to the trash; `undrop` moves it back until a collection empties the trash, by age.
 
-        Commits that inherited its layers keep them. With *dry_run* nothing is written.
+        Commits that inherited its layers keep them. With *dry_run*, nothing is written.
         """
         from layerstore.gc import execute_drop, plan_drop
 
@@ -302,9 +301,9 @@ class Store:
 
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
         """
-        Move the records at the step of *ref* that cannot be read to the trash; return their ids.
+        Move the unreadable records at the step of *ref* to the trash; return their ids.
 
-        They block `gc` until then; the next one frees what only they need.
+        They block `gc` until then; the next `gc` frees what only they need.
         """
         from layerstore.gc import damaged_records, give_up
 
@@ -317,7 +316,7 @@ class Store:
 
         Raises:
             NotFound: It is not in the trash.
-            Conflict: Another commit has its place by now.
+            Conflict: Another commit has taken its place.
         """
         from layerstore.gc import undrop
 
@@ -345,19 +344,19 @@ class Store:
         """
         Remove the commits that *keep* does not name, of *runs* or of all runs, and every object that nothing needs.
 
-        Without *keep* every visible commit stays. Pins stay with all that they need, and so does the newest commit
-        of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.
-        What is younger than *grace_seconds* stays; change it only where nothing else writes.
-        What was dropped or replaced a week ago leaves the trash; with *empty_trash* all of it does.
-        With *confirmed*, a plan that somebody has approved, nothing goes beyond that plan.
-        With *pushed_to*, a remote's name or URL, what that lacks stays.
-        With *remote*, a name or a URL, that is collected: there objects go a day after the last commit that names them.
+        Without *keep*, every visible commit stays. Pins stay with everything that they need, and so does the newest
+        commit of a run. Safe while others use the store; with *dry_run*, nothing is removed. Objects younger than
+        *grace_seconds* stay; change it only if nothing else writes. Commits that were dropped or replaced a week ago
+        leave the trash; with *empty_trash*, all of them do. With *confirmed*, a plan that somebody has approved,
+        nothing beyond that plan is removed. With *pushed_to*, a remote's name or URL, commits that the remote lacks
+        stay. With *remote*, a name or a URL, that remote is collected instead: there, objects go a day after the last
+        commit that names them.
 
         Raises:
-            IntegrityError: Something cannot be read, so that what it needs is not known, or commits would go and what
-                stays lacks an object; nothing was removed.
-            Locked: Another collection is under way.
-            Conflict: More would go than in the plan that was confirmed; nothing was removed.
+            IntegrityError: Something cannot be read, so what it needs is unknown, or commits would go although a commit
+                that stays lacks an object; nothing was removed.
+            Locked: Another collection is running.
+            Conflict: More would go than in the confirmed plan; nothing was removed.
         """
         from layerstore.gc import GcRequest, execute_gc, plan_gc
         from layerstore.policy import Keep
@@ -397,9 +396,10 @@ class Store:
         """
         Check the whole store, or what *ref* needs; *read_data* also re-hashes every object.
 
-        Of a *remote*, or of a store that was opened by its URL, the bucket itself is checked, as a whole.
+        For a *remote*, or a store that was opened by its URL, the bucket itself is checked, as a whole.
 
-        With *read_data_subset* only a part of them: ``10%`` any tenth, which *seed* decides, ``3/10`` the third tenth.
+        With *read_data_subset*, only a part of the objects is read: ``10%`` is a random tenth, chosen by *seed*;
+        ``3/10`` is the third tenth.
         """
         from layerstore.check import parse_sample, verify_store
 
@@ -409,7 +409,7 @@ class Store:
         if repo.remote is not None:
             from layerstore.remote import unmirrored
 
-            repo = replaced(unmirrored(repo), shares=ALONE)  # the others would look into their mirrors
+            repo = replaced(unmirrored(repo), shares=ALONE)  # the other processes would check their own mirrors
         only = None if ref is None else self._resolved(ref)
         try:
             return verify_store(
@@ -433,14 +433,14 @@ class Store:
         progress: Progress | None = None,
     ) -> "Repaired":
         """
-        Move what is damaged to the trash, and fetch the same from the stores *sources*, of which some may be remotes.
+        Move damaged files to the trash, and fetch sound ones from the stores *sources*, some of which may be remotes.
 
-        It finds what a verify finds, with *read_data* every damaged byte. With *dry_run* nothing is written.
-        With *remote*, a name or a URL, it is that remote that gets back what this store has.
+        It finds what a verify finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written. With
+        *remote*, a name or a URL, that remote is repaired from this store instead.
 
         Raises:
-            InvalidInput: A source is no store; or there is one, and a remote.
-            Locked: A collection or another repair is under way.
+            InvalidInput: A source is not a store; or both *sources* and *remote* were given.
+            Locked: A collection or another repair is running.
         """
         from layerstore.check import execute_repair, opened_sources, plan_repair
 
@@ -464,7 +464,7 @@ class Store:
 
     @property
     def remotes(self) -> "Remotes":
-        """The names that stand for buckets: ``store.remotes.add("origin", "s3://…")``."""
+        """The store's named remotes: ``store.remotes.add("origin", "s3://…")``."""
         from layerstore.remote import Remotes
 
         return Remotes(self._repo)
@@ -479,15 +479,16 @@ class Store:
         progress: Progress | None = None,
     ) -> "Pushed":
         """
-        Send what *remote*, a name or a URL, lacks of *refs*, by default of all commits and pins, of *runs* or of all.
+        Send what *remote*, a name or a URL, lacks of *refs*, by default of all commits and pins, in *runs* or in all
+        runs.
 
-        A commit is there once all that it names is there. After a kill, a repetition sends only what is left.
-        With *move_pins* a pin that means something else there means the same as here from then on.
+        A commit appears there only after everything that it names. After a kill, a repeated push sends only the rest.
+        With *move_pins*, a pin that means another commit there is moved to the one that it means here.
 
         Raises:
-            Conflict: The remote is another store's.
-            AlreadyExists: A pin means something else there; all else was sent.
-            IntegrityError: Something that was to be sent is damaged or missing here; all else was sent.
+            Conflict: The remote belongs to another store.
+            AlreadyExists: A pin means something else there; everything else was sent.
+            IntegrityError: Something to be sent is damaged or missing here; everything else was sent.
         """
         from layerstore.remote import Bucket, push
 
@@ -505,10 +506,10 @@ class Store:
         progress: Progress | None = None,
     ) -> "Iterator[Pushed]":
         """
-        Push as `push` does, and keep pushing behind a run: yield what each push has sent, until *stop* is set.
+        Push as `push` does, and keep pushing what is new: yield what each push has sent, until *stop* is set.
 
-        While the remote does not answer, a warning says so, and the next push tries again. Where something cannot be
-        sent, a warning names it, and all else is sent.
+        If the remote does not answer, warn and try again. If something cannot be sent, name it in a warning, and send
+        everything else.
         """
         from threading import Event
 
@@ -528,9 +529,10 @@ class Store:
         self, remote: str | None = None, *, refs: Iterable[str] | None = None, progress: Progress | None = None
     ) -> "Pulled":
         """
-        Fetch the commits and pins of *remote*, a name or a URL, that are not here, or only *refs*.
+        Fetch the commits and pins of *remote*, a name or a URL, that are missing here, or only *refs*.
 
-        Every byte is compared with its name before a commit shows. What lies in the trash here is fetched only by name.
+        All bytes are checked against their names before a commit becomes visible. A commit in the trash here is fetched
+        only by name.
 
         Raises:
             NoStore: There is no store at the remote.
@@ -556,7 +558,7 @@ class Store:
         return bucket.url
 
     def reindex(self) -> int:
-        """Make the index afresh from the commit records; return how many it covers."""
+        """Rebuild the index from the commit records; return how many it covers."""
         repo = self._repo
         repo.prepare_writing()
         with repo.lock_index():
@@ -568,13 +570,13 @@ class Store:
         return Remote(Bucket(self.remotes.url(name)), Files())
 
     def _place_of(self, source: StrPath) -> StrPath:
-        """Return the path or URL that *source* is, or the URL of the remote of that name."""
+        """Return *source* if it is a path or URL, or else the URL of the remote of that name."""
         if is_url(str(source)) or Path(source).exists():
             return source
         return self.remotes.urls().get(str(source), source)
 
     def _check_own(self, remote: "Remote", outcome: str) -> None:
-        """Raise Conflict if *remote* is another store's."""
+        """Raise Conflict if *remote* belongs to another store."""
         if (theirs := remote.repo.identity.store_id) != self.id:
             raise Conflict(
                 f"{remote.url} is a remote of another store ({theirs}); {outcome}",
@@ -611,7 +613,7 @@ def _open(path: StrPath, files: Files) -> Repository:
 
 
 def init(path: StrPath) -> Store:
-    """Make the folder *path* a store and open it; raises AlreadyExists where there is one."""
+    """Make the folder *path* a store and open it; raises AlreadyExists if there already is one."""
     make_store(folder_of(path), Files())
     return Store(path)
 
@@ -620,9 +622,10 @@ def clone(
     url: str, path: StrPath, *, records: bool = False, shares: Shares = ALONE, progress: Progress | None = None
 ) -> Store:
     """
-    Make *path* a store with all that the remote at *url* has, and open it; after a kill, repeat it.
+    Make *path* a store with everything that the remote at *url* has, and open it; after a kill, repeat it.
 
-    With *records* only these come, and what describes the layers; tensors are fetched when they are needed, and stay.
+    With *records*, fetch only the records and the descriptions of layers; tensors are fetched when they are needed, and
+    then stay.
 
     Raises:
         NoStore: There is no store at *url*.
@@ -641,7 +644,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
     Rewrite the damaged or missing ``store.json`` of the store at *path*; return None if it was sound.
 
     Raises:
-        InvalidInput: The records there are not of the store *store_id*.
+        InvalidInput: The records there do not belong to the store *store_id*.
     """
     from layerstore.check import restore_identity as restored_identity
 
@@ -649,7 +652,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
 
 
 def find_checkpoints(*folders: StrPath) -> "Survey":
-    """Return every ZeRO-3 checkpoint below *folders* in the order of their steps; ingest each by folder and tag."""
+    """Return every ZeRO-3 checkpoint below *folders* in step order; ingest each by its folder and tag."""
     from layerstore.zero3 import checkpoints_below
 
     return checkpoints_below(map(Path, folders))
@@ -663,7 +666,7 @@ def doctor(path: StrPath) -> "Diagnosis":
 
 
 def open_store(path: StrPath) -> Store:
-    """Open the store at *path*; raises NoStore where there is none."""
+    """Open the store at *path*; raises NoStore if there is none."""
     return Store(path)
 
 

@@ -1,5 +1,5 @@
 """
-For the Trainer of Transformers: three lines, and its own saves go to a store.
+For Transformers' Trainer: three lines make its own saves go to a store.
 
     from layerstore.transformers import LayerstoreCallback, checkpoint
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerstoreCallback", "checkpoint"]
 
-# Loaded at first use: the callback imports Transformers.
+# Loaded on first use: the callback imports Transformers.
 _HOMES = {"LayerstoreCallback": "live.trainer", "checkpoint": "live"}
 
 

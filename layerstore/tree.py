@@ -1,8 +1,8 @@
 """
-Inert trees: what a ``.pt`` file describes, with nothing in it that could run.
+Inert trees: the content of a ``.pt`` file, with nothing in it that could run.
 
 A tree is made of None, bool, int, float, str, bytes, list, tuple, dict, set and the nodes below.
-Class names of the source are data here; nothing is imported, looked up or called.
+Class names from the source are only data here; nothing is imported, looked up or called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,18 +41,18 @@ class Global:
 
 @dataclass(slots=True, kw_only=True)
 class Inert:
-    """An object of the source, kept by name: what it was made from, never made."""
+    """An object of the source, kept as its class name and arguments; it is never made."""
 
     name: str
     """Dotted module path and class or function name."""
     arguments: tuple[Tree, ...] = ()
-    """What the callable was given."""
+    """The arguments of the callable."""
     made_by_new: bool = False
     """Whether the pickle says ``cls.__new__(cls, *arguments)`` instead of ``callable(*arguments)``."""
     state: Tree = None
     """The argument of BUILD: attributes, or whatever ``__setstate__`` takes."""
     has_state: bool = False
-    """Tells a missing BUILD from ``BUILD None``."""
+    """Distinguishes a missing BUILD from ``BUILD None``."""
     appended: list[Tree] = field(default_factory=list)
     """Elements added by APPENDS, for subclasses of list."""
     items: dict[Tree, Tree] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class Inert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """Where the bytes of a storage lie in a ``.pt`` file."""
+    """The position of a storage's bytes in a ``.pt`` file."""
 
     path: Path
     offset_bytes: int
     size_bytes: int
     crc32: int
-    """As the zip's directory states it; not yet checked."""
+    """The checksum that the zip's directory states; not yet checked."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class Storage:
     """
     The memory that one or more tensors view; two tensors share memory exactly when they share this object.
 
-    *content* says where its bytes come from: ``Located`` when read from a ``.pt`` file, ``bytes`` when held.
-    Rooms above put content of their own there.
+    *content* says where its bytes come from: ``Located`` if read from a ``.pt`` file, ``bytes`` if in memory. Higher
+    rooms use their own types of content.
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class Storage:
     elements: int
     """Length of the whole storage."""
     device: str
-    """Where it lived when saved, such as ``cpu`` or ``cuda:3``."""
+    """Its device when it was saved, such as ``cpu`` or ``cuda:3``."""
     content: object = None
 
 
@@ -114,7 +114,7 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another, in order."""
+        """Whether the elements are adjacent and in order."""
         expected = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if extent != 1 and stride != expected:
@@ -161,7 +161,7 @@ def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, T
 
 
 def with_content(tensor: Tensor, content: object) -> Tensor:
-    """Return a tensor like *tensor* in a storage of its own with *content*."""
+    """Return a tensor like *tensor* in its own storage with *content*."""
     storage = Storage(
         dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
     )
@@ -169,29 +169,29 @@ def with_content(tensor: Tensor, content: object) -> Tensor:
 
 
 class Template:
-    """A tree that is to be had many times over with other storages, as the ranks of one save have it."""
+    """A tree that is reused many times with other storages, as for the ranks of one save."""
 
     def __init__(self, tree: Tree, storages: Sequence[Storage]) -> None:
         self._tree = tree
         self._storages = storages
-        """All that a tensor of *tree* views."""
+        """All storages that tensors in *tree* view."""
         self._has_tensors: dict[int, bool] = {}
         self._look(tree)
 
     def filled(self, storages: Sequence[Storage]) -> Tree:
-        """Return the tree with *storages* in the places of its own; parts without tensors are shared, not copied."""
+        """Return the tree with *storages* in place of its own; parts without tensors are shared, not copied."""
         made: Tree = self._copy(self._tree, dict(zip(self._storages, storages, strict=True)), {})
         return made
 
     def storages_of(self, tree: Tree) -> list[Storage] | None:
-        """Return what *tree* has in the places of the template's storages; None if it is no copy, of either."""
+        """Return the storages that *tree* has in place of the template's; None if *tree* is not such a copy."""
         found: dict[Storage, Storage] = {}
         if not self._is_copy(self._tree, tree, found, {}) or len(set(found.values())) != len(self._storages):
             return None
         return [found[storage] for storage in self._storages]
 
     def _look(self, node: Tree) -> bool:
-        """Whether *node* has a tensor somewhere; noted for all its parts."""
+        """Whether *node* contains a tensor; notes the answer for all its parts."""
         parts = _parts(node)
         if parts and id(node) not in self._has_tensors:
             found = [self._look(part) for part in parts]
@@ -199,7 +199,7 @@ class Template:
         return self._has_tensors.get(id(node), False)
 
     def _copy(self, node: Any, storages: Mapping[Storage, Storage], made: dict[int, Any]) -> Any:
-        """Return *node* with other *storages*; what occurs twice is *made* once."""
+        """Return *node* with other *storages*; a part that occurs twice is *made* once."""
         if not self._has_tensors.get(id(node), False):
             return node
         if id(node) not in made:
@@ -208,7 +208,7 @@ class Template:
         return made[id(node)]
 
     def _is_copy(self, node: Any, other: Any, found: dict[Storage, Storage], seen: dict[int, Any]) -> bool:
-        """Whether *other* is *node* with other storages, which are noted as *found*."""
+        """Whether *other* is *node* with other storages; notes these in *found*."""
         if not self._has_tensors.get(id(node), False) or type(node) is not type(other):
             return node is other
         if id(node) in seen:
@@ -228,7 +228,7 @@ class Template:
 
 
 def _parts(node: Any) -> list[Tree]:
-    """Return the parts of *node* that may hold tensors; none of a leaf."""
+    """Return the parts of *node* that may hold tensors; empty for a leaf."""
     if isinstance(node, Tensor):
         return [node.attributes]
     if isinstance(node, Inert):
@@ -239,7 +239,7 @@ def _parts(node: Any) -> list[Tree]:
 
 
 def _facts(node: Any) -> list[object]:
-    """Return the rest of *node*, storages aside."""
+    """Return the rest of *node*, except storages."""
     if isinstance(node, Tensor):
         return [node.offset, node.shape, node.stride, node.requires_grad, node.is_parameter]
     if isinstance(node, Inert):

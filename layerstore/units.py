@@ -11,13 +11,13 @@ _HINT = "write a number of bytes, or 5GB, 500MB, 2GiB"
 
 def size_in_bytes(size: int | str) -> int:
     """
-    Return *size*, a number of bytes or a text with a unit.
+    Return *size*, a number of bytes or text with a unit, in bytes.
 
     >>> size_in_bytes("5GB"), size_in_bytes("1.5 MiB"), size_in_bytes(4096)
     (5000000000, 1572864, 4096)
 
     Raises:
-        InvalidInput: It is no size, or less than a byte.
+        InvalidInput: It is not a size, or less than a byte.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)

@@ -1,7 +1,7 @@
 """
-Migrate a store from an older format to this layerstore's: one frozen module for each step.
+Migrate a store from an older format to this layerstore's, with one frozen module per step.
 
-How to add one: docs/adr/0024-migrations.md.
+To add one, see docs/adr/0024-migrations.md.
 """
 
 from layerstore.migrations.runner import STEPS, Migration, StepOutcome, migrate, plan_migration

@@ -1,9 +1,10 @@
 """
 From format 1 to format 2: a record has its attempt's whole lineage, and dropped commits are in ``trash/``.
 
-In format 1 a commit was hidden by a record that named it in ``supersedes``, and that could be one without layers, made
-for nothing else. Format 2 has no such records; what they hid is in ``trash/commits/``. A record's id is the hash of its
-body, so all ids change, also in ``supersedes`` and in a pin's ``base``. Objects stay as they are, byte for byte.
+In format 1, a record hid a commit by naming it in ``supersedes``, and it could be a record without layers made just for
+that. Format 2 has no such records; the commits that they hid are in ``trash/commits/``. A record's id is the hash of
+its body, so all ids change, including those in ``supersedes`` and in a pin's ``base``. Objects stay the same, byte for
+byte.
 """
 
 import json
@@ -66,7 +67,7 @@ def _identity(data: bytes) -> bytes:
 
 
 def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> bytes:
-    """Return the envelope of *payload*, whose maps are sorted, named *name*."""
+    """Return the envelope, named *name*, of *payload*, whose maps are sorted."""
     packed = pack_again(payload)
     head = _HEAD.pack(_MAGIC, schema, bytes.fromhex(store_id), len(name.encode()))
     body = head + name.encode() + _LENGTH.pack(len(packed)) + packed
@@ -74,7 +75,7 @@ def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> byt
 
 
 def unseal(data: bytes, *, name: str, store_id: str, schema: int = _OLD) -> Body:
-    """Return the payload of the envelope *data*, found as *name*."""
+    """Return the payload of the envelope *data*, found under *name*."""
     body, checksum = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if digest(body) != checksum or len(body) < _HEAD.size:
         raise _damaged(name, "its checksum does not match its bytes")
@@ -100,18 +101,18 @@ def _damaged(name: str, reason: str) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is kept of a record of format 1 while the others of its run are read."""
+    """What we remember of a format 1 record while reading the others of its run."""
 
     attempt: int
     step: int
     fork: Body | None
     supersedes: tuple[str, ...]
     has_layers: bool
-    """Whether it is a commit, or only hides others or stands for a collected one."""
+    """Whether it is a commit; otherwise it only hides others, or stands for a collected one."""
 
 
 class _Run:
-    """The records of one run: read once to see how they are related, then again to be rewritten."""
+    """The records of one run, read once to find how they are related, then again to rewrite them."""
 
     def __init__(self, older: Older, run: str, store_id: str) -> None:
         self._older = older
@@ -125,8 +126,8 @@ class _Run:
         self._forks = {row.attempt: row.fork for _, row in in_order}  # an attempt's first record decides
         self._hidden = {old for row in self._rows.values() for old in row.supersedes}
         self.ids: dict[str, str] = {}
-        """The new id of each commit by its old one."""
-        # Superseded ones first: the others mention their new ids.
+        """The new id of each commit, by its old id."""
+        # Superseded ones first, because the others mention their new ids.
         mentions = {old: [each for each in row.supersedes if each in self._rows] for old, row in self._rows.items()}
         for old in TopologicalSorter(mentions).static_order():
             if self._rows[old].has_layers:
@@ -147,7 +148,7 @@ class _Run:
 
     def files(self) -> Iterator[MigratedFile]:
         """Yield the new records; hidden ones go to the trash."""
-        # A commit that was dropped and saved again differed only in what it superseded: the visible one is kept.
+        # A commit that was dropped and saved again differed only in what it superseded; keep the visible one.
         hidden_first = sorted(self.ids, key=lambda old: old not in self._hidden)
         for new, old in {self.ids[old]: old for old in hidden_first}.items():
             name = f"commits/{self._run}/{self._rows[old].step}.{new}"
@@ -166,10 +167,10 @@ class _Run:
         return {name: value for name, value in sorted((body | changed).items()) if name != "fork"}
 
     def _lineage(self, row: _Row) -> Plain:
-        """Return where the attempt forked, where the attempt it left forked, and so on."""
+        """Return where the attempt forked, where its parent attempt forked, and so on."""
         found: list[Plain] = []
         attempt, fork = row.attempt, row.fork
-        # As readers of format 1 did, follow a fork only to an earlier attempt.
+        # Follow a fork only to an earlier attempt, as readers of format 1 did.
         while fork is not None and cast("int", fork["attempt"]) < attempt:
             found.append(fork)
             attempt = cast("int", fork["attempt"])
@@ -178,7 +179,7 @@ class _Run:
 
 
 def _checked(body: Plain, name: str) -> Body:
-    """Return the *body* of a record; its checksum was right, so each field holds what format 1 has there."""
+    """Return the *body* of a record; its checksum was right, so each field has its format 1 type."""
     if not isinstance(body, dict) or not body.keys() >= _FIELDS:
         raise _damaged(name, "its fields are not those of a record")
     unknown = sorted({str(flag) for flag in cast("list[Plain]", body["flags"])} - _FLAGS)
@@ -228,7 +229,7 @@ def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> Mi
 
 
 def _check_settled(older: Older) -> None:
-    """Refuse a store in which a repair or a collection of layerstore 0.1 has left something to decide."""
+    """Refuse a store in which a repair or collection by layerstore 0.1 has left something to be decided."""
     lost = [
         f"{folder}/{name}"
         for repair in older.folders("quarantine")

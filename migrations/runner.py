@@ -2,8 +2,8 @@
 Migrate a store to the newest format, step by step (docs/reference/format.md, section 6.12).
 
 New files are written to ``migrating/format-N/``, synced, and read back. Then one rename replaces ``store.json``: before
-it the store has the old format, after it the new one. From then on the work is only rolled forward: old folders move to
-the backup, new ones into their places, and ``migrating/`` is removed. Each move can be repeated, and what is in
+it, the store has the old format; after it, the new one. From then on, the work only rolls forward: old folders move to
+the backup, new ones into their places, and ``migrating/`` is removed. Each move can be repeated, and the content of
 ``migrating/`` says what is left to do. All locks are held, and a process of an older layerstore checks ``store.json``
 after it has published something, and fails.
 """
@@ -24,7 +24,7 @@ from layerstore.migrations.step import MigratedFile, Older, Step
 from layerstore.storage import Files, RecordStore, Trash, hinted, lock, read_identity
 
 STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
-"""From each format to the next; the last leads to the one that this layerstore writes."""
+"""The steps from each format to the next; the last one leads to the format that this layerstore writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class StepOutcome:
 
     step: Step
     files: int | None = None
-    """Files that it writes; None if that depends on the step before, or another run has written them."""
+    """The number of files that it writes; None if that depends on the previous step, or another run wrote them."""
     size_bytes: int | None = None
     """Their bytes."""
     backup: Path | None = None
-    """The folder of what was replaced."""
+    """The folder with what was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Migration:
     format: int
     """Its format after."""
     is_unfinished: bool
-    """Whether the first step was interrupted after ``store.json`` was replaced, and is only finished."""
+    """Whether the first step was interrupted after ``store.json`` was replaced, and only needs to be finished."""
     steps: tuple[StepOutcome, ...]
     """In order; none if there is nothing to do."""
 
@@ -73,10 +73,10 @@ def plan_migration(path: Path, files: Files | None = None, *, steps: Sequence[St
 
 def migrate(path: Path, files: Files | None = None, *, steps: Sequence[Step] = STEPS) -> Migration:
     """
-    Migrate the store at *path* to the newest format; one that has it is not touched.
+    Migrate the store at *path* to the newest format; a store that already has it is not touched.
 
-    Durable once this returns. If it raises or is killed, repeat it: until ``store.json`` is replaced the store is as it
-    was; after that, only a migration opens it until one has finished.
+    Durable once this returns. If it raises or is killed, repeat it: until ``store.json`` is replaced, the store is
+    unchanged; after that, only a migration can open it until one has finished.
 
     Raises:
         NoStore: There is none.
@@ -92,7 +92,7 @@ def migrate(path: Path, files: Files | None = None, *, steps: Sequence[Step] = S
     if not plan.steps:
         return plan
     with _locked(layout, files):
-        plan = _look(layout, files, path=path, steps=steps)  # it may have waited for another migration
+        plan = _look(layout, files, path=path, steps=steps)  # look again: we may have waited for another migration
         runs = [_StepRun(layout, files, each.step) for each in plan.steps]
         taken = [runs.pop(0).finish()] if plan.is_unfinished else []
         return replace(plan, steps=(*taken, *(run.take() for run in runs)))
@@ -115,7 +115,7 @@ def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) ->
             f"{what} is a store of format {found}, which this layerstore cannot migrate; nothing was changed",
             hint="layerstore migrate --list",
         )
-    # A step that was interrupted before the exchange starts again: the store still has its source format.
+    # A step that was interrupted before the exchange starts over: the store still has its source format.
     last = [step for step in steps if step.target == found and files.exists(layout.migrating)]
     _check_places(layout, files, last + todo)
     return Migration(
@@ -151,7 +151,7 @@ def _locked(layout: Layout, files: Files) -> Iterator[None]:
 
 
 class _StepRun:
-    """One step of one store."""
+    """One step for one store."""
 
     def __init__(self, layout: Layout, files: Files, step: Step) -> None:
         self._layout = layout
@@ -177,15 +177,15 @@ class _StepRun:
         return StepOutcome(step=self._step, files=len(sizes), size_bytes=sum(sizes))
 
     def take(self) -> StepOutcome:
-        """Do all of it."""
+        """Do the whole step."""
         measured = self.measure()
-        self._files.remove_tree(self._layout.migrating)  # of a migration that did not get to the exchange
+        self._files.remove_tree(self._layout.migrating)  # left by a migration that did not reach the exchange
         try:
             self._make()
         except BaseException:
             self._files.remove_tree(self._layout.migrating)
             raise
-        # If this fails, migrating/ stays: a network filesystem may have renamed it and lost the answer.
+        # If this fails, migrating/ stays: a network filesystem may have done the rename and lost the reply.
         self._files.rename(self._new.identity, self._layout.identity)
         return replace(measured, backup=self.finish().backup)
 
@@ -226,7 +226,7 @@ class _StepRun:
             file.sync()
 
     def _listing(self) -> set[Path]:
-        """Return what is in the folders to be replaced: a change shows that another process is writing."""
+        """Return the content of the folders to be replaced; a change shows that another process is writing."""
         return {path for name in self._step.makes for path in (self._root / name).rglob("*")}
 
     def _prove(self) -> None:
@@ -244,11 +244,11 @@ class _StepRun:
 
     def finish(self) -> StepOutcome:
         """Roll forward after the exchange, from wherever it was interrupted."""
-        self._files.sync_directory(self._root)  # the process that exchanged store.json may have died before this
+        self._files.sync_directory(self._root)  # the process that replaced store.json may have died before this
         for name in (*self._step.makes, *self._step.leaves):
             place, new = self._root / name, self._new.root / name
             is_new = self._files.exists(new)
-            # If the new one is in place already, it stays.
+            # If the new one is already in place, it stays.
             if self._files.exists(place) and (is_new or name in self._step.leaves):
                 self._move(place, self._old.root / name)
             if is_new:
@@ -256,7 +256,7 @@ class _StepRun:
         for path in sorted(path for pattern in self._step.removes for path in self._root.glob(pattern)):
             self._files.remove_tree(path) if self._files.is_directory(path) else self._files.unlink(path)
         backup = None
-        if self._files.exists(self._old.root):  # else an earlier run has moved it
+        if self._files.exists(self._old.root):  # else an earlier run moved it
             self._files.make_directory(self._layout.backups)
             places = (self._layout.backups / f"format-{self._step.source}.{number}" for number in itertools.count(1))
             backup = next(place for place in places if not self._files.exists(place))

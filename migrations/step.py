@@ -1,8 +1,8 @@
 """
-What a step from one format to the next is.
+The definition of a step from one format to the next.
 
-The module of a released step is frozen: it has to work when the library reads another format. So it imports this
-module, `layerstore.errors`, and from `layerstore.format` only canonical msgpack and the checksum; it spells out
+The module of a released step is frozen: it must still work when the library reads another format. So it imports only
+this module, `layerstore.errors`, and canonical msgpack and the checksum from `layerstore.format`; it spells out
 envelopes, records and ``store.json`` itself.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage import Files
 
-# In every format; no step replaces them.
+# These exist in every format, and no step replaces them.
 _FIXED = frozenset({"store.json", "objects", "tmp", "locks", "manifest", "migrating", "backups"})
 _FOLDER = re.compile(r"[a-z0-9][a-z0-9-]*")
 
@@ -45,32 +45,32 @@ class MigratedFile:
     """A file of the target format."""
 
     path: str
-    """Relative to the store's root; it begins with one of the step's `makes`."""
+    """Relative to the store's root; starts with one of the step's `makes`."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A way from one format to the next."""
+    """A step from one format to the next."""
 
     source: int
     target: int
     summary: str
     """What changes, in a few words."""
     makes: tuple[str, ...]
-    """Top-level folders that are made anew; the old ones go to the backup."""
+    """Top-level folders that are rebuilt; the old ones go to the backup."""
     leaves: tuple[str, ...] = ()
-    """Top-level folders that the target format does not have; they go to the backup."""
+    """Top-level folders that the target format lacks; they go to the backup."""
     removes: tuple[str, ...] = ()
-    """Patterns of scratch that is deleted."""
+    """Patterns of scratch files to delete."""
     identity: Callable[[bytes], bytes]
-    """From the old ``store.json`` to the new one; IntegrityError for damage, Unsupported for an unknown flag."""
+    """Converts the old ``store.json``; raises IntegrityError for damage, Unsupported for an unknown flag."""
     convert: Callable[[Older], Iterator[MigratedFile]]
     """
-    From the old files to the new ones, which depend on the old ones alone.
+    Yields the new files, which depend only on the old ones.
 
-    It checks what it reads: IntegrityError for damage, Unsupported for the unknown. It is called twice: to measure,
-    and to write.
+    It checks what it reads: IntegrityError for damage, Unsupported for anything unknown. It is called twice: to
+    measure, and to write.
     """
 
     def __post_init__(self) -> None:

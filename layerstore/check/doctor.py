@@ -1,8 +1,8 @@
 """
 Doctor: can a store's promises be kept at this place?
 
-Tries out what they rest on, with several processes where that matters. Works on a store, on one that cannot be opened,
-and on a folder that is not a store yet.
+It tests what the promises depend on, with several processes where that matters. It works on a store, even one that
+cannot be opened, and on a folder that is not a store yet.
 """
 
 import os
@@ -44,10 +44,10 @@ class Diagnosis:
     """The doctor's report."""
 
     path: str
-    """As it was given."""
+    """The path as given."""
     findings: tuple[Finding, ...]
     versions: dict[str, str | None]
-    """Of Python, the system and libraries; None for those not installed."""
+    """Versions of Python, the system and libraries; None for those not installed."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -56,7 +56,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether there are none."""
+        """Whether there are no problems."""
         return not self.problems
 
 
@@ -149,7 +149,7 @@ def _filesystem(root: Path) -> Iterator[Finding]:
 
 
 def _nfs(mount: Mount) -> Iterator[Finding]:
-    """Look at how NFS is mounted."""
+    """Check how NFS is mounted."""
     if not {"lookupcache=pos", "lookupcache=none"} & set(mount.how):
         text = "a name that was looked for before another host gave it may stay missing here for a minute"
         hint = "mount with lookupcache=positive; else layerstore looks again for some seconds, and then says 'missing'"
@@ -160,7 +160,7 @@ def _nfs(mount: Mount) -> Iterator[Finding]:
 
 
 def _hosts(layout: Layout) -> Iterator[Finding]:
-    """Say which hosts have held this store's locks: a host that is to share it has to show here."""
+    """Say which hosts have held this store's locks: any host that shares it should appear here."""
     seen = hosts_seen(layout.locks)
     mount = mount_of(layout.root)
     others = ", ".join(f"{host} ({since})" for host, since in sorted(seen.items()) if host != host_name())
@@ -201,7 +201,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
 
 
 def _tried_out(layout: Layout, files: Files) -> list[Finding]:
-    """Return the findings of all probes, tried out in the store's ``tmp/``, else in the nearest folder there is."""
+    """Return the findings of all probes, run in the store's ``tmp/``, else in the nearest existing folder."""
     root = layout.root
     place = next(each for each in (root, *root.parents) if each.exists())
     if layout.identity.exists() and layout.tmp.is_dir():

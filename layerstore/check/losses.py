@@ -17,7 +17,7 @@ _SHORT_ID_DIGITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one commit or pin loses by a damage."""
+    """What one commit or pin loses to some damage."""
 
     holder: str
     """Reference to the commit, or the pin's name."""
@@ -29,7 +29,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is not as it was written."""
+    """One thing that is damaged or missing."""
 
     kind: str
     """``record``, ``pin``, ``version``, ``state``, ``object``, ``part``, ``index`` or ``stranger``."""
@@ -39,7 +39,7 @@ class Damage:
     error: str = ""
     """The kind of error that showed it."""
     costs: tuple[Cost, ...] = ()
-    """What that costs, by commit and pin."""
+    """The losses, by commit and pin."""
     size_bytes: int | None = None
     """For objects and blobs: the expected size."""
     blobs: tuple[BlobRef, ...] = ()
@@ -68,7 +68,7 @@ class Holder:
     is_shown: bool
     """Whether it is a pin or a visible commit."""
     lost: dict[BlobRef, str | None]
-    """The damaged blobs that it names, each with its layer, in the model's order; a state blob has none."""
+    """The damaged blobs that it names, each with its layer (None for a state blob), in the model's order."""
     origins: frozenset[Origin]
     """The saves that wrote these blobs, whose checkpoints have what is lost."""
 
@@ -118,7 +118,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
 def _all_records(repo: Repository) -> Iterator[Resolved]:
     for run in repo.records.runs():
         for _, commit in repo.records.each(repo.records.names(run)):
-            if isinstance(commit, Commit):  # verify reports a damaged one by itself
+            if isinstance(commit, Commit):  # verify reports damaged ones itself
                 yield Resolved.of_commit(commit)
     yield from map(Resolved.of_pin, repo.records.readable_pins())
 

@@ -1,7 +1,7 @@
 """
-What a filesystem can do, tried out: in a folder of its own, through the seam that the store writes through.
+Probes of a filesystem's abilities, in a folder of their own, through the same seam as the store's writes.
 
-Each probe yields its findings: what came of it, and what that means for a store.
+Each probe yields findings: the result, and what it means for a store.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def _promise(check: str, is_kept: bool, kept: str, broken: str) -> Finding:
 
 @contextlib.contextmanager
 def scratch(files: Files, parent: Path, *, prefix: str = "doctor") -> Iterator[Path]:
-    """Yield a new folder below *parent* that is gone afterwards, whatever happens but a kill."""
+    """Yield a new folder below *parent*; it is removed afterwards whatever happens, short of a kill."""
     folder = parent / f"{prefix}-{secrets.token_hex(8)}"
     files.make_directory(folder, durable=False)
     try:
@@ -72,7 +72,7 @@ def _write(files: Files, path: Path, data: bytes) -> Path:
 
 
 def _creates(files: Files, path: Path) -> bool:
-    """Create *path*; return whether it was not there yet."""
+    """Create *path*; return whether it was new."""
     try:
         files.create(path).close()
     except StorageIO as exc:
@@ -83,7 +83,7 @@ def _creates(files: Files, path: Path) -> bool:
 
 
 def modes(files: Files, folder: Path, *, of: Path) -> Iterator[Finding]:
-    """Look at the modes that new files get, and at those of the folder *of*, if it is there."""
+    """Check the modes that new files get, and those of the folder *of*, if it exists."""
     file = _write(files, folder / "mode", b"").stat()
     text = f"possible; new files have the mode {stat.S_IMODE(file.st_mode):04o}, "
     text += f"new folders {stat.S_IMODE(folder.stat().st_mode):04o}"
@@ -99,14 +99,14 @@ def modes(files: Files, folder: Path, *, of: Path) -> Iterator[Finding]:
 
 
 def exclusive_create(files: Files, folder: Path) -> Iterator[Finding]:
-    """Try to create a file that is there."""
+    """Try to create a file that exists."""
     is_kept = _creates(files, folder / "once") and not _creates(files, folder / "once")
     kept, broken = "a file that is there is not created again", "a file that is there is created again"
     yield _promise("exclusive create", is_kept, kept, broken)
 
 
 def hard_links(files: Files, folder: Path) -> Iterator[Finding]:
-    """Try to give a name that is taken."""
+    """Try to link to a name that is taken."""
     first, second = (_write(files, folder / name, name.encode()) for name in ("first", "second"))
     try:
         is_new = files.link_exclusive(first, folder / "linked")
@@ -122,7 +122,7 @@ def hard_links(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def renames(files: Files, folder: Path) -> Iterator[Finding]:
-    """Try whether a rename replaces the file that had the name, and leaves nothing at the old one."""
+    """Try whether a rename replaces the file at the new name and leaves nothing at the old one."""
     old, new = _write(files, folder / "old", b"old"), _write(files, folder / "new", b"new")
     files.rename(new, old)
     is_kept = files.read(old, size_bytes_max=64) == b"new" and not files.exists(new)
@@ -161,7 +161,7 @@ def reflink(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def names(files: Files, folder: Path) -> Iterator[Finding]:
-    """Try names that differ by case alone, and one that is as long as that of a run may be."""
+    """Try names that differ only in case, and one of the greatest length allowed for a run's name."""
     _write(files, folder / "name", b"")
     odd = []
     if files.exists(folder / "NAME"):
@@ -195,7 +195,7 @@ def clock(files: Files, folder: Path) -> Iterator[Finding]:
 
 
 def space(files: Files, folder: Path) -> Iterator[Finding]:
-    """Look how many bytes and files there may still be."""
+    """Check how many bytes and files there is still room for."""
     room = files.room(folder)
     many = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
     text = f"{room.free_bytes / 1e9:,.1f} of {room.total_bytes / 1e9:,.1f} GB free, {many}; a quota may allow less"
@@ -209,7 +209,7 @@ def space(files: Files, folder: Path) -> Iterator[Finding]:
 
 def write_speed(parent: Path) -> float:
     """Write files below *parent* as saves do, past the kernel's cache, for some seconds; return bytes per second."""
-    data = os.urandom(STREAM_BYTES)  # nothing that a disk could make smaller
+    data = os.urandom(STREAM_BYTES)  # incompressible
     files = Files()
     with scratch(files, parent, prefix="estimate") as folder:
         written, started, seconds = 0, time.perf_counter(), 0.0
@@ -230,7 +230,7 @@ def write_speed(parent: Path) -> float:
 CONTESTANTS = 4
 ROUNDS = 25
 _TIMEOUT_SECONDS = 60.0
-# More than a page, and more than one write of the kernel's: half of it would show.
+# More than a page and more than one kernel write, so that a half-written file would show.
 _CONTENT_BYTES = 128 * 1024
 _COMMAND = (sys.executable, "-m", "layerstore.check.probes")
 
@@ -239,10 +239,10 @@ def race(
     folder: Path, mount: Mount | None, *, command: Sequence[str] = _COMMAND, rounds: int = ROUNDS
 ) -> Iterator[Finding]:
     """
-    Let processes race in *folder*, on *mount*; each is a *command* that ends in the folder and its number.
+    Let processes race in *folder*, on *mount*; each runs *command*, with the folder and its number appended.
 
     Raises:
-        LayerstoreError: One of them could not go on; its own words say why.
+        LayerstoreError: One of them failed; the message is its own.
     """
     wrong = Counter[str]()
     with ExitStack() as stack:
@@ -272,7 +272,7 @@ def race(
 
 
 def _flock(path: Path, racer: "subprocess.Popen[str]") -> str:
-    """Try whether another process minds an flock of ours; return what flock does."""
+    """Try whether another process respects our flock; return what flock does."""
     fd = open_lock_file(path)
     try:
         if try_flock(fd, path) is None:
@@ -313,7 +313,7 @@ def _contestant(command: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
         stderr=subprocess.DEVNULL,
         text=True,
         env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,  # only we get Ctrl-C, and end it
+        start_new_session=True,  # only we get Ctrl-C, and we end it
     )
     timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
     with process:
@@ -326,7 +326,7 @@ def _contestant(command: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
 
 
 def contest(files: Files, folder: Path, number: int, questions: TextIO, answers: TextIO) -> None:
-    """Do in *folder* what *questions* ask for, one a line, until there are no more."""
+    """Do in *folder* what *questions* ask for, one per line, until the end."""
     for question in questions:
         word = question.strip()
         try:
@@ -347,7 +347,7 @@ def _try_flock(folder: Path) -> dict[str, object]:
 
 def _round(files: Files, folder: Path, number: int, name: str) -> dict[str, object]:
     created = _creates(files, folder / f"created-{name}")
-    # Two, as the one that is linked may have no name left.
+    # Two files, since the linked one may lose its own name.
     linking, replacing = (
         _write(files, folder / f"{use}-{name}-{number}", bytes([number]) * _CONTENT_BYTES)
         for use in ("linking", "replacing")
@@ -358,7 +358,7 @@ def _round(files: Files, folder: Path, number: int, name: str) -> dict[str, obje
 
 
 def _seen(files: Files, path: Path) -> str:
-    """Return how a file looks that others are replacing."""
+    """Return what a reader sees of a file that others keep replacing."""
     try:
         content = files.read(path, size_bytes_max=2 * _CONTENT_BYTES)
     except StorageIO as exc:

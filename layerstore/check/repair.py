@@ -1,7 +1,7 @@
 """
 Repair: damaged files move to the trash, and another store that has them intact supplies them.
 
-``store.json`` is written again, with the store id that most records state.
+``store.json`` is rewritten with the store id that most records state.
 
 Nothing else is inferred. What no source has stays reported: ingesting the checkpoint again puts objects back; `drop` or
 `pin --delete` gives up a record or pin by name.
@@ -72,7 +72,7 @@ class PinElsewhere:
 
     name: str
     reference: str
-    """RUN@STEP that it means there; of a composite, its base."""
+    """The RUN@STEP that it means there; for a composite, that of its base."""
     source: str
 
 
@@ -143,7 +143,7 @@ def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data
     If it is killed, repeat it: moved files are in the trash, fetched ones are complete.
 
     Raises:
-        Locked: A collection or another repair is under way.
+        Locked: A collection or another repair is running.
     """
     repo.prepare_writing()
     with repo.lock_gc() as hold:
@@ -163,7 +163,7 @@ def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data
 
 
 class _Repair:
-    """One verify of the store, and what follows from it."""
+    """One verify of the store, and the repairs that follow from it."""
 
     def __init__(self, repo: Repository, sources: Sequence[Repository], *, read_data: bool, dry_run: bool) -> None:
         self._repo = repo
@@ -233,7 +233,7 @@ class _Repair:
         if self._repo.objects.is_whole(home, ref.id):
             return self._repo.objects.is_sound(home, ref)  # else a record names it with a wrong size
         if self._repo.files.identity(home) != before:
-            return True  # an ingest has written it again; if not, the next repair finds it
+            return True  # an ingest has rewritten it; if not, the next repair finds it
         source = self._source_of(ref)
         if self._repo.files.exists(home):
             self._take_away(home, damage)
@@ -329,7 +329,7 @@ _STORE_ID = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredIdentity:
-    """A ``store.json`` that was written again, or would be."""
+    """A ``store.json`` that was rewritten, or would be."""
 
     flags: tuple[str, ...]
     """Features that readers and writers of the store must know."""
@@ -339,10 +339,10 @@ class RestoredIdentity:
 
 def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:
     """
-    Write ``store.json`` again for the store *store_id*; return None if the present one is intact.
+    Rewrite ``store.json`` for the store *store_id*; return None if the present one is intact.
 
     More records have to state this id than any other. The old file goes to the trash; flags that can still be read in
-    it are kept, for an older layerstore must not write there.
+    it are kept, because an older layerstore must not write there.
 
     Raises:
         InvalidInput: *store_id* is malformed, or not the one that most records state.

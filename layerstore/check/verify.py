@@ -1,5 +1,5 @@
 """
-Verify: is everything there, and is every byte as it was written?
+Verify: is everything there, and is every byte still as it was written?
 
 Always checked: every record, pin and part by its checksum, every blob by its hash, every object by its size, and the
 index against the records. With *read_data* also the bytes of every object, or of a sample. Nothing is changed.
@@ -43,7 +43,7 @@ class ObjectSample:
     """The objects whose ids lie in one range of all ids, which may wrap around."""
 
     begin: int
-    """Of the first 32 bits of an id."""
+    """Where the range begins, by the first 32 bits of an id."""
     length: int
     words: str
     """How to ask for the same sample again."""
@@ -82,7 +82,7 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
 
 _EVERYTHING = ObjectSample(begin=0, length=_ALL, words="")
 
-# Objects that a thread takes at a time, and how many such shares are queued.
+# How many objects a thread takes at a time, and how many such shares are queued.
 _SHARE = 64
 _SHARES_MAX = 4 * WORKERS_MAX
 
@@ -101,7 +101,7 @@ class Verdict:
     objects_read: int
     bytes_read: int
     sample: str | None
-    """The sample that was read, if not all; these words ask for the same one again."""
+    """The sample that was read, in words that request the same one again; None if all was read."""
 
     @property
     def ok(self) -> bool:
@@ -114,10 +114,10 @@ class _Named:
     """Everything that records, pins and parts name; shared by threads."""
 
     versions: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each with the numbers of the layers that records name it for."""
+    """Each version with the numbers of the layers that records name it for."""
     states: NumberedRefs = field(default_factory=NumberedRefs)
     objects: NumberedRefs = field(default_factory=NumberedRefs)
-    """Each with the numbers of the blobs that name it."""
+    """Each object with the numbers of the blobs that name it."""
     under_way: NumberedRefs = field(default_factory=NumberedRefs)
     """What parts of incomplete saves and dropped commits need: not orphans."""
     layers: dict[str, int] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def verify_store(
 
 
 def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
-    """Read every record; hold it against the index, and note what it names."""
+    """Read every record, compare it with the index, and note what it names."""
     for run in repo.records.runs():
         indexed = repo.catalog.indexed(run)
         names = repo.records.names(run)
@@ -224,7 +224,7 @@ def _read_pins(repo: Repository, named: _Named) -> None:
 
 
 def _read_beside(repo: Repository, named: _Named) -> None:
-    """Look at everything but commits and pins: strangers, parts of saves under way, and the trash."""
+    """Check everything but commits and pins: strangers, parts of unfinished saves, and the trash."""
     for stranger in repo.records.strangers():
         problem = IntegrityError("it is not a record or a pin, and nothing reads it")
         named.note(Damage(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem)))
@@ -237,13 +237,13 @@ def _read_beside(repo: Repository, named: _Named) -> None:
         for ref in (*refs, *([] if part.state is None else [part.state])):
             named.under_way.add(ref)
     for name in repo.trash.records():
-        with contextlib.suppress(LayerstoreError):  # what rots in the trash costs nobody anything
+        with contextlib.suppress(LayerstoreError):  # damage in the trash harms nobody
             for ref in Needs(repo).add_readable(repo.trash.read_record(name).record):
                 named.under_way.add(ref)
 
 
 def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
-    """Read every version and state blob once; note all objects that they name."""
+    """Read every version and state blob once, and note all objects that they name."""
     layers = list(named.layers)
 
     def of_version(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
@@ -292,7 +292,7 @@ class _Counted:
 def _check_objects(
     repo: Repository, named: _Named, *, reads: ObjectSample | None, whole: bool, progress: Progress
 ) -> _Counted:
-    """Look at every object that is named, and read those in the sample *reads*; count what nothing names."""
+    """Check every named object, and read those in the sample *reads*; count the unnamed ones."""
     counted = _Counted()
     known = {(fault.id, fault.size_bytes) for fault in named.faults}
     to_read = [ref.size_bytes for at in range(PARTS) for ref in _refs(named, at) if reads and ref in reads]
@@ -327,7 +327,7 @@ _Lost = tuple[BlobRef, LayerstoreError]
 
 @contextlib.contextmanager
 def check_share(repo: Repository, part: tuple[list[BlobRef], ObjectSample | None]) -> Iterator[list[_Lost]]:
-    """Check some objects for the process that leads."""
+    """Check some objects for the leading process."""
     refs, reads = part
     yield list(_lost(repo, [refs], reads, Silent()))
 
@@ -350,7 +350,7 @@ def _lost(
         return found
 
     waiting: deque[Future[list[_Lost]]] = deque()
-    # Looking at local files is over sooner than another thread would wake.
+    # Checking local files takes less time than waking another thread.
     workers = WORKERS_MAX if reads or repo.aside.is_on_network else 1
     with ThreadPoolExecutor(workers) as pool:
         for refs in parts:
@@ -364,13 +364,13 @@ def _lost(
 
 
 def _refs(named: _Named, at: int) -> dict[BlobRef, list[int] | None]:
-    """Return the objects whose ids begin with *at*, each with the numbers of the blobs that name it."""
-    # The blobs themselves have just been read; with the data they count like all others.
+    """Return the objects whose ids start with *at*, each with the numbers of the blobs that name it."""
+    # The blobs themselves have just been read; if data is read, they count like all other objects.
     own: dict[BlobRef, list[int] | None] = {ref: None for of in (named.versions, named.states) for ref in of.part(at)}
     return {**own, **named.objects.part(at)}
 
 
-# -- what that costs -----------------------------------------------------------------------------------------------
+# -- what is lost --------------------------------------------------------------------------------------------------
 
 
 def _holders(repo: Repository, named: _Named, only: Resolved | None) -> dict[str, Holder]:

@@ -1,8 +1,8 @@
 """
-Move bytes from objects into the files of a new folder, as other modules have planned them with `OutputFile`.
+Move bytes from objects into the files of a new folder, as other modules planned them with `OutputFile`.
 
-One thread copies, others verify and convert ahead of it, and one more syncs what is complete: two copying threads
-would only compete for the disk. Memory does not grow with the model.
+One thread copies, others verify and convert ahead of it, and one more syncs complete files. Two copying threads would
+only compete for the disk. Memory use does not grow with the model.
 """
 
 import os
@@ -34,12 +34,12 @@ Literals = tuple[tuple[int, bytes], ...]
 """(offset, bytes)."""
 
 
-# -- what is to be written -----------------------------------------------------------------------------------------
+# -- plans of files ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """One file to be written; bytes that neither literals nor pieces cover are zero."""
+    """One file to write; bytes that neither literals nor pieces cover are zero."""
 
     path: str
     """Below the checkpoint folder, with ``/``."""
@@ -48,12 +48,12 @@ class OutputFile:
     literals: Literals = ()
     pieces: tuple[Piece, ...] = ()
     finish: Callable[[Mapping[int, int]], Literals] | None = None
-    """Returns the literals that depend on measured checksums, given these by offset in the file."""
+    """Returns the literals that depend on measured checksums; called with these, by offset in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedCheck:
-    """The checksum of a derived tensor as it was saved: rounding the master again must give it."""
+    """The checksum of a derived tensor as it was saved: rounding the master again must reproduce it."""
 
     name: str
     offset: int
@@ -63,12 +63,12 @@ class DerivedCheck:
 
 
 def literal_file(path: str, data: bytes, *, executable: bool = False) -> OutputFile:
-    """Return the plan of a file that consists of *data*."""
+    """Plan a file that consists of *data*."""
     return OutputFile(path=path, size_bytes=len(data), executable=executable, literals=((0, data),))
 
 
 def plan_source_file(file: SourceFile) -> OutputFile:
-    """Return the plan of a file that is kept byte for byte."""
+    """Plan a file that is kept byte for byte."""
     content = file.content
     if isinstance(content, bytes):
         return literal_file(file.path, content, executable=file.executable)
@@ -84,7 +84,7 @@ def whole(content: ObjectContent, offset: int) -> Piece:
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Join pieces that are neighbours in the object and in the file: one call moves them."""
+    """Join pieces that are adjacent both in the object and in the file, so that one call moves them."""
     found: list[Piece] = []
     for piece in pieces:
         if found and _continues(found[-1], piece):
@@ -95,7 +95,7 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _continues(first: Piece, second: Piece) -> bool:
-    # A conversion, and a checksum that is wanted, are of that piece alone.
+    # Conversions and measured checksums apply to a single piece.
     is_plain = not (first.rounding or second.rounding or first.is_measured or second.is_measured)
     return is_plain and (second.object, second.object_offset, second.offset) == (
         first.object,
@@ -105,7 +105,7 @@ def _continues(first: Piece, second: Piece) -> bool:
 
 
 def content_of(repo: Repository, content: bytes | ObjectContent) -> bytes:
-    """Return what a file beside the trees holds, verified."""
+    """Return the verified content of a file that is not a tree."""
     if isinstance(content, bytes):
         return content
     data = bytearray(content.size_bytes)
@@ -115,7 +115,7 @@ def content_of(repo: Repository, content: bytes | ObjectContent) -> bytes:
 
 
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
-    """Fill *into* with the bytes of an object from *start* on, unverified."""
+    """Fill *into* with the bytes of an object from *start*, unverified."""
     with repo.objects.open(ref, [(start, start + len(into))]) as file:
         for at in range(0, len(into), IO_CHUNK_BYTES):
             file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
@@ -139,7 +139,7 @@ class Converted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One object, and every place where its bytes go."""
+    """One object, and all destinations of its bytes."""
 
     object: BlobRef
     copies: list[tuple[NewFile, Piece]] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """
-Choose what a composite consists of: a version for each layer, and the base commit that supplies everything else.
+Choose the parts of a composite: a version for each layer, and the base commit, which supplies everything else.
 
 A composition is pure data. A policy says which save each layer comes from (for recipes see ``recipes``).
-This module also checks whether the chosen versions fit together, and deals with damaged ones.
+This module also checks that the chosen versions fit together, and handles damaged ones.
 """
 
 import itertools
@@ -48,11 +48,11 @@ class Composition:
     layers: tuple[LayerEntry, ...]
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
-    """Layers that were due at their chosen save but not written there: the version that it inherited is used."""
+    """Layers that were due at their chosen save but not written there, so that an inherited version is used."""
     notes: tuple[str, ...] = ()
     """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than asked."""
     chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
-    """The records that it rests on, and what the index says of their layers: checked before anything is written."""
+    """The records it is based on, and what the index says about their layers; checked before anything is written."""
 
     @property
     def staleness(self) -> Staleness:
@@ -84,7 +84,7 @@ class Composition:
         )
 
     def summary(self) -> dict[str, object]:
-        """Return what ``--json`` prints of this and ``layerstore.json`` keeps of it."""
+        """Return the facts that ``--json`` prints and ``layerstore.json`` keeps."""
         staleness = self.staleness
         return {
             "run": self.base.run,
@@ -110,7 +110,7 @@ class Composition:
 
 
 def compose_latest(resolved: Resolved) -> Composition:
-    """Take the layers that the commit has; of a pinned composite, those that were chosen when it was pinned."""
+    """Take the commit's own layers; for a pinned composite, those chosen when it was pinned."""
     record = resolved.record
     is_chosen = resolved.pin is not None and record.policy.name != Latest.name
     return Composition(
@@ -126,7 +126,7 @@ def compose_latest(resolved: Resolved) -> Composition:
 
 def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
     """
-    Take every layer from this very step.
+    Take every layer from exactly this step.
 
     Raises:
         LayoutMismatch: Some layers were not saved at this step; the message names one.
@@ -149,7 +149,7 @@ def compose_by_policy(
     """
     Take each layer from its newest save, up to the base, at which it was due under *policy*.
 
-    *view* is the run as it is looked at; by default as it stands now.
+    *view* is a view of the run, by default the present one.
     """
     base, latest = resolved.record, compose_latest(resolved)
     if isinstance(policy, Latest):
@@ -183,7 +183,7 @@ def check_members(repo: Repository, composition: Composition) -> list[LayerVersi
 
     Raises:
         LayoutMismatch: A version has other parameters, buffers or optimizer states than the base's own version.
-        IntegrityError: A record does not say what the index has said of it.
+        IntegrityError: A record contradicts the index.
     """
     for name, entries in composition.chosen_from:
         if entries:
@@ -212,7 +212,7 @@ def check_members(repo: Repository, composition: Composition) -> list[LayerVersi
 
 def check_whole(repo: Repository, composition: Composition, *, world_size: int | None = None) -> None:
     """
-    Make sure that an optimizer state that cannot be cut into layers does not have to be cut.
+    Make sure that an optimizer state that cannot be split by layer does not have to be.
 
     Raises:
         LayoutMismatch: The base has such a state, and layers are from other saves or *world_size* is another.
@@ -232,7 +232,7 @@ def check_whole(repo: Repository, composition: Composition, *, world_size: int |
 
 
 def difference(base: LayerVersion, other: LayerVersion) -> str | None:
-    """Return in words how the version *other* of a layer does not fit *base*; None where it does."""
+    """Say how the version *other* of a layer does not fit *base*; None if it fits."""
     ours, theirs = _by_name(base), _by_name(other)
     for name in sorted(ours.keys() ^ theirs.keys()):
         return f"{_kind(ours.get(name) or theirs[name])} {name!r} is {'missing' if name in ours else 'not in the base'}"
@@ -269,11 +269,11 @@ def _facts(item: Parameter | Buffer) -> str:
 @contextmanager
 def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
     """
-    Name the layer in errors of the body, which reads what *composition* consists of.
+    Name the layer in errors of the body, which reads the parts of *composition*.
 
     Raises:
-        Conflict: A commit that it was chosen from is gone: it was collected or dropped meanwhile.
-        IntegrityError: Something is damaged or missing; the message says of which layer.
+        Conflict: A commit that it was chosen from was collected or dropped meanwhile.
+        IntegrityError: Something is damaged or missing; the message names the layer.
     """
     try:
         yield
@@ -291,7 +291,7 @@ def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
 
 
 def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
-    """Begin *exc* with the layer that has *lost* an object, and end it with what to do."""
+    """Prefix *exc* with the layer that *lost* an object, and append the remedy."""
     base, entry = composition.base, next((each for each in composition.layers if _has(repo, each.version, lost)), None)
     [called] = of_base = references_to(repo, [base])
     if entry is not None:
@@ -300,7 +300,7 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     if entry is not None and saved_at(repo, entry.origin) is None:
         [called] = of_base  # the layer has outlived the commit that saved it
     option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # a missing object is found without reading
-    # Of a pin the base may be gone: then there is no reference to narrow it by.
+    # A pin's base may be gone; then there is no reference to narrow the command by.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     older = "" if entry is None else "compose --without-damaged takes older versions; "
     exc.hint = f"layerstore verify{narrow}{option} says which composites still stand; {older}or {exc.hint}"
@@ -310,17 +310,17 @@ def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
     try:
         return version.id == lost or any(ref.id == lost for ref in named_by(repo, version))
     except IntegrityError:
-        return False  # the blob is lost itself, so its objects were never read
+        return False  # the blob itself is lost, so its objects were never read
 
 
 def without_damaged(repo: Repository, composition: Composition) -> Composition:
     """
-    Take an older version of each layer that is damaged: the newest sound one in the history below the base.
+    Replace each damaged layer by an older version: the newest sound one in the history below the base.
 
-    Every byte of what is taken is read.
+    Reads every byte of the chosen versions.
 
     Raises:
-        IntegrityError: A layer has no sound version that fits, or what is not a layer is damaged.
+        IntegrityError: A layer has no sound version that fits, or something other than a layer is damaged.
     """
     base = composition.base
     for state in base.states:
@@ -344,7 +344,7 @@ def without_damaged(repo: Repository, composition: Composition) -> Composition:
 
 
 def _problem(repo: Repository, entry: LayerEntry) -> LayerstoreError | None:
-    """Return what is wrong with the version of *entry*; None if every byte is as it was written."""
+    """Return what is wrong with the version of *entry*; None if every byte is intact."""
     try:
         for stored in repo.version_of(entry).objects:
             repo.objects.verify(stored.ref)
@@ -354,7 +354,7 @@ def _problem(repo: Repository, entry: LayerEntry) -> LayerstoreError | None:
 
 
 def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> LayerEntry | None:
-    """Return the layer's newest other version in the base's history that is sound, and fits where that is known."""
+    """Return the layer's newest other version in the base's history that is sound and, as far as known, fits."""
     base = composition.base
     view = repo.catalog.find(base.run)
     try:

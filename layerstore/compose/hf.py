@@ -1,7 +1,7 @@
 """
 The format ``hf``: a composite's weights as a folder that Transformers (or PEFT) loads; the optimizer is not read.
 
-A sibling of ``zero3``; an output format plans its files, and ``assemble`` and ``target`` do the rest.
+A sibling of ``zero3``: an output format plans its files, and ``assemble`` and ``target`` do the rest.
 """
 
 import json
@@ -54,7 +54,7 @@ MAX_SHARD_SIZE = "5GB"
 
 CONFIG = "config.json"
 
-# Files that resume training, or hold weights themselves: a model is not loaded with them.
+# Files for resuming training, or with weights of their own: loading a model does not need them.
 _TRAINING_NAMES = frozenset({"trainer_state.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"})
 _TRAINING_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".distcp", ".h5", ".msgpack", ".npz", ".pkl", ".pt", ".pth", ".safetensors"}
@@ -70,13 +70,13 @@ class ExportPlan:
     """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
     _weights: tuple[WeightsFile, ...]
     files: tuple[OutputFile, ...]
-    """The weights, their index, and what goes beside them."""
+    """The weights, their index, and the files that go with them."""
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
     model_class: str | None
     """The class of Transformers that the config names."""
     seconds: float
-    """How long planning took, with asking Transformers."""
+    """How long planning took, including the question to Transformers."""
 
     @property
     def size_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Exported:
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
     model_class: str | None
-    """The class of Transformers that loads the folder, where its config names one."""
+    """The class of Transformers that loads the folder, if its config names one."""
 
 
 def plan_export(
@@ -114,7 +114,7 @@ def plan_export(
     *dtype* is one of ``bf16``, ``fp16``, ``fp32``; None for the type in which each parameter is trained.
 
     Raises:
-        InvalidInput: *dtype* or *max_shard_size* is none.
+        InvalidInput: *dtype* is not an element type, or *max_shard_size* not a size.
         LayoutMismatch: A layer has no weights to export.
     """
     started = time.monotonic()
@@ -122,7 +122,7 @@ def plan_export(
     base = composition.base
     versions = check_members(repo, composition)
     slices, own = Slices(versions), composition.own_parameters(versions)
-    state = repo.state(base.states[0])  # the first rank's, which has all that is not a rank's own
+    state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     model_class = None
     if configs_of(state.files):
@@ -208,7 +208,7 @@ def _is_older_form(path: Path) -> bool:
 
 
 def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
-    """Say which values left the range of their new type."""
+    """Report values that left the range of their new type."""
     found: dict[str, int] = {}
     for file in plan._weights:
         for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
@@ -234,14 +234,14 @@ def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[W
 
 
 def _in_model_order(tensors: list[WeightTensor], state: RankState) -> list[WeightTensor]:
-    """Return *tensors* in the order of the model's own ``state_dict``, in which they are dealt out to files."""
+    """Return *tensors* in the order of the model's own ``state_dict``, which decides how files are filled."""
     module = TreeView.of(state.model)["module"]
     places = {str(name): place for place, name in enumerate(module.mapping())}
     return sorted(tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
 
 
 def _uniform_dtype(weights: Iterable[WeightsFile]) -> str | None:
-    """Return the one element type of all parameters, None where there are several."""
+    """Return the common element type of all parameters, None if there are several."""
     tensors = (tensor for file in weights for tensor in file.tensors)
     codes = {tensor.dtype for tensor in tensors if tensor.source is TensorSource.PARAMETER}
     return codes.pop() if len(codes) == 1 else None
@@ -263,18 +263,18 @@ def _doubts(state: RankState, versions: list[LayerVersion], slices: Slices) -> I
         yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
 
 
-# -- the config and what else goes beside the weights --------------------------------------------------------------
+# -- the config and the other files next to the weights ------------------------------------------------------------
 
 
 def goes_along(path: str, *, tag: str) -> bool:
     """
     Whether the base's small file *path* belongs to the model: its config, tokenizer, processor, code, card.
 
-    All but a few known names do, since tokenizers call their files what they like.
+    All but a few known names do, since tokenizers are free to name their files.
     """
     file = PurePosixPath(path)
     is_of_training = file.parts[0] == tag or file.name in _TRAINING_NAMES or file.suffix in _TRAINING_SUFFIXES
-    # An adapter's config would have Transformers look for weights that are not here.
+    # An adapter's config would make Transformers look for weights that are not here.
     is_other = file.name.startswith(("adapter_", "events.out.tfevents")) or file.name.endswith(".index.json")
     return not (is_of_training or is_other)
 
@@ -282,7 +282,7 @@ def goes_along(path: str, *, tag: str) -> bool:
 def _read_config(
     repo: Repository, files: Iterable[SourceFile]
 ) -> tuple[SourceFile | None, dict[str, object] | None, str]:
-    """Return the base's config, its fields, and why these cannot be read; None for what is not there."""
+    """Return the base's config, its fields, and why these cannot be read; None for each that is missing."""
     file = next((file for file in files if file.path == CONFIG), None)
     if file is None:
         return None, None, ""
@@ -332,11 +332,11 @@ def parse_config(data: bytes) -> dict[str, object]:
     """
     try:
         fields = json.loads(data)
-        json.dumps(fields, indent=2)  # what can be written again is not nested too deep for anything here
+        json.dumps(fields, indent=2)  # whatever can be dumped is not nested too deeply for the rest of this module
     except RecursionError as exc:
         raise ValueError("it is nested too deep") from exc
     if not isinstance(fields, dict):
-        raise ValueError("it is not an object")  # noqa: TRY004  # for the caller it is one thing
+        raise ValueError("it is not an object")  # noqa: TRY004  # one error class for the caller
     return fields
 
 
@@ -345,7 +345,7 @@ def config_with_dtype(fields: dict[str, object], code: str) -> dict[str, object]
     name = by_code(code).torch_name
     made = _with_dtype(fields, name)
     if not {"dtype", "torch_dtype"} & made.keys():
-        made["torch_dtype"] = name  # the key that all versions of Transformers know
+        made["torch_dtype"] = name  # all versions of Transformers know this key
     return made
 
 

@@ -4,8 +4,8 @@ PEFT's adapters: which ones a composite has, their names in files, and their fil
 A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
 since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
 
-The base's own file of an adapter is kept, with the tensors of other saves in their places. Without such a file, an
-export makes one by PEFT's rule for LoRA.
+If the base has its own file of an adapter, it is kept, with the tensors of other saves put in place. Without such a
+file, an export makes one by PEFT's rule for LoRA.
 """
 
 import json
@@ -36,7 +36,7 @@ _TO_SAVE = "modules_to_save"
 
 def adapter_at(path: str) -> str | None:
     """
-    Return the adapter whose file lies at *path*, None where PEFT puts none.
+    Return the adapter whose file belongs at *path*, None if PEFT puts none there.
 
     >>> adapter_at("adapter_config.json"), adapter_at("reference/adapter_config.json"), adapter_at("a/b/c.json")
     ('default', 'reference', None)
@@ -46,14 +46,14 @@ def adapter_at(path: str) -> str | None:
 
 
 def configs_of(files: Iterable[SourceFile]) -> dict[str, SourceFile]:
-    """Return the config of each adapter that has one among *files*, by the adapter's name."""
+    """Return the adapter configs among *files*, by adapter name."""
     found = {adapter_at(file.path): file for file in files if PurePosixPath(file.path).name == ADAPTER_CONFIG}
     return {adapter: file for adapter, file in found.items() if adapter is not None}
 
 
 def name_in_file(parameter: str, adapter: str) -> str | None:
     """
-    Return what PEFT calls *parameter* in the file of *adapter*, None if it is none of that adapter's.
+    Return PEFT's name for *parameter* in the file of *adapter*, None if it does not belong to that adapter.
 
     >>> name_in_file("base_model.model.q_proj.lora_A.default.weight", "default")
     'base_model.model.q_proj.lora_A.weight'
@@ -67,7 +67,7 @@ def name_in_file(parameter: str, adapter: str) -> str | None:
     if parts and last == adapter:
         return ".".join(parts)
     if len(parts) > 1 and parts[-1] == adapter:
-        # DoRA's vectors were parameters once, and their names in files have stayed.
+        # DoRA's vectors were once parameters, and kept those names in files.
         return ".".join(parts[:-1] if parts[-2] == _DORA else [*parts[:-1], last])
     return None
 
@@ -78,7 +78,7 @@ def _parts(parameter: str) -> list[str]:
 
 def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
     """
-    Return the *parameters* that PEFT saves of a LoRA adapter with *config*, by their names in its file.
+    Return the *parameters* that PEFT saves for a LoRA adapter with *config*, by their names in its file.
 
     Raises:
         Unsupported: It is not LoRA: other methods have rules of their own.
@@ -126,12 +126,12 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> W
 
 def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
     """
-    Return the plan of a file beside the shards: as it is, or an adapter's with the values of the chosen layers.
+    Plan a file next to the shards: unchanged, or if it is an adapter's, with the values of the chosen layers.
 
     *own* are the parameters of the layers that the base itself saved.
 
     Raises:
-        Unsupported: Some tensors of an adapter's file are of unknown parameters.
+        Unsupported: Some tensors of an adapter's file belong to unknown parameters.
     """
     older = slices.parameters.keys() - own
     adapter = adapter_at(file.path)
@@ -151,7 +151,7 @@ def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Coll
 
 
 def _patched(file: SourceFile, found: WeightsFile, slices: Slices, names: Collection[str]) -> OutputFile:
-    """Return the plan of *file*, as it was *found*, with the tensors of the parameters *names* from *slices*."""
+    """Plan *file* as it was *found*, but with the tensors of the parameters *names* from *slices*."""
     begin = 0
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
@@ -188,8 +188,8 @@ def plan_adapters(
     """
     Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, all its files, and notes.
 
-    *files* are the base's, *own* the parameters of the layers that it saved itself; *dtype* is the code of the wanted
-    element type, None for that of the files.
+    *files* are the base's; *own* are the parameters of the layers that it saved itself; *dtype* is the code of the
+    wanted element type, None for that of the files.
 
     Raises:
         Unsupported: A trained parameter has no place in such a folder, or an adapter's file cannot be made.
@@ -217,7 +217,7 @@ def plan_adapters(
         outputs.append(output)
     used = {tensor.layer_name for of in weights for tensor in of.tensors}
     trained = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
-    if trained:  # PEFT itself would leave it out in silence
+    if trained:  # PEFT itself would silently leave it out
         more = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
         raise Unsupported(
             f"{trained[0]!r}{more} is trained and belongs to no adapter with a config: PEFT's folder has no place for "
@@ -232,7 +232,7 @@ def plan_adapters(
 def _as_saved(
     file: SourceFile, stored: WeightsFile, slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[WeightsFile, OutputFile]:
-    """Return the base's own file with the values of the chosen layers, laid out anew for another *dtype*."""
+    """Return the base's own file with the values of the chosen layers; a new *dtype* changes its layout."""
     path = file.path
     tensors = tuple(_typed(tensor, dtype) for tensor in stored.tensors)
     if tensors != stored.tensors:

@@ -1,5 +1,5 @@
 """
-Look a recipe up in the store: which commits its steps mean, and which version of each layer they have.
+Resolve a recipe in the store: which commits its steps mean, and which version of each layer they have.
 
 Errors begin with the place in the recipe and end with what to do about it.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
 
 Found = tuple[RecordRow | None, Mapping[str, LayerEntry]]
-"""The row of the commit that a reference means, None for a pin, and what it has of the wanted layers."""
+"""The row of the commit that a reference means (None for a pin), and its entries for the wanted layers."""
 
 
 def _read_recipe(repo: Repository, path: Path) -> "Recipe":
@@ -37,10 +37,10 @@ def _read_recipe(repo: Repository, path: Path) -> "Recipe":
 
 def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Composition:
     """
-    Take each layer from where the recipe in the file *path* says; *run* is used where the recipe names no run.
+    Take each layer from where the recipe in the file *path* says; *run* is the default for steps without a run.
 
     Raises:
-        InvalidInput: It is no recipe, or does not fit the model of its base.
+        InvalidInput: It is not a recipe, or does not fit the model of its base.
         NotFound: A step that it names is not in the store.
     """
     from layerstore.policy.recipe import ModelOutline, outline_of
@@ -80,7 +80,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
 
 
 def _found(repo: Repository, taken: Mapping[str, "Choice"], notes: list[str], *, run: str, back: int) -> list[Found]:
-    """Look up what each layer is *taken* from, each run and each commit once; *notes* gets the older layers."""
+    """Look up the source of each layer in *taken*, each run and commit once; add older layers to *notes*."""
     references = {layer: choice.reference(run=run, back=back) for layer, choice in taken.items()}
     pins, view_of = frozenset(repo.records.pin_names()), cache(repo.catalog.view)
     found: dict[str, Found] = {}
@@ -109,7 +109,7 @@ def _found(repo: Repository, taken: Mapping[str, "Choice"], notes: list[str], *,
 
 
 def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
-    """Return the run of steps without one: the base's, else *run*, else the recipe's own word, else the only run."""
+    """Return the run for steps without one: the base's, else *run*, else the recipe's default, else the only run."""
     if recipe.base.run is not None:
         return recipe.base.run
     if run is not None:
@@ -147,7 +147,7 @@ def _back_of(repo: Repository, record: CommitRecord) -> int:
 
 @contextmanager
 def _explained(choice: "Choice", run: str) -> Iterator[None]:
-    """Begin errors with the place in the recipe, and say how to ingest a step that is missing."""
+    """Prefix errors with the place in the recipe, and say how to ingest a missing step."""
     try:
         with choice.spot.located():
             yield

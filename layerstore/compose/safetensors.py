@@ -1,5 +1,5 @@
 """
-The weights files of an export as plans: which tensors are in which safetensors file, and where their bytes come from.
+Plan the weights files of an export: which tensors are in which safetensors file, and where their bytes come from.
 
 Other programs read these files, so their names, their metadata and the order of the index are Transformers' own.
 Within that we pad the header and put whole pages first, so that payloads start on pages and can be reflinked.
@@ -27,12 +27,12 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Element types that are rounded or widened to the type that was asked for; others stay as they are."""
+"""Element types that are rounded or widened to the requested type; others stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Elements that lie together in a parameter or buffer."""
+    """Elements that are contiguous in a parameter or buffer."""
 
     name: str
     start: int
@@ -46,16 +46,16 @@ class WeightTensor:
     name: str
     """In the file."""
     dtype: str
-    """Of its bytes in the file."""
+    """Element type of its bytes in the file."""
     shape: tuple[int, ...]
     source: TensorSource = TensorSource.STORED
     layer_name: str = ""
     """The parameter or buffer that supplies it, or its first elements; empty when stored."""
     runs: tuple[Run, ...] = ()
-    """Where its elements come from, if not from the whole of *layer_name*."""
+    """Where its elements come from, if not from all of *layer_name*."""
     stored: ObjectContent | None = None
     crc32: int | None = None
-    """Of the same tensor in the base's own file, if it must have the same bytes."""
+    """Checksum of the same tensor in the base's own file, if its bytes must be the same."""
 
     @property
     def size_bytes(self) -> int:
@@ -78,7 +78,7 @@ class WeightsFile:
         return self.tensors[bisect_right(self.frame.offsets, offset) - 1]
 
     def output(self, slices: Slices) -> OutputFile:
-        """Return the plan of the file, filled from *slices*."""
+        """Plan the file, filled from *slices*."""
         placed = zip(self.tensors, self.frame.offsets, strict=True)
         return OutputFile(
             path=self.name,
@@ -88,7 +88,7 @@ class WeightsFile:
         )
 
     def checks(self) -> Iterator[DerivedCheck]:
-        """Yield the tensors whose bytes are known beforehand."""
+        """Yield the tensors whose checksums are known in advance."""
         for tensor, offset in zip(self.tensors, self.frame.offsets, strict=True):
             if tensor.crc32 is not None:
                 yield DerivedCheck(name=tensor.name, offset=offset, size_bytes=tensor.size_bytes, crc32=tensor.crc32)
@@ -99,7 +99,7 @@ class WeightsFile:
 
 def weights_files(tensors: Iterable[WeightTensor], *, shard_bytes_max: int) -> tuple[WeightsFile, ...]:
     """
-    Deal *tensors* out to files, in their order, as Transformers does.
+    Distribute *tensors* over files, in their order, as Transformers does.
 
     A file is closed when the next tensor would exceed *shard_bytes_max*; a larger tensor has a file of its own.
     """
@@ -129,7 +129,7 @@ def _split(tensors: Iterable[WeightTensor], shard_bytes_max: int) -> Iterator[li
 
 
 def weights_file(name: str, tensors: Iterable[WeightTensor]) -> WeightsFile:
-    """Lay *tensors* out in one file called *name*."""
+    """Lay out *tensors* in one file called *name*."""
     # Whole pages first, so that all of them start on one; then the larger elements, so that all are aligned.
     ordered = sorted(
         tensors, key=lambda tensor: (tensor.size_bytes % PAGE_BYTES != 0, -by_code(tensor.dtype).bytes, tensor.name)

@@ -1,5 +1,5 @@
 """
-The folder or file that a verb writes: it appears whole or not at all, and replaces only what it renews.
+The folder or file that a verb writes: it appears whole or not at all, and replaces only an older version of itself.
 
 Everything is written under another name in the same folder, and renamed once it is complete.
 """
@@ -22,19 +22,19 @@ class Target:
 
     path: Path
     older: tuple[int, ...] | None
-    """The identity of what is there now; None where nothing is."""
+    """The identity of what is there now; None if nothing is."""
     is_empty: bool = False
-    """Whether that is a folder with nothing in it."""
+    """Whether that is an empty folder."""
 
 
 def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: bool) -> Target:
     """
-    Return where *out* is, if a folder may be written there; an older one is recognised as *what* by its *signs*.
+    Check that a folder may be written at *out*, and return its target; *signs* identify an older one as *what*.
 
-    *signs* are files of which every such folder has at least one. With *force* an older one is replaced.
+    Every such folder has at least one of the files *signs*. With *force*, an older one is replaced.
 
     Raises:
-        InvalidInput: It is in the store, around the store, or no path for a folder.
+        InvalidInput: It is inside the store, contains the store, or is not a path for a folder.
         AlreadyExists: Something is there that may not be replaced.
     """
     with _looking_at(out):
@@ -50,10 +50,10 @@ def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, 
 
 def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> Target:
     """
-    Return where *out* is, if a file may be written there; an older one is recognised as *what* by how it *begins*.
+    Check that a file may be written at *out*, and return its target; the first bytes *begins* identify an older *what*.
 
     Raises:
-        InvalidInput: It is in the store, around the store, or no path for a file.
+        InvalidInput: It is inside the store, contains the store, or is not a path for a file.
         AlreadyExists: Something else is there.
     """
     with _looking_at(out):
@@ -69,7 +69,7 @@ def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> Ta
 
 @contextmanager
 def _looking_at(out: Path) -> Iterator[None]:
-    """Let errors name the path *out*."""
+    """Make errors name the path *out*."""
     try:
         with mapped_errors(out, doing="look at"):
             yield
@@ -93,7 +93,7 @@ def _placed(repo: Repository, out: Path) -> Path:
 
 
 def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: bool) -> None:
-    # A typing mistake must not cost a home folder, with --force or without.
+    # A typo must not cost a home folder, with --force or without.
     if not any((path / sign).is_file() for sign in signs):
         named = " or ".join(map(repr, signs))
         raise AlreadyExists(
@@ -123,12 +123,12 @@ def _named_like(path: Path, what: str) -> Path:
 @contextmanager
 def appearing(repo: Repository, target: Target, *, is_older_form: Callable[[Path], bool]) -> Iterator[Path]:
     """
-    Lend a folder that becomes *target* at the end, or is removed if anything fails.
+    Yield a folder that becomes *target* at the end, or is removed if anything fails.
 
-    Files at *target* are replaced if the new folder has them too, or if they are of an older form of it.
+    Files at *target* are replaced if the new folder has them too, or if they belong to an older form of it.
 
     Raises:
-        AlreadyExists: *target* holds something else too, or something was put there since it was checked.
+        AlreadyExists: *target* holds other files too, or something was put there since the check.
     """
     partial = _named_like(target.path, "partial")
     try:
@@ -141,7 +141,7 @@ def appearing(repo: Repository, target: Target, *, is_older_form: Callable[[Path
 
 
 def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_form: Callable[[Path], bool]) -> None:
-    """Rename *partial*, which is complete, to *target*, and remove what was there if it may be replaced."""
+    """Rename the complete folder *partial* to *target*, and remove what was there if it may be replaced."""
     files, path = repo.files, target.path
     aside = None
     if target.is_empty:
@@ -151,7 +151,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
         files.rename(path, aside)
     try:
         if aside is not None:
-            # Looked at only now: under this name nobody else changes it.
+            # Checked only now, since nobody else changes it under this name.
             if files.identity(aside) != target.older:
                 raise _came_meanwhile(path)
             _check_nothing_else_is_lost(path, aside, partial, is_older_form)

@@ -1,8 +1,8 @@
 """
-A composite's tensors as read-only arrays, mapped from the objects where possible; nothing is written.
+A composite's tensors as read-only arrays, mapped from the objects if possible; nothing is written.
 
-Objects can be mapped safely: they are never shortened or rewritten, and a removed one keeps its pages while mapped.
-numpy is imported when the first array is made, since most commands never make one.
+Mapping objects is safe: they are never truncated or rewritten, and a removed one keeps its pages while mapped. numpy is
+imported with the first array, since most commands never make one.
 """
 
 import mmap
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = npt.NDArray[Any]
 
-# How numpy reads each element type. It has neither bfloat16 nor 8-bit floats: their bits are returned as integers.
+# How numpy reads each element type. It lacks bfloat16 and 8-bit floats, whose bits are returned as integers.
 _NUMPY = {
     "F64": "<f8",
     "F32": "<f4",
@@ -55,7 +55,7 @@ class _Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the first part is all of it."""
+        """Whether the first part is the whole tensor."""
         return len(self.parts) == 1 or self.parts[0].tensor.elements == prod(self.shape) > 0
 
 
@@ -75,7 +75,7 @@ class Tensors(Mapping[str, "Array"]):
         self._entries = entries
         self._verify = verify
         self._verified: set[BlobRef] = set()
-        # Weakly: each mapping costs a descriptor until its last array is gone.
+        # Weak references: each mapping costs a descriptor until its last array is gone.
         self._maps: WeakValueDictionary[BlobRef, mmap.mmap] = WeakValueDictionary()
         self._guard = threading.Lock()
 
@@ -101,7 +101,7 @@ class Tensors(Mapping[str, "Array"]):
         entry = self._entries[name]
         if self.is_mapped(name):
             return self._array(entry, entry.parts[0]).reshape(entry.shape)
-        # From bytes, so that nobody can make the array writable.
+        # bytes, so that nobody can make the array writable.
         data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
         return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
 

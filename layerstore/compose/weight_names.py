@@ -1,9 +1,9 @@
 """
-Which tensors an export for Transformers has, and under which names.
+Decide which tensors an export for Transformers has, and their names.
 
-Values always come from the chosen layers. The base's own weights files give the names, and whatever no layer holds.
-If they have other names or shapes than the layers, Transformers is asked how it writes the model, in its own process;
-if it cannot tell, there is no export.
+Values always come from the chosen layers. The base's own weights files supply the names, and anything that no layer
+holds. If their names or shapes differ from those of the layers, we ask Transformers, in a process of its own, how it
+writes the model; if it cannot tell, there is no export.
 """
 
 import importlib.util
@@ -38,17 +38,17 @@ class FileTensor:
 
 
 Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mapping[str, FileTensor]]
-"""Says how Transformers writes a model, given the shapes of its tensors in memory and in the base's files."""
+"""Returns how Transformers writes a model, given its tensors' shapes in memory and in the base's files."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExportTensors:
-    """The tensors of an export, every piece of memory once, and what its reader should know about them."""
+    """The tensors of an export, every piece of memory once, and notes on them for the reader."""
 
     parameters: Mapping[str, Parameter]
     buffers: Mapping[str, Buffer]
     dtype: str | None
-    """The code of the element type that was asked for; None for each parameter's own."""
+    """The code of the requested element type; None for each parameter's own."""
     is_own: Callable[[str], bool]
     """Whether the base itself saved the version of a parameter's layer."""
     ask: Ask
@@ -59,19 +59,19 @@ class ExportTensors:
 
     @property
     def tensors(self) -> list[WeightTensor]:
-        """What was chosen."""
+        """The chosen tensors."""
         return list(self._by_name.values())
 
     def choose(self, saved: Iterable[WeightTensor], *, is_always_asked: bool = False) -> None:
         """
         Choose the tensors, given those in the base's own files.
 
-        Transformers is asked where *saved* has other names than the layers, and with *is_always_asked* also where
-        nothing was saved.
+        Transformers is asked if the names in *saved* differ from those of the layers and, with *is_always_asked*, also
+        if nothing was saved.
 
         Raises:
             LayoutMismatch: The base's files name a tensor that the chosen layers lack.
-            Unsupported: Two tensors would have one name, or Transformers cannot tell.
+            Unsupported: Two tensors would have the same name, or Transformers cannot tell.
         """
         known = suppliers_of(self.parameters.values(), self.buffers.values())
         unlike, others = [], []
@@ -81,13 +81,13 @@ class ExportTensors:
             supplier = tensor.layer_name or (None if of is None else of.name)
             fits = self._fits(tensor, supplier)
             if not fits and not prod(tensor.shape):
-                continue  # ZeRO-3 leaves empty tensors of parameters that nobody gathered: they tell nothing
+                continue  # ZeRO-3 leaves empty tensors for parameters that nobody gathered; ignore them
             has_saved = True
             if supplier is None or not fits:
                 others.append(tensor)
             elif supplier in self.buffers and tensor.stored is not None:
                 self._add(tensor)
-            elif supplier not in self._covered:  # else tied: the file has one memory under two names
+            elif supplier not in self._covered:  # else tied: the file stores one memory under two names
                 self._covered.add(supplier)
                 unlike += [tensor.name] if tensor.stored is not None else []
                 self._add(self._from_layer(supplier, tensor))
@@ -114,13 +114,13 @@ class ExportTensors:
         return of is None or prod(of.shape) == prod(tensor.shape)
 
     def _plain_rest(self) -> list[str]:
-        """Return the parameters that are in none of the base's files so far, adapters aside."""
+        """Return the parameters that are in none of the base's files so far, except adapters'."""
         return [name for name in self.parameters if name not in self._covered and not is_of_adapter(name)]
 
     # -- names that only Transformers knows ----------------------------------------------------------------------
 
     def _add_renamed(self, saved: list[WeightTensor]) -> None:
-        """Add the tensors *saved* under names that the layers lack; without any, all that Transformers writes."""
+        """Add the tensors *saved* under names that the layers lack; if there are none, all that Transformers writes."""
         bare: dict[str, str] = {}
         shapes: dict[str, Sequence[int]] = {}
         for name, supplier, shape in self._names_in_memory():
@@ -239,12 +239,12 @@ def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[WeightTensor]:
 
 _PROGRAM = "layerstore.live.saved_names"
 _INSTEAD = "compose --format zero3 needs no names"
-# Nothing is fetched, and no GPU is woken up.
+# Download nothing, and do not initialize a GPU.
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def may_be_renamed(config: Mapping[str, object]) -> bool:
-    """Whether a model with *config* may have other names in files than in memory: Transformers' own since version 5."""
+    """Whether names in files may differ from names in memory for *config*: true of Transformers' own models since 5."""
     major = str(config.get("transformers_version", "")).partition(".")[0]
     return major.isdecimal() and int(major) >= 5 and "auto_map" not in config
 
@@ -253,12 +253,12 @@ def ask_transformers(
     config: Mapping[str, object] | None, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> dict[str, FileTensor]:
     """
-    Return what ``save_pretrained`` writes of a model with *config* and tensors of these *shapes*.
+    Return what ``save_pretrained`` would write for a model with *config* and tensors of these *shapes*.
 
     The result must include *expected*, the tensors of the base's own weights files.
 
     Raises:
-        Unsupported: There is no Transformers to ask, or it does not know.
+        Unsupported: Transformers is not installed, or does not know.
     """
     named = f" (the base's own weights files have {next(iter(expected))!r})" if expected else ""
     asked = f"the weights are named otherwise in files than in memory{named}"
@@ -287,7 +287,7 @@ def _answer(question: str) -> dict[str, Any]:
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", _PROGRAM],  # -P: nothing of the working folder is imported
+            [sys.executable, "-P", "-m", _PROGRAM],  # -P: import nothing from the working folder
             input=question,
             capture_output=True,
             text=True,
@@ -302,6 +302,6 @@ def _answer(question: str) -> dict[str, Any]:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Unsupported(f"Transformers cannot say how it writes the weights: {said[-1]}", hint=_INSTEAD)
-    # The last line, since imported libraries may have printed something before.
+    # The last line, since imported libraries may have printed something before it.
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

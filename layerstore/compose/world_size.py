@@ -1,8 +1,8 @@
 """
-The states of a composite's ranks: the base's own, or what they become at another world size.
+The states of a composite's ranks: the base's own, or adapted to another world size.
 
-Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank's can serve as the template of many.
-A note says what does not carry over.
+Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank's tree can serve as the template for
+many. Notes say what does not carry over.
 """
 
 import re
@@ -64,12 +64,12 @@ class RankStates:
     base: CommitRecord
     world_size: int
     versions: list[LayerVersion]
-    """Of the composite's layers, in their order."""
+    """The versions of the composite's layers, in their order."""
     slices: Slices
     sub_groups: tuple[SubGroup, ...] | None
-    """None where the base has as many ranks: then its trees do not change."""
+    """None if the base has the same number of ranks, so that its trees do not change."""
     steps: Mapping[str, tuple[str, int | None]] | None
-    """Each parameter's layer and that layer's own optimizer step, where these are to be set."""
+    """Each parameter's layer and that layer's own optimizer step; None if these are not to be set."""
     notes: tuple[str, ...]
     """What does not carry over, in plain sentences."""
 
@@ -79,8 +79,8 @@ class RankStates:
 
     def state(self, rank: int) -> RankState:
         """Return the state of *rank*."""
-        # Ranks that the base had keep their own state; new ones are made from the first rank's, which every base has.
-        # Files for all ranks, gathered weights among them, stay with the first.
+        # Ranks that the base had keep their own state; new ones are made from rank 0's, which every base has. Files for
+        # all ranks, including gathered weights, stay with rank 0.
         has_own = rank < self.base.world_size
         state = self.repo.state(self.base.states[rank if has_own else 0])
         if self.sub_groups is not None:
@@ -94,12 +94,12 @@ def plan_ranks(
     repo: Repository, composition: Composition, *, world_size: int | None = None, adam_step: AdamStep = "unify"
 ) -> RankStates:
     """
-    Decide what *composition* is for *world_size* ranks; by default for as many as its base has.
+    Plan *composition* for *world_size* ranks, by default for as many as its base has.
 
     Raises:
-        InvalidInput: *world_size* or *adam_step* has no such value.
-        LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be made anew,
-            or the layers of one have different counters.
+        InvalidInput: *world_size* or *adam_step* has an invalid value.
+        LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
+            the layers of one have different counters.
     """
     base = composition.base
     if WITHOUT_MOMENTS in base.flags:
@@ -137,7 +137,7 @@ def plan_ranks(
         notes=tuple(notes),
     )
     if steps is not None:
-        states.state(0)  # raises, before anything is written, where the layers of a sub-group do not agree
+        states.state(0)  # raises before anything is written if the layers of a sub-group disagree
     return states
 
 
@@ -153,14 +153,14 @@ def _buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
 
 
 def _fate(before: int, after: int) -> str:
-    """Say what becomes of values that differ between *before* ranks."""
+    """Say what happens to values that differ between *before* ranks."""
     if before < after:
         return f"ranks from {before} on take those of rank 0"
     return f"those of ranks from {after} on are left out"
 
 
 def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
-    """Name gathered weights that do not follow from the layers: in a mixture they are still the base's."""
+    """Name gathered weights that are not derived from the layers: in a mixture they are still the base's."""
     known = {name for of in slices.parameters.values() for name in (of.name, *of.aliases)} | slices.buffers()
     bare = {strip_wrappers(name) for name in known}
     for file in first.gathered:
@@ -190,7 +190,7 @@ def _notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, 
         odd |= dict.fromkeys(key for key in {**expected, **found} if expected.get(key) != found.get(key))
     if random_states:
         # Keeping only some ranks' states would give neither the old random numbers nor new ones. The Trainer expects
-        # other file names for one rank than for several. Trainer and Accelerate both resume without the files.
+        # different file names for one rank and for several. Trainer and Accelerate both resume without the files.
         yield (
             f"the random states of {_ranks(random_states)} are left out: at another world size they mean nothing, "
             "so dropout and shuffling start from the seed"
@@ -211,7 +211,7 @@ def _notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, 
 
 
 def _own_values(state: RankState) -> dict[str, bytes]:
-    """Return what the rank's trees hold besides slices, by key, as bytes that can be compared."""
+    """Return everything but slices in the rank's trees, by key, as comparable bytes."""
     outer = TreeView.of(state.optimizer)["optimizer_state_dict"]
     values: dict[Tree, Tree] = {**outer.mapping(), **TreeView.of(state.model).mapping()}
     return {str(key): same_bytes(value) for key, value in values.items() if key not in _OF_THE_FIRST}
@@ -229,7 +229,7 @@ def plan_sub_groups(state: RankState, *, world_size: int) -> tuple[SubGroup, ...
     Decide the sub-groups for *world_size* ranks, from the state of any of the base's ranks.
 
     Raises:
-        LayoutMismatch: The base's own sub-groups do not follow from its config, or do not agree with each other.
+        LayoutMismatch: The base's own sub-groups do not follow from its config, or disagree with each other.
     """
     model = TreeView.of(state.model)
     shapes, members = sub_group_shapes(model), _members(state)
@@ -250,7 +250,7 @@ def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
     """
     Yield which parameters of a param group DeepSpeed puts into one flat buffer, by the *lengths* of their slices.
 
-    A sub-group is closed once it holds *size* elements per rank or more; no parameter is cut for it.
+    A sub-group is closed once it holds at least *size* elements per rank; parameters are never split for it.
 
     >>> list(sub_groups([8, 6, 4], size=10)), list(sub_groups([5, 4, 3], size=10))
     ([range(0, 2), range(2, 3)], [range(0, 3)])
@@ -274,7 +274,7 @@ def _sub_group_size(model: TreeView) -> float:
 
 
 def _members(state: RankState) -> list[tuple[int, list[int]]]:
-    """Return the param groups that have sub-groups, and these, in the order of the buffers."""
+    """Return the param groups that have sub-groups, each with its sub-groups, in the order of the buffers."""
     view = _inner(state)["param_groups"]
     found = [
         (number, [index for index in group["params"].sequence() if isinstance(index, int)])
@@ -331,7 +331,7 @@ def _image(value: Tree) -> object:
 
 
 def same_bytes(tree: Tree) -> bytes:
-    """Return bytes that are equal for equal trees, including small tensors, whatever their device."""
+    """Return bytes that are equal for equal trees, including small tensors on any device."""
 
     def anywhere(tensor: Tensor) -> Tensor:
         return replace(tensor, storage=replace(tensor.storage, device=""))
@@ -343,7 +343,7 @@ def same_bytes(tree: Tree) -> bytes:
 
 
 def regrouped(template: RankState, groups: Sequence[SubGroup], *, rank: int, world_size: int) -> RankState:
-    """Return the state of *rank*, made from that of *template*; files beside the trees stay the same."""
+    """Return the state of *rank*, made from *template*; files other than the trees stay the same."""
     return replace(
         template,
         rank=rank,
@@ -400,14 +400,14 @@ def _optimizer(template: RankState, groups: Sequence[SubGroup], rank: int, world
 
 
 def _with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
-    """Return the tree of the ``optim_states`` with other values in DeepSpeed's and in the optimizer's own state."""
+    """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
     within = changed(_inner(state).mapping(), inner)
     around = changed(_outer(state).mapping(), {**outer, "optimizer_state_dict": within})
     return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
 
 def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
-    """Return a sub-group's optimizer state: slices of the new length, copies of all else."""
+    """Return a sub-group's optimizer state: slices of the new length, copies of everything else."""
     found: dict[Tree, Tree] = {}
     for key, value in sample.children():
         if isinstance(value.value, Tensor) and isinstance(value.value.storage.content, FlatContent):
@@ -426,7 +426,7 @@ def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
 
 
 def _resized(sample: Tensor, elements: int, content: object = None) -> Tensor:
-    """Return a tensor like *sample* with *elements* in a storage of its own."""
+    """Return a tensor like *sample* with *elements* in its own storage."""
     resized = replace(sample, shape=Size((elements,)), stride=(1,))
     return with_content(resized, sample.storage.content if content is None else content)
 
@@ -459,10 +459,10 @@ def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]
     """
     Return *state* with each sub-group's counter set to that of its layers.
 
-    *steps* names each parameter's layer and how often the optimizer had updated that.
+    *steps* gives each parameter's layer and the layer's update count.
 
     Raises:
-        LayoutMismatch: The layers of a sub-group were updated more or less often than each other.
+        LayoutMismatch: The layers of a sub-group have different update counts.
     """
     groups, states = sub_group_shapes(TreeView.of(state.model)), _inner(state)["state"]
     counted: dict[Tree, Tree] = {
@@ -475,7 +475,7 @@ def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]
 
 
 def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[str, tuple[str, int | None]]) -> int:
-    """Return the count that all layers of a sub-group share."""
+    """Return the update count that all layers of a sub-group share."""
     missing = [name for name in groups[group] if name not in steps]
     if missing:
         raise LayoutMismatch(f"parameter {missing[0]!r} is in none of the chosen layers", name=missing[0])

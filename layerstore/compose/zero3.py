@@ -1,9 +1,9 @@
 """
 The format ``zero3``: a composite as a ZeRO-3 checkpoint that DeepSpeed resumes from, for any number of ranks.
 
-A sibling of ``hf``; an output format plans its files, and ``assemble`` and ``target`` do the rest. Only the trees of
-the base's files are used. The engine's loader checks little, so every length is checked here. Padding is zeros.
-`RankLoad` fills the memory of a rank with the same bytes, without files.
+A sibling of ``hf``: an output format plans its files, and ``assemble`` and ``target`` do the rest. Only the trees of
+the base's files are used. The engine's loader checks little, so we check every length. Padding is zeros. `RankLoad`
+fills the memory of a rank with the same bytes, without files.
 """
 
 import itertools
@@ -71,7 +71,7 @@ _SUMMARY_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a compose wrote."""
+    """The result of a compose."""
 
     run: str
     step: int
@@ -102,7 +102,7 @@ def execute_compose(
     Raises:
         AlreadyExists: *out* is there and *force* was not given.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
-        LayoutMismatch: A layer does not fit the base, or the base cannot be had for *world_size* ranks.
+        LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to *world_size* ranks.
     """
     started = time.monotonic()
     base, tag = composition.base, composition.base.layout.tag
@@ -146,7 +146,7 @@ def execute_compose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What another process has to know to write some ranks' files."""
+    """What another process needs to know to write some ranks' files."""
 
     composition: Composition
     folder: Path
@@ -158,7 +158,7 @@ class _Asked:
 
 @contextmanager
 def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
-    """Write the files of some ranks for the process that leads; yield their size."""
+    """Write the files of some ranks for the leading process; yield their size."""
     asked, mine = part
     ranks = plan_ranks(repo, asked.composition, world_size=asked.world_size, adam_step=asked.adam_step)
     own = asked.composition.own_parameters(ranks.versions)
@@ -181,7 +181,7 @@ def _shares(ranks: RankStates, *, count: int) -> list[range]:
 
 def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozenset[str], is_lead: bool) -> None:
     """
-    Write the files of the ranks *mine*, and if this process leads the weights that all ranks supply.
+    Write the files of the ranks *mine* and, if this process leads, the weights that all ranks supply.
 
     *own* are the parameters that the base itself saved.
     """
@@ -199,7 +199,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
         else:
             assembly.write((), shared)
     for of, _ in gathered:
-        # Of a layer that the base saved itself, even the derived bytes are known.
+        # For layers that the base saved itself, even the derived bytes are known.
         assembly.check_converted(of.path, _derived_checks(of, slices, unchanged=own.__contains__))
 
 
@@ -220,7 +220,7 @@ def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path],
 
 
 class _Rank:
-    """One rank of a composite: what fills the storages of its trees."""
+    """One rank of a composite, and what fills the storages of its trees."""
 
     def __init__(self, ranks: RankStates, state: RankState) -> None:
         self._state = state
@@ -267,7 +267,7 @@ class _Rank:
 
     def filling(self, storage: Storage, *, path: str, offset: int = 0) -> list[Piece]:
         """
-        Return what fills *storage*, which begins at *offset*, in order; the bytes between are padding: zeros.
+        Return the pieces that fill *storage*, which starts at *offset*, in order; gaps are padding: zeros.
 
         Raises:
             LayoutMismatch: The chosen layers have more or fewer bytes for it.
@@ -276,7 +276,7 @@ class _Rank:
         end, rank, world_size, slices = offset, self._state.rank, self._world_size, self._slices
         for kind, name, state in self._members(storage):
             if kind is Kind.BUFFERS:
-                # Where every rank saved its own buffer, additional ranks get a copy of rank 0's.
+                # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
                 shard = rank if rank < slices.shards(kind, name) else 0
                 filling.append(slices.find(kind, name, shard=shard).piece(end))
                 end += filling[-1].size_bytes
@@ -334,7 +334,7 @@ def _size_bytes(storage: Storage) -> int:
 
 
 class RankLoad:
-    """What one rank loads of a composite."""
+    """One rank's share of a composite, for loading."""
 
     def __init__(
         self,
@@ -345,11 +345,11 @@ class RankLoad:
         world_size: int,
         adam_step: AdamStep = "unify",
     ) -> None:
-        """Raise LayoutMismatch if the layers do not fit together, or cannot be had for *world_size* ranks."""
+        """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
         ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
         self.state = ranks.state(rank)
         self.notes = ranks.notes
-        """What does not carry over to this many ranks."""
+        """What does not carry over to this number of ranks."""
         self._rank = _Rank(ranks, self.state)
         self._repo = repo
         self._verified: set[BlobRef] = set()
@@ -380,7 +380,7 @@ class RankLoad:
         target[end:] = bytes(len(target) - end)
 
     def content(self, content: bytes | ObjectContent) -> bytes:
-        """Return what a file beside the trees holds."""
+        """Return the content of a file that is not a tree."""
         return content_of(self._repo, content)
 
 
@@ -388,7 +388,7 @@ class RankLoad:
 
 
 def _plan_gathered(file: GatheredFile) -> OutputFile:
-    """Return the plan of *file* without its tensors, which `_gathered_pieces` supplies rank by rank."""
+    """Plan *file* without its tensors, which `_gathered_pieces` supplies rank by rank."""
     return OutputFile(
         path=file.path,
         size_bytes=len(file.header) + sum(_tensor_bytes(tensor) for tensor in file.tensors),
@@ -397,7 +397,7 @@ def _plan_gathered(file: GatheredFile) -> OutputFile:
 
 
 def _gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_size: int) -> Iterator[Piece]:
-    """Yield the pieces that *rank* of *world_size* supplies to *file*; rank 0 supplies tensors that are not cut."""
+    """Yield the pieces that *rank* of *world_size* supplies to *file*; rank 0 supplies unsharded tensors."""
     for tensor, offset in _placed_tensors(file):
         if tensor.source is TensorSource.PARAMETER:
             yield from _slice_pieces(tensor, slices, rank=rank, world_size=world_size, offset=offset)
@@ -433,7 +433,7 @@ def _tensor_bytes(tensor: GatheredTensor) -> int:
 def _slice_pieces(
     tensor: GatheredTensor, slices: Slices, *, rank: int, world_size: int, offset: int
 ) -> Iterator[Piece]:
-    """Yield the slices that *rank* supplies: those that its own files start with, whose objects are still cached."""
+    """Yield the slices that *rank* supplies: those at the start of its own files, whose objects are still cached."""
     name = tensor.layer_name
     kind = slices.weights_kind(name, tensor.dtype)
     shards = slices.shards(kind, name) or 1

@@ -1,4 +1,4 @@
-"""Bytes to model and back, pure: nothing here opens a file."""
+"""Convert between bytes and the model; pure, nothing here opens a file."""
 
 from layerstore.format.blobs import (
     STATE_MAGIC,

@@ -1,7 +1,7 @@
 """
 Version blobs and state blobs: small content-addressed files.
 
-Eight bytes of magic that say which kind it is, then one canonical value. The name is the checksum.
+A blob is eight bytes of magic, which state its kind, then one canonical value. Its name is its checksum.
 """
 
 from typing import TypeVar
@@ -24,7 +24,7 @@ def encode_version(version: LayerVersion) -> bytes:
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
-    """Read the layer version named *ref*; raises IntegrityError where the bytes are not those."""
+    """Decode the layer version named *ref*; raises IntegrityError if the bytes do not match."""
     version = _decode(data, ref, VERSION_MAGIC, LayerVersion)
     if version.cut != "even":
         raise Unsupported(
@@ -40,7 +40,7 @@ def encode_state(state: RankState) -> bytes:
 
 
 def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
-    """Read the rank state named *ref*; raises IntegrityError where the bytes are not those."""
+    """Decode the rank state named *ref*; raises IntegrityError if the bytes do not match."""
     return _decode(data, ref, STATE_MAGIC, RankState)
 
 

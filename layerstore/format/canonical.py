@@ -1,8 +1,8 @@
 """
-One value, one sequence of bytes: msgpack in canonical form, and its only user.
+One value, one sequence of bytes: msgpack in canonical form. Only this module uses msgpack.
 
-Map keys are strings in sorted order; there are no extension types.
-Reading encodes again and compares, so that no second spelling of a value is ever accepted.
+Map keys are strings in sorted order; there are no extension types. Reading re-encodes and compares, so a second
+encoding of a value is never accepted.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def pack(value: Plain) -> bytes:
     True
 
     Raises:
-        InvalidInput: It holds what msgpack cannot say: text that is not Unicode, an integer beyond 64 bits.
+        InvalidInput: It holds something that msgpack cannot express: invalid Unicode, an integer beyond 64 bits.
     """
     try:
         in_order = _sorted(value)
@@ -34,7 +34,7 @@ def pack(value: Plain) -> bytes:
 
 
 def pack_in_order(value: Plain) -> bytes:
-    """Encode *value* as ``pack`` does, but faster: its maps are in order."""
+    """Encode *value*, whose maps are already in order: like ``pack``, but faster."""
     try:
         data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
@@ -43,10 +43,10 @@ def pack_in_order(value: Plain) -> bytes:
 
 
 def pack_again(value: Plain) -> bytes:
-    """Encode what ``unpack`` gave, or a part of it: as ``pack`` does, but faster, since its maps are in order."""
+    """Encode a result of ``unpack``, or a part of one: like ``pack``, but faster, since its maps are in order."""
     try:
         data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
-    except (ValueError, TypeError, RecursionError) as exc:  # nested too deep, say
+    except (ValueError, TypeError, RecursionError) as exc:  # nested too deeply, for example
         raise IntegrityError(f"what was read cannot be encoded again: {exc}") from exc
     return data
 
@@ -70,9 +70,9 @@ def unpack(data: bytes, *, what: str) -> Plain:
 
 def unpack_known(data: bytes, *, what: str) -> Plain:
     """
-    Decode *data* without checking that it is canonical, which takes most of the time.
+    Decode *data* without checking that it is canonical, a check that takes most of the time.
 
-    For bytes that were checked in full before: the caller compares a hash with the one of that time.
+    For bytes that were fully checked before: the caller compares their hash with the earlier one.
 
     Raises:
         IntegrityError: It is not readable.
@@ -100,13 +100,13 @@ def _decode(data: bytes, what: str, *, as_map: Callable[[list[tuple[str, Plain]]
 
 
 def _refuse_extension(code: int, data: bytes) -> Plain:
-    # Extensions without content pass the limit on their length.
+    # The limit on the length lets extensions without content through.
     raise ValueError(f"it holds the extension type {code}")
 
 
 def _map_in_order(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     made = dict(pairs)
-    # A duplicate key shows when the map is encoded again.
+    # Re-encoding reveals a duplicate key.
     if not _are_texts_in_order(tuple(made)):
         raise ValueError("a map's keys are not texts in order")
     return made

@@ -1,8 +1,8 @@
 """
-Dataclasses to plain maps and back, by their fields.
+Convert between dataclasses and plain maps, field by field.
 
-Strict both ways: an unknown or missing field, or a value of another type, is damage or a newer format, and nothing is
-guessed. Types are looked up once per class: a commit has a thousand fields, and a plan may need ten commits.
+It is strict both ways: an unknown or missing field, or a value of another type, means damage or a newer format; nothing
+is guessed. Types are looked up once per class, because a commit has a thousand fields, and a plan may need ten commits.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ Reader = Callable[[Plain], Any]
 
 _PLAIN = frozenset({bool, int, float, str, bytes})
 
-# What a storage's content may be, besides bytes; told apart by their fields.
+# The types of a storage's content besides bytes; distinguished by their fields.
 _CONTENTS: tuple[type[object], ...] = (ObjectContent, FlatContent, FragmentContent, BufferContent)
 
 
 class _Misfit(Exception):
-    """A value does not fit its field. Fields around it prefix their names; it never leaves this module."""
+    """A value does not fit its field. Enclosing fields prefix their names; it never leaves this module."""
 
 
 def to_plain(value: object) -> Plain:
@@ -52,7 +52,7 @@ def to_plain(value: object) -> Plain:
 
 
 def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
-    """Build a *cls* from what ``to_plain`` gave; raises IntegrityError where *value* is not the image of a *cls*."""
+    """Build a *cls* from the result of ``to_plain``; raises IntegrityError if *value* does not describe a *cls*."""
     try:
         return cast(Value, _reader_of(cast(Any, cls))(value))
     except _Misfit as exc:
@@ -61,7 +61,7 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
 
 @cache
 def _reader_of(cls: Any) -> Reader:
-    """Return a function that reads a *cls*: plain fields are only checked, the others have readers of their own."""
+    """Return a function that reads a *cls*: it only checks plain fields; the others have their own readers."""
     fields = _fields(cls)
     names = frozenset(field.name for field in fields)
     may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)
@@ -80,7 +80,7 @@ def _reader_of(cls: Any) -> Reader:
             if made.setdefault(name, default) == default and name in value:
                 raise _Misfit(f"a {cls.__name__} spells out a default")
         for name, kind in plain:
-            # Not isinstance: True is no int here.
+            # Not isinstance: True is not an int here.
             if type(made[name]) is not kind:
                 raise _Misfit(f"{name}: {_mistyped(kind, type(made[name]))}")
         for name, read_field in others:
@@ -94,7 +94,7 @@ def _reader_of(cls: Any) -> Reader:
 
 
 def _plain_type(field: "dataclasses.Field[Any]") -> type | None:
-    """Return the one type that a *field* without structure has."""
+    """Return the single type of a *field* without structure, else None."""
     kind = getattr(field.type, "__supertype__", field.type)
     return kind if kind in _PLAIN else None
 
@@ -142,7 +142,7 @@ def _tuple_reader(hint: Any) -> Reader:
     kind = getattr(hint, "__supertype__", hint)
     read_list = _plain_reader(list)
     if kind in _PLAIN:
-        # Long columns of numbers and names: one look at all their types.
+        # Long columns of numbers and names: check all their types at once.
         def read_column(value: Plain) -> Any:
             for found in set(map(type, read_list(value))) - {kind}:
                 raise _Misfit(_mistyped(kind, found))
@@ -167,7 +167,7 @@ def _enum_reader(cls: type[StrEnum]) -> Reader:
 
 
 def _union_reader(choices: tuple[Any, ...]) -> Reader:
-    """Return a function that reads one of *choices*, of which at most one is a dataclass."""
+    """Return a function that reads one of *choices*; at most one of them is a dataclass."""
     by_type = {dict if dataclasses.is_dataclass(choice) else choice: _reader_for(choice) for choice in choices}
 
     def read(value: Plain) -> Any:
@@ -199,5 +199,5 @@ def _fields_in_order(cls: Any) -> "list[dataclasses.Field[Any]]":
 
 
 def _fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":
-    # The cache wants a Hashable, which mypy does not see in a class.
+    # The cache needs a Hashable, and mypy does not accept a class as one.
     return _cached_fields(cls)

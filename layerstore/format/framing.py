@@ -1,9 +1,9 @@
 """
-The framing of tensor objects, and of weights that compose writes: safetensors files, every byte decided here.
+The framing of tensor objects, and of weights that compose writes: safetensors files with every byte determined here.
 
 The header is padded with spaces so that the payload starts on a page. Slices that fill whole pages come first, then the
-rest, both by key: so they stay page-aligned whatever else is in the file. Nothing that varies between equal contents
-goes in.
+rest, both by key, so whole-page slices stay page-aligned whatever else is in the file. Nothing that could vary between
+equal contents is included.
 """
 
 import json
@@ -17,7 +17,7 @@ from layerstore.limits import PAGE_BYTES
 
 
 class Slice(Protocol):
-    """What the framing needs to know of a tensor."""
+    """What the framing needs to know about a tensor."""
 
     @property
     def key(self) -> str:
@@ -37,14 +37,14 @@ AnySlice = TypeVar("AnySlice", bound=Slice)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where everything lies in one object file."""
+    """The layout of one object file."""
 
     header: bytes
-    """From the first byte of the file to the payload."""
+    """All bytes of the file before the payload."""
     offsets: tuple[int, ...]
-    """Where each tensor starts in the file, in the order given."""
+    """Where each tensor starts in the file, in the given order."""
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 def slice_bytes(tensor: Slice) -> int:
@@ -53,12 +53,12 @@ def slice_bytes(tensor: Slice) -> int:
 
 
 def canonical_order(tensors: Iterable[AnySlice]) -> list[AnySlice]:
-    """Return *tensors* in the order they have in a file."""
+    """Return *tensors* in the order of an object file."""
     return sorted(tensors, key=lambda tensor: (slice_bytes(tensor) % PAGE_BYTES != 0, tensor.key))
 
 
 def frame(tensors: Iterable[Slice]) -> Frame:
-    """Lay out *tensors*, which are in canonical order."""
+    """Lay out *tensors*, which must be in canonical order."""
     return framed((tensor.key, tensor.dtype, (tensor.elements,)) for tensor in tensors)
 
 

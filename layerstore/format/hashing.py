@@ -1,8 +1,8 @@
 """
-The checksums of the format, and the only user of xxhash and isal.
+The checksums of the format. Only this module uses xxhash and isal.
 
-xxh3_128 names content, xxh3_64 checks 16 MiB at a time, crc32 is what zip archives need.
-They find accidents, not attackers.
+xxh3_128 names content, xxh3_64 checks 16 MiB at a time, and zip archives need crc32. They detect accidents, not
+attacks.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def digest(data: Bytes) -> bytes:
 
 
 def object_id(data: Bytes) -> ObjectId:
-    """Return the name that *data* has in the store."""
+    """Return the name of *data* in the store."""
     return ObjectId(digest(data).hex())
 
 
@@ -67,7 +67,7 @@ def crc32_of_zeros(size_bytes: int) -> int:
 
 
 class NameHasher:
-    """Compute an object's name while its bytes stream by."""
+    """Computes an object's name while its bytes stream by."""
 
     __slots__ = ("_whole", "size_bytes")
 
@@ -86,7 +86,7 @@ class NameHasher:
 
 
 class ObjectHasher(NameHasher):
-    """Digest an object while its bytes stream by: the whole, and every 16 MiB of it."""
+    """Digests an object while its bytes stream by: as a whole, and every 16 MiB of it."""
 
     __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks")
 

@@ -1,10 +1,10 @@
 """
-Commit records, pins and parts, and the envelope that each of them lies in.
+Commit records, pins and parts, and the envelope around each of them.
 
-A record's id is the xxh3_128 of its body; what was merely observed while committing stands beside the body,
-so that the same content saved twice has one name. A part is what one rank leaves for the rank that commits.
+A record's id is the xxh3_128 of its body. Mere observations of the commit are stored outside the body, so that the same
+content saved twice has one name. A part is what one rank leaves for the rank that commits.
 
-The envelope says whose it is and what it is called, with a checksum over all of it:
+The envelope states the store and the name, with a checksum over everything:
 
     bytes  0-7    magic  89 'L' 'S' 'R' 0D 0A 1A 0A
            8-9    schema, big-endian
@@ -16,7 +16,7 @@ The envelope says whose it is and what it is called, with a checksum over all of
            last   xxh3_128 of everything before, 16 bytes
 
 The name is the file's path in the store: ``commits/RUN/STEP.ID``, ``pins/NAME``.
-The line-ending bytes in the magic make a transfer in text mode visible, as PNG's do.
+As in PNG, the line-ending bytes in the magic reveal a transfer in text mode.
 """
 
 import struct
@@ -30,9 +30,9 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Part, Pin
 
 WITHOUT_MOMENTS = "without-moments"
-"""Nothing of the optimizer's is left but its masters: the commit cannot be resumed from."""
+"""Of the optimizer, only the masters are left, so training cannot resume from the commit."""
 
-# A record with another flag is for a newer layerstore.
+# Records with other flags need a newer layerstore.
 KNOWN_FLAGS: frozenset[str] = frozenset({WITHOUT_MOMENTS})
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
@@ -59,8 +59,8 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     Check *data*, found under *name* in the store *store_id*, and return its payload.
 
     Raises:
-        IntegrityError: A byte is not as written, or it belongs elsewhere.
-        Unsupported: It is whole, but of a newer schema.
+        IntegrityError: A byte has changed, or it belongs elsewhere.
+        Unsupported: It is intact, but has a newer schema.
     """
     if not _is_envelope(data):
         raise IntegrityError(f"{name} is not a record: it is empty, cut short or something else", path=name)
@@ -81,7 +81,7 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
 
 
 def stated_store(data: bytes) -> str | None:
-    """Return the id of the store that an intact envelope belongs to; None where *data* is none."""
+    """Return the id of the store that an intact envelope belongs to; None if *data* is not one."""
     if not (_is_envelope(data) and _is_whole(data)):
         return None
     found: bytes = _HEAD.unpack_from(data)[2]
@@ -112,27 +112,27 @@ def _split(body: bytes, name_bytes: int, name: str) -> tuple[str, bytes]:
 
 
 def commit_id(record: CommitRecord) -> CommitId:
-    """Return the name of *record*."""
+    """Return the id of *record*."""
     return CommitId(digest(pack(to_plain(record))).hex())
 
 
 def make_commit(record: CommitRecord, observed: Observed) -> Commit:
-    """Give *record* its name."""
+    """Return the commit of *record*, with its id."""
     return Commit(id=commit_id(record), record=record, observed=observed)
 
 
 def seal_commit(commit: Commit, *, name: str, store_id: str) -> bytes:
-    """Return the bytes of *commit*'s file, which is called *name*."""
+    """Return the bytes of *commit*'s file, named *name*."""
     payload = pack({"body": to_plain(commit.record), "observed": to_plain(commit.observed)})
     return seal(payload, name=name, store_id=store_id)
 
 
 def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
     """
-    Read the commit whose file is called *name*.
+    Decode the commit whose file is named *name*.
 
     Raises:
-        IntegrityError: It is damaged, misplaced, or not what its name says.
+        IntegrityError: It is damaged, misplaced, or does not match its name.
         Unsupported: It needs a newer layerstore.
     """
     payload = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "body", "observed")
@@ -149,11 +149,10 @@ def unseal_entries(
     data: bytes, *, name: str, store_id: str, layers: Collection[str]
 ) -> tuple[tuple[Plain, Plain, CommitId], dict[str, LayerEntry]]:
     """
-    Return run, step and id of the commit whose file is called *name*, and what it says of *layers*.
+    Return run, step and id of the commit whose file is named *name*, and its entries for *layers*.
 
-    Only what is asked for is built: a composite takes a few layers from each of many commits.
-    Canonical form was checked when the file was first read in full; the id, which the caller compares, says that it
-    is the same.
+    Builds only these: a composite takes a few layers from each of many commits. Canonical form was checked when the
+    file was first read in full; the id, which the caller compares, proves that it is the same.
     """
     packed = unseal(data, name=name, store_id=store_id)
     payload = _fields_of(unpack_known(packed, what=name), name, "body", "observed")
@@ -185,19 +184,19 @@ def _id_within(packed: bytes, observed: Plain, name: str) -> CommitId:
 
 
 def seal_pin(pin: Pin, *, name: str, store_id: str) -> bytes:
-    """Return the bytes of *pin*'s file, which is called *name*."""
+    """Return the bytes of *pin*'s file, named *name*."""
     return seal(pack({"pin": to_plain(pin)}), name=name, store_id=store_id)
 
 
 def unseal_pin(data: bytes, *, name: str, store_id: str) -> Pin:
-    """Read the pin whose file is called *name*; raises as ``unseal_commit`` does."""
+    """Decode the pin whose file is named *name*; raises as ``unseal_commit`` does."""
     plain = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "pin")["pin"]
     _check_flags(plain.get("record") if isinstance(plain, dict) else None, name)
     return from_plain(Pin, plain, what=name)
 
 
 def part_name(session: str, save: int, rank: int) -> str:
-    """Return where a part belongs, below the store."""
+    """Return the path of a part inside the store."""
     return f"parts/{session}/{save}.{rank}"
 
 
@@ -207,7 +206,7 @@ def seal_part(part: Part, *, store_id: str) -> bytes:
 
 
 def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
-    """Read the part whose file is called *name*; raises IntegrityError where it is damaged or misplaced."""
+    """Decode the part whose file is named *name*; raises IntegrityError if it is damaged or misplaced."""
     plain = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "part")["part"]
     part = from_plain(Part, plain, what=name)
     if part_name(part.session, part.save, part.rank) != name:
@@ -225,7 +224,7 @@ def _fields_of(payload: Plain, name: str, *expected: str) -> dict[str, Plain]:
 
 
 def _check_flags(body: Plain, name: str) -> None:
-    """Look at the flags before any field: an unknown flag may announce fields that are unknown too."""
+    """Check the flags before any other field: an unknown flag may announce unknown fields."""
     flags = body.get("flags") if isinstance(body, dict) else None
     unknown = sorted({str(flag) for flag in flags} - KNOWN_FLAGS) if isinstance(flags, list) else []
     if unknown:

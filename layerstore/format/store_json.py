@@ -1,8 +1,8 @@
 """
-``store.json``: what makes a folder a store.
+``store.json``: the file that makes a folder a store.
 
-JSON so that a person can read it, with a checksum over its canonical text so that a program can trust it.
-The fields ``format`` and ``needs`` never move: every layerstore, past or future, can tell whether it may read on, and a
+It is JSON so that people can read it, with a checksum over its canonical text so that programs can trust it. The fields
+``format`` and ``needs`` keep their place: every layerstore, past or future, can tell whether it may read on, and a
 later format may say which layerstore reads it.
 """
 
@@ -16,15 +16,15 @@ from layerstore.format.hashing import digest
 
 FORMAT = 2
 HASH = "xxh3_128"
-# A writer must know all flags of a store; a reader may go on if it does not.
+# A writer must know all flags of a store; a reader may continue without.
 KNOWN_FLAGS: frozenset[str] = frozenset()
-# Room for a version, no more: another layerstore wrote this text, and we print it.
+# Room for a version and no more, because we print this text, and another layerstore wrote it.
 _NEEDS_SIGNS_MAX = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreIdentity:
-    """What is fixed when a store is made."""
+    """The facts that are fixed when a store is made."""
 
     format: int
     store_id: str
@@ -32,12 +32,12 @@ class StoreIdentity:
     hash: str
     """The algorithm that names objects."""
     created: str
-    """When, by the maker's clock; for people."""
+    """When it was made, by the maker's clock; for people."""
     flags: tuple[str, ...] = ()
 
     @property
     def unknown_flags(self) -> list[str]:
-        """Flags that this layerstore does not know: it may read this store, not write to it."""
+        """Flags that this layerstore does not know, so that it may read this store but not write to it."""
         return sorted(set(self.flags) - KNOWN_FLAGS)
 
 
@@ -54,14 +54,14 @@ def encode_identity(identity: StoreIdentity) -> bytes:
 
 def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
     """
-    Read the text of a ``store.json``, called *what* in errors.
+    Decode the text of a ``store.json``; errors call it *what*.
 
     Raises:
-        Unsupported: It is of another format.
+        Unsupported: It has another format.
         IntegrityError: It is damaged.
     """
     fields = _parse(data, what)
-    # Before the checksum, which a newer format may compute differently.
+    # Checked before the checksum, which a newer format may compute differently.
     found = fields.get("format")
     if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
         _check_format(fields, what)
@@ -74,7 +74,7 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
         raise _damaged(what, str(exc)) from exc
     if identity.hash != HASH:
         raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
-    # No byte may change unseen, not even the spelling.
+    # No byte may change unnoticed, not even in spelling.
     if encode_identity(identity) != data:
         raise _damaged(what, "it is not as it was written")
     return identity
@@ -82,11 +82,11 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
 
 def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
     """
-    Return the format that the ``store.json`` *data* names; nothing else is looked at.
+    Return the format that the ``store.json`` *data* states; checks nothing else.
 
     Raises:
         Unsupported: It is newer than the *known* one.
-        IntegrityError: It names none.
+        IntegrityError: It states none.
     """
     fields = _parse(data, what)
     found = fields.get("format")
@@ -109,7 +109,7 @@ def stated_flags(data: bytes) -> tuple[str, ...] | None:
 
 
 def _check_format(fields: dict[str, Any], what: str) -> None:
-    """Raise IntegrityError if the checksum is right for today's format: a bit of the number has flipped."""
+    """Raise IntegrityError if the checksum is right for today's format, so that a bit of the number has flipped."""
     rest = {name: value for name, value in fields.items() if name != "checksum"}
     if fields.get("checksum") == _checksum(rest | {"format": FORMAT}):
         raise _damaged(what, f"its format says {fields['format']}, and its checksum is that of format {FORMAT}")

@@ -1,9 +1,8 @@
 """
 Trees as plain values: every container is a list that starts with its tag.
 
-Maps keep their order (a msgpack map would be sorted), and tensors that share memory still share it:
-storages lie in a table of their own and are named by position.
-The tags are listed in docs/reference/format.md.
+Maps keep their order (a msgpack map would be sorted). Tensors that share memory still share it, because storages are in
+their own table and are named by position. For the tags, see docs/reference/format.md.
 """
 
 from collections.abc import Callable
@@ -111,7 +110,7 @@ def _encode_scalar(value: Tree) -> Plain:
 
 
 def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
-    """Turn what ``encode_tree`` gave back into a tree; raises IntegrityError where it is not the image of a tree."""
+    """Turn the result of ``encode_tree`` back into a tree; raises IntegrityError if *value* is not such a result."""
     try:
         rows, root = cast("list[Plain]", value)
         storages = [_storage(row, content_from_plain, what) for row in cast("list[list[Plain]]", rows)]
@@ -130,10 +129,10 @@ def _packed(root: Plain, what: str) -> bytes:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc
 
 
-# All ranks of a save have the same two trees, but for their storages.
+# All ranks of a save have the same two trees, except for their storages.
 @lru_cache(maxsize=2)
 def _template(packed: bytes, count: int) -> Template | None:
-    """Return the tree with the root *packed*, which views *count* storages; None if we would write it otherwise."""
+    """Return the tree with the root *packed*, which views *count* storages; None if we would encode it differently."""
     root = unpack_known(packed, what="it")
     storages = [Storage(dtype="", elements=0, device="") for _ in range(count)]
     tree = _Decoder(storages).node(root)
@@ -224,7 +223,7 @@ class _Decoder:
 
 
 def _typed(cls: type[Value], value: object) -> Value:
-    # Not isinstance: True is no int here, and a Size no tuple.
+    # Not isinstance: True is not an int here, nor a Size a tuple.
     if type(value) is not cls:
         raise TypeError(f"found {type(value).__name__} where {cls.__name__} belongs")
     return value

@@ -83,7 +83,7 @@ class GcRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
-    """What is to go, with what was needed to decide."""
+    """What is to go, and the facts behind the decision."""
 
     outcome: GcOutcome
     runs: tuple[tuple[RunView, tuple[CommitFate, ...]], ...]
@@ -113,7 +113,7 @@ def has_work(repo: Repository, request: GcRequest) -> bool:
 
 def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
-    Find out what is to go; nothing is written but a probe for the filesystem's time.
+    Decide what is to go; writes nothing but a probe for the filesystem's time.
 
     Raises:
         IntegrityError: A record, pin, part or blob cannot be read, so what it needs is unknown; or commits would go
@@ -142,7 +142,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
             with named(f"{fate.run}@{fate.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.name))
             marks.check_whole(add_needs(marks.needs, planned), of=fate)
-    # If no commit goes, nothing that could replace a lost object goes either, so nothing has to be whole.
+    # If no commit goes, no possible replacement for a lost object goes either, so nothing has to be whole.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     old, young = _tally(repo, fates, marks)
     leftovers = repo.aside.leftovers(before_ns=marks.dead_before_ns)
@@ -256,17 +256,17 @@ def _commit_fates(
     )
 
 
-# -- the deed ------------------------------------------------------------------------------------------------------
+# -- execution -----------------------------------------------------------------------------------------------------
 
 
 def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcOutcome:
     """
     Remove what `plan_gc` finds, and raise as that does.
 
-    It may be killed at any moment: what is needed stays readable, and the next collection settles what lies aside.
+    Safe to kill at any moment: what is needed stays readable, and the next collection settles what lies aside.
 
     Raises:
-        Locked: Another collection is under way, or began while this one was suspended.
+        Locked: Another collection is running, or began while this one was suspended.
         Conflict: More would go than was confirmed; nothing was removed. Or a migration is unfinished.
     """
     repo.prepare_writing()
@@ -283,7 +283,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         freed = Gone()
         while True:
             full = take_aside(repo, plan.marks, progress)
-            listed = repo.aside.ids()  # what comes later was moved by another collection, for it or the next one
+            listed = repo.aside.ids()  # later arrivals belong to another collection, which settles them
             _look_again(plan)
             hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)

@@ -30,7 +30,7 @@ class Dropped:
     """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """Bytes that a collection frees once it has left the trash."""
+    """Bytes that a collection frees once the commit has left the trash."""
     inherited_by: tuple[str, ...]
     """Visible commits of the run that inherited layers from it, by step."""
     pins: tuple[str, ...]
@@ -115,7 +115,7 @@ def _is_damage(problem: LayerstoreError) -> bool:
 
 
 def give_up(repo: Repository, ref: str) -> list[RecordName]:
-    """Move the damaged records at the step of *ref* to the trash; what only they need, a collection will remove."""
+    """Move the damaged records at the step of *ref* to the trash; a collection will remove what only they need."""
     if not damaged_records(repo, ref):
         return []
     repo.prepare_writing()

@@ -21,7 +21,7 @@ from layerstore.storage import RecordName, RecordRow, Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnneededObject:
-    """An object that nothing needs, or that only looks so far as if nothing did."""
+    """An object that nothing needs, or so it seems so far."""
 
     ref: BlobRef
     path: Path
@@ -34,7 +34,7 @@ _NAMED, _SPARED = 0, 1
 
 
 class Marks:
-    """What is needed; looking again adds what has come since."""
+    """The set of needed objects; looking again adds what is new."""
 
     def __init__(self, repo: Repository, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
         self._repo = repo
@@ -52,7 +52,7 @@ class Marks:
         """
         Mark what everything not seen yet needs, except for the records *without*.
 
-        Parts, records, pins, and the trash last: the order in which a save moves, so that none is missed on its way.
+        Looks at parts, records, pins, then the trash: saves move in this order, so none is missed while moving.
 
         Raises:
             IntegrityError: Something cannot be read, or, if it *has_to_be_whole*, an object is missing or cut short.
@@ -103,7 +103,7 @@ class Marks:
     def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
         for run in self._repo.records.runs():
             names = [name for name in self._repo.records.names(run) if name not in self._seen and name not in without]
-            # One that was dropped or replaced since it was listed is marked with the trash, after this.
+            # Records dropped or replaced since they were listed are marked with the trash, later.
             for name, commit in self._repo.records.each(names):
                 with commit_named(name):
                     if isinstance(commit, LayerstoreError):
@@ -118,22 +118,22 @@ class Marks:
         for name in self._repo.trash.records():
             if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self.trash_before_ns:
                 continue
-            # Damage in the trash stops nothing: the commit was dropped.
+            # Damage in the trash must not stop us: the commit was dropped.
             with contextlib.suppress(IntegrityError, NotFound):
                 self.needs.add_readable(self._repo.trash.read_record(name).record)
                 self._seen.add(name)
 
-    # -- what is not -----------------------------------------------------------------------------------------------
+    # -- what is not needed ----------------------------------------------------------------------------------------
 
     def unneeded(self) -> Iterator[UnneededObject]:
         """Yield the unneeded objects at their places; those that a young blob names count as young."""
-        for each in self._loose():  # all of them first: an object may come before the blob that names it
+        for each in self._loose():  # two passes: an object may come before the blob that names it
             if each.is_young:
                 self.spare(each.ref)
         yield from self._loose()
 
     def doomed(self) -> Iterator[UnneededObject]:
-        """Yield those that are old; one that was touched since it was listed is young by now."""
+        """Yield the old ones; one that was touched since it was listed is young by now."""
         for each in self._loose():
             if each.is_young:
                 self.spare(each.ref)
@@ -191,7 +191,7 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
-    """Return an upper bound of the bytes that only *record*, of *commit*, keeps: versions and states of no other."""
+    """Return an upper bound of the bytes that only *record*, of *commit*, keeps: its unshared versions and states."""
     others: set[BlobRef] = set()
     kept = [pin.record for pin in repo.records.readable_pins()]
     for name in repo.records.names(record.run):
@@ -235,7 +235,7 @@ def _deletes(pin: str) -> str:
 
 @contextlib.contextmanager
 def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may heal it") -> Iterator[None]:
-    """Add to an IntegrityError whose damage it is, and the two ways on: a copy, or giving it up by name."""
+    """Add to an IntegrityError what is damaged, and the two remedies: a copy, or giving it up by name."""
     try:
         yield
     except IntegrityError as exc:

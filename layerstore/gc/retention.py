@@ -1,4 +1,4 @@
-"""Retention: which commits of a run a collection keeps, and why; and which composites that costs."""
+"""Retention: which commits of a run a collection keeps, and why; which composites that changes."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -38,7 +38,7 @@ class CommitFate:
     is_blind: bool
     """Whether it is kept because the only rule says nothing about its run."""
     bytes_freed: int = 0
-    """The bytes that go with it and with none listed before it."""
+    """The bytes that its removal frees, not counting those of commits listed before it."""
     bytes_freed_later: int = 0
     """Likewise, those that are too young to go yet."""
 
@@ -205,12 +205,12 @@ def views_of(repo: Repository) -> list[RunView]:
     return found
 
 
-# -- which composites that costs -----------------------------------------------------------------------------------
+# -- which composites change ---------------------------------------------------------------------------------------
 
 # Asked of full checkpoints; a commit that was saved selectively is kept as the composite that it is.
 ASKED_FOR: tuple[Policy, ...] = (Parity(), Filter())
 
-# So many of the newest kept steps are looked at; each costs some milliseconds.
+# How many of the newest kept steps are examined; each costs some milliseconds.
 _STEPS_MAX = 20
 
 
@@ -252,7 +252,7 @@ def _lost(
     resolved = Resolved.of_commit(repo.catalog.commit(row.name))
     for policy in ASKED_FOR:
         now, then = (compose_by_policy(repo, resolved, policy, view=view).layers for view in (before, after))
-        # A version may also go that an attempt was resumed from, although the save that inherits it stays.
+        # An attempt may have been resumed from a version that goes, although the save that inherits it stays.
         changed = sum(
             entry.version != other.version or entry.version.id not in needs
             for entry, other in zip(now, then, strict=True)

@@ -1,7 +1,7 @@
 """
 Sweep: move what nothing needs aside, look again, and unlink it.
 
-Readers and writers need not wait meanwhile (docs/internals/durability.md); `tests/gc/model.py` is a model of this.
+Readers and writers need not wait (docs/internals/durability.md); `tests/gc/model.py` models this.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ class Gone:
 
 
 def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
-    """Move old unneeded objects aside; on a full disk return the error, as unlinking those aside makes room."""
+    """Move old unneeded objects aside; on a full disk return the error, since unlinking those aside makes room."""
     try:
         for each in marks.doomed():
             repo.aside.take(each.ref.id)
@@ -45,10 +45,10 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
     """
     Put back what is needed of *listed*, which lay aside before the last mark, and unlink the rest.
 
-    Return what went, and what waits. Blobs go first; each object is looked at once more right before it goes.
+    Return what went, and what waits. Blobs go first; each object is checked once more right before it goes.
 
     The same rule settles what a killed collection left aside. On a network filesystem another node's listing may be
-    late: there only objects moved before the grace are removed, and the rest waits for the next collection.
+    late, so only objects moved before the grace are removed there; the rest waits for the next collection.
     """
     back: list[BlobRef] = []
     old: list[BlobRef] = []
@@ -69,7 +69,7 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
         elif found is not None:
             sums[_remove(repo, marks, found.path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
-            # A writer has put it back: a blob at its place says that everything it names is there.
+            # A writer has put it back, and a blob at its place promises that everything it names is there.
             marks.spare(ref)
             _put_back(repo, _named_by(repo, ref) or ())
     for each in marks.aside(ref.id for ref in old if ref.id not in blobs):
@@ -96,9 +96,9 @@ def _is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
     """
-    Put *objects* back, each blob after all that it names: a blob at its place says that everything it names exists.
+    Put *objects* back, each blob after all that it names: a blob at its place promises that those exist.
 
-    All are touched, so that no other collection takes them.
+    Touches all of them, so that no other collection takes them.
     """
     blobs = []
     for ref in objects:

@@ -1,4 +1,4 @@
-"""Commits as a history: references, attempts, the place of a new save, staleness, what a record needs."""
+"""The history of commits: references, attempts, the place of a new save, staleness, what a record needs."""
 
 from layerstore.history.needs import (
     PARTS,

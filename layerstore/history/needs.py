@@ -115,9 +115,9 @@ class Needs:
 
     def add_readable(self, record: CommitRecord) -> list[BlobRef]:
         """
-        Add what *record* needs but for damaged blobs, of which nobody knows what they name; return what is new.
+        Add what *record* needs, except for damaged blobs, since what those name is unknown; return what is new.
 
-        Such a blob is left out itself: kept at its place it would promise that what it names is there.
+        A damaged blob is itself left out: at its place, it would promise that everything it names exists.
         """
         new = []
         for blob in record.blobs:
@@ -133,7 +133,7 @@ class Needs:
         """Add the version or state blob *ref* and what it needs; return what is new."""
         if ref.id in self or self._is_left_out(ref):
             return []
-        # The blob itself last, so that one that could not be read is tried again.
+        # The blob itself comes last, so that an unreadable one is tried again.
         inner = self.add(named_by(self._repo, ref), number=number)
         return [*inner, *self.add([ref], number=number)]
 

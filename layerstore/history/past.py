@@ -1,4 +1,4 @@
-"""A run's saves as policies see them: newest first, below a fork those of the earlier attempt."""
+"""A run's saves as policies see them: newest first; below a fork, those of the earlier attempt."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

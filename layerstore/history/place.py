@@ -1,5 +1,5 @@
 """
-The place of a new commit in its run: attempt, save number, and the layers that it inherits; and who saves an attempt.
+The place of a new commit in its run (attempt, save number, inherited layers), and which job saves an attempt.
 
 The caller holds the run's lock, or the attempt's (`reserve`). Locks are a courtesy: if two jobs that cannot see each
 other save one attempt, nothing is lost, but a step that both saved is ambiguous.
@@ -26,10 +26,10 @@ class Place:
     lineage: tuple[Fork, ...]
     save_number: int
     inherited: Mapping[str, LayerEntry]
-    """Every layer's version before it; empty for the first save."""
+    """Every layer's previous version; empty for the first save."""
     supersedes: tuple[CommitId, ...] = ()
     after: int | None = None
-    """The step of the run that training continues from, if any: the commit has to come after it."""
+    """The step of the run that training continues from, if any: the commit must come after it."""
 
     @property
     def fork(self) -> Fork | None:
@@ -61,7 +61,7 @@ class Place:
         policy: PolicyUse,
         flags: tuple[str, ...] = (),
     ) -> CommitRecord:
-        """Return the record of a commit here: *versions* of the layers that are *due*, and the inherited others."""
+        """Return the record of a commit here: *versions* of the layers that are *due*, the others inherited."""
         origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
         return CommitRecord(
             run=run,

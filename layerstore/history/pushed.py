@@ -1,4 +1,4 @@
-"""What remotes had when something was last pushed there, for people to see: ``pushed.json``. Nothing decides by it."""
+"""``pushed.json``: what each remote had after the last push. For people only; no decision depends on it."""
 
 import json
 import warnings
@@ -10,11 +10,11 @@ from layerstore.storage import Repository
 
 
 class PushedNotice(UserWarning):
-    """What was pushed is not known any more, or was removed before it was."""
+    """The note of what was pushed is lost, or a commit was removed before it was pushed."""
 
 
 def pushed_to(repo: Repository) -> Mapping[str, frozenset[CommitId]]:
-    """Return the commits that each remote had, by its URL; a damaged note is told, and is as good as none."""
+    """Return the commits that each remote had, by URL; warn about a damaged note and ignore it."""
     path = repo.layout.pushed
     data = repo.files.read_if_there(path, size_bytes_max=BLOB_BYTES_MAX)
     if data is None:

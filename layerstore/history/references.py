@@ -56,7 +56,7 @@ def is_mixture(record: CommitRecord, base: str) -> bool:
 
 
 def only_run(repo: Repository) -> str:
-    """Return the store's only run; raises InvalidInput listing them where there are several."""
+    """Return the store's only run; if there are several, raises InvalidInput listing them."""
     runs = repo.catalog.runs()
     if not runs:
         raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
@@ -210,7 +210,7 @@ def reference_to(repo: Repository, save: Saving) -> str:
     """
     Return the reference of the commit *save*: ``RUN@STEP``, or ``RUN~1@STEP`` for one of an earlier attempt.
 
-    If another commit has the step of a hidden one by now, the hidden one gets its attempt in words.
+    If another commit has taken the step of a hidden one, the hidden one's attempt is added in words.
     """
     return references_to(repo, [save])[0]
 

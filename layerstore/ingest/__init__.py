@@ -1,4 +1,4 @@
-"""A checkpoint on disk becomes a commit."""
+"""Turn a checkpoint on disk into a commit."""
 
 from layerstore.ingest.execute import Ingested, IngestRequest, ingest
 from layerstore.ingest.selection import is_still, sampled

@@ -1,7 +1,7 @@
 """
-Find out which gathered weights need not be stored: those that are their master, rounded.
+Find out which gathered weights need not be stored: those that equal their rounded master.
 
-Checked bit for bit, tensor by tensor, while the masters are read anyway. Frozen weights and buffers are
+They are compared bit for bit, tensor by tensor, while the masters are being read anyway. Frozen weights and buffers are
 compared with their own slices in the same way.
 """
 
@@ -27,7 +27,7 @@ from layerstore.zero3 import (
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The parameters of a checkpoint, and its gathered tensors by the parameter or buffer that should be the same."""
+    """The parameters of a checkpoint, and its gathered tensors by the parameter or buffer that they should equal."""
 
     parameters: Mapping[str, Parameter]
     by_supplier: Mapping[str, tuple[GatheredSource, ...]]
@@ -50,43 +50,43 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What a comparison has shown so far."""
+    """The result of a comparison so far."""
 
     alike: Mapping[GatheredSource, int]
-    """How many elements were seen to follow."""
+    """How many elements were found to be derivable."""
     unlike: frozenset[GatheredSource]
 
 
 class GatheredCheck:
-    """Which gathered tensors follow from what is stored anyway; shared by threads."""
+    """Finds the gathered tensors that can be derived from what is stored anyway; shared by threads."""
 
     def __init__(self, gathered: Gathered, reader: SourceReader) -> None:
         self._parameters = gathered.parameters
         self._by_supplier = gathered.by_supplier
         self._reader = reader
-        """For gathered weights alone: the slices' reader is in use while these are compared."""
+        """A reader for gathered weights alone, since the slices' reader is in use during the comparison."""
         self._unlike: set[GatheredSource] = set()
         self._alike: dict[GatheredSource, int] = {}
         self._guard = threading.Lock()
 
     @property
     def compared(self) -> Compared:
-        """What was found so far."""
+        """Return the result so far."""
         return Compared(self._alike, frozenset(self._unlike))
 
     def join(self, found: Compared) -> None:
-        """Add what another process has *found* about other elements."""
+        """Add what another process *found* about other elements."""
         self._unlike |= found.unlike
         for tensor, elements in found.alike.items():
             self._alike[tensor] = self._alike.get(tensor, 0) + elements
 
     def is_derived(self, tensor: GatheredSource) -> bool:
-        """Whether every element of *tensor* was seen to follow."""
+        """Whether every element of *tensor* can be derived."""
         return tensor not in self._unlike and self._alike.get(tensor, 0) == tensor.elements
 
     @property
     def bytes_derived(self) -> int:
-        """The size of all gathered tensors that follow."""
+        """The size of all derived gathered tensors."""
         tensors = [tensor for of in self._by_supplier.values() for tensor in of]
         return sum(tensor.size_bytes for tensor in tensors if self.is_derived(tensor))
 
@@ -94,7 +94,7 @@ class GatheredCheck:
         """
         Yield the gathered tensors that become the stored weights of their layer.
 
-        These are of trained parameters with one gathered tensor, which is not their master, rounded.
+        These belong to trained parameters with a single gathered tensor, which differs from their rounded master.
         """
         for name in sorted(self._by_supplier.keys() & set(names)):
             tensors = self._by_supplier[name]
@@ -103,8 +103,8 @@ class GatheredCheck:
                 yield tensors[0]
 
     def witness(self, source: ObjectSource) -> Witness | None:
-        """Return a callback that compares the slices of *source* with gathered tensors; None if there is nothing to."""
-        is_of_rank_0 = source.shard == 0  # the one that gathered
+        """Return a callback that compares the slices of *source* with gathered tensors; None if there are none."""
+        is_of_rank_0 = source.shard == 0  # rank 0 gathered
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None
 
@@ -119,7 +119,7 @@ class GatheredCheck:
         return look if self._by_supplier else None
 
     def _compare(self, tensor: GatheredSource, first: int, dtype: str, data: memoryview) -> None:
-        """Compare *data*, elements of the type *dtype*, with those of *tensor* from *first* on."""
+        """Compare *data*, elements of the type *dtype*, with those of *tensor* from *first*."""
         is_alike = can_derive(dtype, tensor.dtype) and self._is_equal(
             tensor, first, convert(data, source=dtype, target=tensor.dtype)
         )

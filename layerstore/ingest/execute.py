@@ -1,8 +1,8 @@
 """
-Ingest: a checkpoint on disk becomes a commit.
+Ingest: turn a checkpoint on disk into a commit.
 
-Write order (docs/reference/format.md, section 6): objects, then version and state blobs, then the record,
-then the index. The link of the record is what makes it a commit.
+Write order (docs/reference/format.md, section 6): objects, then version and state blobs, then the record, then the
+index. Linking the record makes it a commit.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Ingested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestRequest:
-    """How a checkpoint is to be read, and what it becomes."""
+    """How to read a checkpoint, and what commit to make of it."""
 
     run: str | None = None
     """The run's name; None for what the source calls it."""
@@ -113,12 +113,12 @@ def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Prog
     """
     Store the checkpoint at *path*.
 
-    Once this returns the commit survives a power cut. If it raises, every earlier commit is as it was.
+    Once this returns, the commit survives a power cut. If it raises, all earlier commits are unchanged.
 
     Raises:
-        Conflict: Other content was saved for this run and step, and *replace* was not asked for.
+        Conflict: Other content was saved for this run and step, and *replace* was not given.
         SourceCheckpoint: The source is damaged, or changed meanwhile.
-        Overtaken: A collection took what was to be reused; the same command again succeeds.
+        Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
     run, checkpoint = _read(repo, path, asked)
     started = time.monotonic()
@@ -137,7 +137,7 @@ def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Prog
 
 
 def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint]:
-    """Read and check the checkpoint at *path*; return it, and the run that it belongs to. Nothing is written."""
+    """Read and check the checkpoint at *path*; return it and the run that it belongs to. Writes nothing."""
     if asked.pin is not None:
         check_pin_name(repo, asked.pin)
     if asked.rollback and asked.resumed_from is not None:
@@ -169,7 +169,7 @@ def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Chec
 def _notes(
     asked: IngestRequest, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
 ) -> Iterator[str]:
-    """Say where the stored commit differs from what the command suggests, and which objects had rotted."""
+    """Yield notes on where the stored commit differs from what the command suggests, and on rotted objects."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
     tip = None if view is None else next(view.history(record.attempt), None)
     is_whole = saved == len(record.layers)
@@ -195,12 +195,12 @@ def _notes(
 
 @contextlib.contextmanager
 def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
-    """Explain removed files, and how much a full disk lacks."""
+    """Explain removed files, and how much space a full disk lacks."""
     try:
         yield
     except StorageIO as exc:
         if exc.errno == errnos.ENOENT and repo.layout.root in Path(exc.filename).parents:
-            repo.records.check_store()  # raises if a migration moved the folders, which explains more
+            repo.records.check_store()  # if a migration moved the folders, this raises the better error
             if not all(folder.is_dir() for folder in (repo.layout.tmp, repo.layout.objects)):
                 raise  # no collection removes folders
             raise Overtaken(
@@ -232,15 +232,15 @@ class _Ingest:
     started: float
 
     def stored(self) -> Ingested:
-        """Find out whether this was saved before, and store it."""
+        """Store the checkpoint, unless it was saved before."""
         rival = self._rival()
         replaced_rows = self._replaced(rival)
-        is_ambiguous = len(replaced_rows) > 1  # then one that has this content is replaced, too
+        is_ambiguous = len(replaced_rows) > 1  # then even a commit with this content is replaced
         done = None if rival is None or is_ambiguous else self._beside(rival)
         return done or self._as_new(replaced_rows, known_before=rival is not None)
 
     def _replaced(self, rival: RecordRow | None) -> list[RecordRow]:
-        """Return the commits that are to be replaced: those at the step of *rival*, if that is in the history."""
+        """Return the commits to replace: those at the step of *rival*, if that is in the history."""
         if rival is None or not self.asked.replace or self.asked.opens_attempt or not self._is_meant(rival):
             return []
         assert self.view is not None, "the rival is of the view"
@@ -264,7 +264,7 @@ class _Ingest:
         )
 
     def _beside(self, rival: RecordRow) -> Ingested | None:
-        """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
+        """Restore what the store has lost of *rival*, if the content is the same; return None if it is not."""
         asked = self.asked
         old = self.repo.catalog.commit(rival.name)
         place, trimmed = Place.of(old.record), WITHOUT_MOMENTS in old.record.flags
@@ -291,7 +291,7 @@ class _Ingest:
         return None
 
     def _as_new(self, replaced_rows: list[RecordRow], *, known_before: bool) -> Ingested:
-        """Store a commit of its own in place of *replaced_rows*."""
+        """Store a new commit in place of *replaced_rows*."""
         asked, view = self.asked, self.view
         for row in replaced_rows:
             retire(self.repo, self.repo.catalog.commit(row.name))  # else what it replaced would reappear
@@ -336,7 +336,7 @@ class _Ingest:
         )
 
     def _opens_the_same(self, rival: RecordRow) -> bool:
-        """Whether this command would have opened *rival*'s attempt, had it not been there."""
+        """Whether this command would have opened *rival*'s attempt if it did not exist."""
         assert self.view is not None, "the rival is of the view"
         rows = {key: row for key, row in self.view.rows.items() if row.attempt < rival.attempt}
         try:

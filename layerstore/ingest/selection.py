@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are stored: those that are due, and those that cannot be inherited."""
+"""Select which layers of a checkpoint to store: those that are due, and those that cannot be inherited."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -68,13 +68,13 @@ def _read(reader: SourceReader, source: SliceSource, start: int, elements: int) 
 
 
 def is_still(parameters: Sequence[Parameter]) -> bool:
-    """Whether a layer of these *parameters* cannot move: all of it is frozen."""
+    """Whether a layer of these *parameters* cannot move because all of it is frozen."""
     return bool(parameters) and all(parameter.frozen for parameter in parameters)
 
 
 def sampled(elements: int) -> Iterator[tuple[int, int]]:
     """
-    Yield the runs of a parameter of *elements* elements that are sampled: all of a small one.
+    Yield the runs that are sampled from a parameter of *elements* elements: all of it if it is small.
 
     >>> list(sampled(10))
     [(0, 10)]
@@ -93,10 +93,11 @@ def layers_due(
     repo: Repository, checkpoint: Checkpoint, place: Place, policy: Policy, *, run: str
 ) -> tuple[frozenset[str], dict[Tree, Tree]]:
     """
-    Return the layers to be stored, and the decisions that the record keeps.
+    Return the layers to store, and the decisions that the record keeps.
 
-    All layers if the history has no complete save yet. Otherwise those that *policy* names, and every layer that has
-    changed its shape, that the optimizer has updated for the first time, or that the store has lost.
+    These are all layers if the history has no complete save yet. Otherwise, they are those that *policy* names, and
+    every layer that has changed its shape, that the optimizer has updated for the first time, or that the store has
+    lost.
     """
     layers = checkpoint.layers
     ages = {layer: place.save_number - number for layer, number in place.own_numbers(run).items()}
@@ -120,7 +121,7 @@ def _can_inherit(repo: Repository, layer: LayerSource, entry: LayerEntry | None)
     if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
         return False
     states = {(part.name, part.state) for of in layer.objects if of.kind is Kind.OPTIMIZER for part in of.slices}
-    version = repo.whole_version_of(entry)  # what the store has lost is stored again, and verify reports it
+    version = repo.whole_version_of(entry)  # lost versions are stored again, and verify reports them
     return (
         version is not None
         and version.parameters == layer.parameters

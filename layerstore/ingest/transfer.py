@@ -1,8 +1,8 @@
 """
-Transfer: stage a checkpoint's content in the store; nothing of it is visible yet.
+Transfer: stage a checkpoint's content in the store, without making any of it visible.
 
-Objects first, then version blobs and state blobs. Every byte of the source is checked against its checksum before this
-returns, so that rot is never kept under a valid hash.
+Objects come first, then version blobs and state blobs. Every byte of the source is checked against its checksum before
+this returns, so that rot is never stored under a valid hash.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,10 +44,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a commit consists of, except for its place in the run."""
+    """The content of a commit, apart from its place in the run."""
 
     versions: dict[str, BlobRef]
-    """Of every layer that was due."""
+    """The version of every layer that was due."""
     states: tuple[BlobRef, ...]
     """By rank."""
     bytes_derived: int
@@ -66,13 +66,13 @@ def transfer(
     moments: bool = True,
 ) -> Content:
     """
-    Stage the layers *due* of *checkpoint*, with or without their *moments*, and all that is not a layer.
+    Stage the layers *due* of *checkpoint*, with or without their *moments*, and everything that is not a layer.
 
-    All processes that work in *repo* together stage layers, this one the rest. *known_before* says that the store is
-    likely to have all of it.
+    All processes that share the work in *repo* stage layers, this one also the rest. *known_before* says that the store
+    is likely to have all of it.
 
     Raises:
-        SourceCheckpoint: A byte of the source is not as it was written, or the source changed meanwhile.
+        SourceCheckpoint: A byte of the source has changed since it was written, or the source changed meanwhile.
     """
     source = _Source(folder=checkpoint.found.folder, gathered=Gathered.of(checkpoint), known_before=known_before)
     with _reading(source, writer, progress) as readers:
@@ -87,7 +87,7 @@ def transfer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What each process has to know of the checkpoint."""
+    """What each process needs to know about the checkpoint."""
 
     folder: Path
     gathered: Gathered
@@ -96,12 +96,12 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Readers:
-    """What reads the source, and notes what it has seen."""
+    """Reads the source, and notes what it has seen."""
 
     staging: Staging
     reader: SourceReader
     gathered: SourceReader
-    """For gathered weights, which are read while a chunk of slices is in use."""
+    """A reader for gathered weights, which are read while a chunk of slices is in use."""
     checksums: Checksums
     check: GatheredCheck
     pool: ThreadPoolExecutor
@@ -132,7 +132,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Itera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """What another process has staged, and seen."""
+    """What another process has staged and seen."""
 
     objects: list[StoredObject]
     staged: Staged
@@ -142,7 +142,7 @@ class _Done:
 
 @contextmanager
 def stage_share(repo: Repository, part: tuple[_Source, list[ObjectSource], bool]) -> Iterator[_Done]:
-    """Stage some objects for the process that leads. It publishes them; what it did not is removed."""
+    """Stage some objects for the leading process, which publishes them; the unpublished rest is removed."""
     source, objects, reads_reused = part
     with (
         ObjectWriter(repo.layout, repo.files, repo.objects, reads_reused=reads_reused) as writer,
@@ -178,7 +178,7 @@ class _Transfer:
             for source in layer.objects
             if self.moments or source.kind is not Kind.OPTIMIZER
         ]
-        sources.sort(key=lambda item: item[1].shard)  # all of a rank's file in turn, and few processes read it
+        sources.sort(key=lambda item: item[1].shard)  # a rank's file is read in one go, and by few processes
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
         stored = self._objects([source for _, source in sources], progress)
         for (name, _), each in zip(sources, stored, strict=True):
@@ -202,7 +202,7 @@ class _Transfer:
         )
 
     def _objects(self, sources: list[ObjectSource], progress: Progress) -> list[StoredObject]:
-        """Stage *sources*, in shares."""
+        """Stage *sources*, split among the processes."""
         sizes = [sum(part.size_bytes for part in source.slices) for source in sources]
         mine, *theirs = (sources[of.start : of.stop] for of in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
@@ -217,12 +217,12 @@ class _Transfer:
         return stored
 
     def _known_of(self, sources: Sequence[ObjectSource]) -> _Source:
-        """Return what has to be known for *sources* alone."""
+        """Return what a process needs to know for *sources* alone."""
         names = {part.name for source in sources for part in source.slices}
         return replace(self.source, gathered=self.source.gathered.only(names))
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
-        """Stage the gathered weights that do not follow from their master, as part of their layer."""
+        """Stage the gathered weights that cannot be derived from their master, as part of their layer."""
         tensors = self.readers.check.weights_to_store(parameter.name for parameter in layer.parameters)
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
@@ -264,7 +264,7 @@ class _Transfer:
         )
 
     def _files_of(self, rank: int) -> Iterator[KeptFile]:
-        """Yield the files that are kept byte for byte: a rank's own, and with rank 0 those of no rank."""
+        """Yield the files that are kept byte for byte: a rank's own and, with rank 0, those that belong to no rank."""
         for path in self.checkpoint.files:
             if owner_of_file(path.name, world_size=self.checkpoint.world_size) == rank:
                 state = stat_source(path)
@@ -291,7 +291,7 @@ def _as_slice(tensor: GatheredSource) -> SliceSource:
 
 
 def _run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results in order; after the first error nothing more is begun."""
+    """Return the results in order; after the first error, start nothing more."""
     futures = [pool.submit(work, item) for item in items]
     try:
         return [future.result() for future in futures]

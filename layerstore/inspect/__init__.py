@@ -1,4 +1,4 @@
-"""What is in a store, for people and for programs: log, show, ls, diff, stats, report and estimate. Writes nothing."""
+"""Read-only views of a store, for people and for programs: log, show, ls, diff, stats, report and estimate."""
 
 from layerstore.inspect.cost import Prices
 from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare

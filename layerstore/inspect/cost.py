@@ -1,8 +1,8 @@
 """
-What saves cost: storage while a run lasts, requests to a bucket, and GPUs that stand still.
+The cost of saves: storage during a run, requests to a bucket, and idle GPUs.
 
-Every save is pushed to a bucket, which is collected every hour if anything is to go. The requests are those that
-`layerstore.remote` makes: a test holds them against a real push, collection and composite.
+The model: every save is pushed to a bucket, which is collected every hour if anything is to go. The requests are those
+that `layerstore.remote` makes; a test compares them with a real push, collection and composite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,28 +18,27 @@ GB = 10**9
 COLLECTED_SECONDS = 3600.0
 """How often a bucket is collected."""
 
-# Names in one answer of a bucket, and the folders that objects are listed by.
+# Names per listing answer of a bucket, and the number of object folders to list.
 _LISTED_MAX, _OBJECT_FOLDERS = 1_000, 256
-# Of a push, besides the objects and blobs that it sends and the folders of objects that it lists:
-# it writes the record, and a file that tells the time; it reads store.json, and when that file was written;
-# it lists records twice, and collections that are at work or were.
+# A push sends objects and blobs and lists the folders of objects. Besides that, it writes the record and a file to
+# learn the time, reads store.json and that file's time, and lists records twice, and running and ended collections.
 _PUSH_PUTS, _PUSH_GETS, _PUSH_LISTS = 2, 2, 4
-# Of a collection: two marks, each looked at; store.json; records twice, pins twice, the trash, and old marks.
+# A collection: two marks, and a look at each; store.json; records twice, pins twice, the trash, and old marks.
 _COLLECTION_PUTS, _COLLECTION_GETS, _COLLECTION_LISTS = 2, 3, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a bucket and GPUs cost, in dollars, as price lists say it."""
+    """The prices of a bucket and of GPUs in dollars, in the units of price lists."""
 
     gb_month: float
-    """A GB that is stored for a month."""
+    """Per GB stored for a month."""
     put: float
-    """1,000 requests that write or list."""
+    """Per 1,000 requests that write or list."""
     get: float
-    """1,000 requests that read."""
+    """Per 1,000 requests that read."""
     gpu_hour: float
-    """A GPU for an hour."""
+    """Per GPU for an hour."""
 
     def __post_init__(self) -> None:
         for price in (self.gb_month, self.put, self.get, self.gpu_hour):
@@ -77,7 +76,7 @@ class Files:
 
     @classmethod
     def alike(cls, count: int, size_bytes: int) -> Self:
-        """Return *count* files of *size_bytes* each: what is larger than a part goes up in parts."""
+        """Return *count* files of *size_bytes* each; those larger than a part are uploaded in parts."""
         parts = ceil(size_bytes / REMOTE_PART_BYTES)
         return cls(count, count * size_bytes, count * (parts + 2 if parts > 1 else 1))
 
@@ -95,11 +94,11 @@ class Group:
     blobs: int = 0
     """Version blobs that name them."""
     due: Sequence[int] = ()
-    """When in a cycle, counted from 0. The run's first save, which has them in any case, is before the first cycle."""
+    """When in a cycle, counted from 0. The run's first save, which always has them, is before the first cycle."""
     cycle: int = 1
 
     def saves(self, count: int) -> Iterator[int]:
-        """Yield which of *count* saves have them."""
+        """Yield the numbers of the saves, of *count*, that have them."""
         yield 0
         for begin in range(1, count, self.cycle):
             yield from (begin + at for at in self.due if begin + at < count)
@@ -107,7 +106,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timetable:
-    """When a run saves, and what it keeps."""
+    """When a run saves, and which saves it keeps."""
 
     run_seconds: float
     interval_seconds: float
@@ -120,17 +119,17 @@ class Timetable:
 
     @property
     def has_rules(self) -> bool:
-        """Whether anything ever goes."""
+        """Whether anything is ever removed."""
         return self.keep_last is not None or self.keep_every is not None
 
     @property
     def last(self) -> int:
-        """How many of the newest saves stay: the newest does under any rule."""
+        """How many of the newest saves stay; the newest one does under any rule."""
         return self.keep_last or 1
 
     @property
     def keeper(self) -> int | None:
-        """Every so many saves one stays for good."""
+        """The interval, in saves, at which one save stays for good."""
         return None if self.keep_every is None else self.keep_every // gcd(self.keep_every, self.every)
 
     @property
@@ -144,7 +143,7 @@ class Timetable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What lies in storage."""
+    """The amount of storage used."""
 
     byte_seconds: float
     """Over the run."""
@@ -154,13 +153,13 @@ class Stored:
 
 
 def stored(groups: Sequence[Group], times: Timetable, *, lingers_seconds: float) -> Stored:
-    """Return what lies in storage: each version until no kept save has it, and *lingers_seconds* longer."""
+    """Return the storage used: each version stays until no kept save has it, plus *lingers_seconds*."""
     byte_seconds, end_bytes, end_files = 0.0, 0, 0
     for group in groups:
         begins = list(group.saves(times.saves))
         for begin, end in zip(begins, [*begins[1:], times.saves], strict=True):
             stays = not times.has_rules or bool(times.keeper and end // times.keeper > begin // times.keeper)
-            # The last save that has this version is *end* - 1: so many saves later it is none of the newest.
+            # The last save with this version is *end* - 1; *last* saves later, it is no longer among the newest.
             goes_seconds = (end + times.last) * times.interval_seconds + lingers_seconds
             until_seconds = times.run_seconds if stays else min(goes_seconds, times.run_seconds)
             byte_seconds += group.files.size_bytes * (until_seconds - (begin + 1) * times.interval_seconds)
@@ -172,18 +171,18 @@ def stored(groups: Sequence[Group], times: Timetable, *, lingers_seconds: float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a run asks of a bucket."""
+    """A run's use of a bucket."""
 
     stored: Stored
     puts: int
     """Requests that write."""
     lists: int
-    """Requests that list, at the price of those."""
+    """Requests that list, at the price of writes."""
     gets: int
-    """Requests that read, or ask about one name; at the end of the run the newest save is read once."""
+    """Requests that read, or query one name; at the end of the run, the newest save is read once."""
 
     def fields(self, prices: Prices | None, *, held_gpu_seconds: float) -> dict[str, Any]:
-        """Return it with what it costs at *prices*."""
+        """Return the usage with its cost at *prices*."""
         found = {"held_bytes": self.stored.end_bytes, "puts": self.puts, "lists": self.lists, "gets": self.gets}
         if prices is None:
             return found | {"cost": None}
@@ -196,7 +195,7 @@ class Usage:
 
 
 def usage_of_files(files: Files, times: Timetable) -> Usage:
-    """Return what full checkpoints of *files* ask of a bucket; whatever copies them there removes old ones at once."""
+    """Return the usage by full checkpoints of *files*, assuming that old ones are removed at once."""
     full = Group(files=files, due=(0,))
     return Usage(
         stored=stored([full], times, lingers_seconds=0.0), puts=files.puts * times.saves, lists=0, gets=files.count
@@ -204,7 +203,7 @@ def usage_of_files(files: Files, times: Timetable) -> Usage:
 
 
 def usage_of_store(groups: Sequence[Group], times: Timetable, *, ranks: int) -> Usage:
-    """Return what a store asks of its remote whose objects are those of *groups*."""
+    """Return the usage of its remote by a store with the objects of *groups*."""
     lingers_seconds = REMOTE_GRACE_SECONDS + COLLECTED_SECONDS if times.has_rules else 0.0
     found = stored(groups, times, lingers_seconds=lingers_seconds)
     lasting = times.kept + (ceil(lingers_seconds / times.interval_seconds) if times.has_rules else 0)
@@ -212,18 +211,18 @@ def usage_of_store(groups: Sequence[Group], times: Timetable, *, ranks: int) -> 
     versions = sum(group.blobs * count for group, count in zip(groups, counts, strict=True))
     blobs = versions + ranks * times.saves  # with the states of ranks
     objects = sum(group.files.puts * count for group, count in zip(groups, counts, strict=True))
-    # Under rules what is there soon stays the same; without, it grows all along, and half of it is there on average.
+    # With rules, the amount soon becomes constant; without, it grows steadily, so the average is half of it.
     there = (found.end_files + ranks * min(lasting, times.saves)) / (1 if times.has_rules else 2)
     folders = max(_OBJECT_FOLDERS, ceil(there / _LISTED_MAX))
     puts, lists = objects + blobs + times.saves * _PUSH_PUTS, times.saves * (folders + _PUSH_LISTS)
-    # The newest save is read: store.json, the records, and all that it names.
+    # To read the newest save: store.json, the records, and all that it names.
     gets = times.saves * _PUSH_GETS
     gets += 1 + times.kept + sum(group.files.count + group.blobs for group in groups) + ranks
     if times.has_rules:
         collections, gone = int(times.run_seconds // COLLECTED_SECONDS), times.saves - times.kept
         puts += collections * _COLLECTION_PUTS + gone
         lists += collections * (folders + _COLLECTION_LISTS)
-        # It reads each record when that is new and when that goes, and each blob once; the trash each time.
+        # A collection reads each record when it is new and when it goes, each blob once, and the trash each time.
         trashed = min(gone, ceil(lingers_seconds / times.interval_seconds))
         gets += collections * (_COLLECTION_GETS + trashed) + times.saves + gone + blobs
     return Usage(stored=found, puts=puts, lists=lists, gets=gets)

@@ -1,9 +1,9 @@
 """
-Diff: what two commits have in common, layer by layer and kind by kind.
+Diff: compare two commits, layer by layer and kind by kind.
 
-Equal ids are equal bytes, so a plain diff reads version blobs only.
-With *stat* it also measures how far the masters moved, in memory that does not grow with the model.
-It compares by position in the whole parameter, so any two world sizes can be compared.
+Equal ids mean equal bytes, so a plain diff reads only version blobs. With *stat*, it also measures how far the masters
+moved, in memory that does not grow with the model. It compares by position in the whole parameter, so any two world
+sizes can be compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class DiffSide:
 
     @property
     def name(self) -> str:
-        """The name that a user knows it by."""
+        """The user's name for it."""
         return self.pin or self.reference
 
 
@@ -64,7 +64,7 @@ class LayerDiff:
     kinds: dict[str, KindDiff]
     """The kinds that at least one side has."""
     distance: Distance | None = None
-    """None unless it was asked for, and where there is nothing to compare."""
+    """None unless requested, or if there is nothing to compare."""
 
     @property
     def is_same(self) -> bool:
@@ -96,7 +96,7 @@ class Diff:
     layers: tuple[LayerDiff, ...]
     """In A's order, then those that only B has."""
     same_state: bool
-    """Whether everything that is no layer is equal too."""
+    """Whether everything that is not a layer is equal too."""
 
     def count(self, status: Status) -> int:
         """Count the layers with this status."""
@@ -104,12 +104,12 @@ class Diff:
 
     @property
     def bytes_same(self) -> int:
-        """Size of what both have."""
+        """Size of what both commits have."""
         return sum(layer.bytes_b - layer.bytes_changed for layer in self.layers)
 
     @property
     def bytes_changed(self) -> int:
-        """Size of what is different in B, in layers that both have."""
+        """Size of what differs in B, in layers that both have."""
         return sum(layer.bytes_changed for layer in self.layers if layer.status != "only in b")
 
     @property
@@ -125,10 +125,10 @@ class Diff:
 
 def compare(repo: Repository, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
     """
-    Compare *a* with *b*; with *stat* also measure how far B's masters are from A's.
+    Compare *a* with *b*; with *stat*, also measure how far B's masters are from A's.
 
     Raises:
-        IntegrityError: A version, or with *stat* an object to be measured, is damaged or missing.
+        IntegrityError: A version or, with *stat*, an object to measure is damaged or missing.
         LayoutMismatch: A version lists slices that its shapes do not have.
     """
     ours = {entry.layer: entry for entry in a.record.layers}
@@ -244,8 +244,8 @@ def _measure(
     """
     Return how far *b*'s masters are from *a*'s; None where neither has any.
 
-    A frozen parameter has no master: its weights are compared. Objects are verified once, before they are measured:
-    *verified* are those that were.
+    A frozen parameter has no master, so its weights are compared. Objects are verified once, before they are measured;
+    *verified* holds those that were.
     """
     left, right = Slices([a]), Slices([b])
     found: list[_Stretch] = []
@@ -283,12 +283,12 @@ def _stretches_of(name: str, a: Slices, b: Slices) -> list[_Stretch] | None:
 
 
 def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
-    """Return which kind holds the parameter's numbers: its master, or its weights where it is frozen."""
+    """Return the kind that holds the parameter's numbers: its master, or its weights if it is frozen."""
     return next((kind for kind in (Kind.MASTER, Kind.WEIGHTS) if slices.shards(kind, parameter.name)), None)
 
 
 def _stretches(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b: Kind) -> Iterator[_Stretch]:
-    """Yield the pieces of *parameter* that no slice of either side cuts."""
+    """Yield the pieces of *parameter* that no slice boundary of either side splits."""
     name, begin = parameter.name, 0
     for slice_a, of_a in a.stretches(kind_a, name, begin=0, end=prod(parameter.shape)):
         end, start_a = begin + of_a.elements, of_a.start
@@ -299,7 +299,7 @@ def _stretches(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b:
 
 
 def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
-    """Measure all *stretches*, chunk by chunk; sorted, so that each object is opened about once."""
+    """Measure all *stretches*, chunk by chunk, in sorted order, so that each object is opened about once."""
     meter = Meter()
     buffer_a, buffer_b = (memoryview(bytearray(IO_CHUNK_BYTES)) for _ in range(2))
     stretches = sorted(stretches, key=lambda each: (each.a.object.id, each.b.object.id, each.a.offset, each.start_a))

@@ -1,8 +1,8 @@
 """
-Estimate: what saving a model would take under each policy, before anything is trained.
+Estimate: what saving a model would take under each policy, before any training.
 
 The policies decide, save by save, as they would in training, and objects are laid out as they would be written.
-What cannot be known beforehand is assumed, and listed.
+Anything that cannot be known in advance is assumed, and listed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 _GATHERED_FILE_BYTES = 5 * 10**9
 
 _SAVES_LOOKED_AT = 2_000
-"""Enough to see two cycles of a policy: filter's longest has a save for each of the blocks that take turns."""
+"""Enough to see two cycles of a policy; filter's longest cycle has one save per rotating block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +46,25 @@ class Training:
 
     world_size: int
     steps: int
-    """Of the whole run."""
+    """Steps in the whole run."""
     every: int
     """Steps from one save to the next."""
     step_seconds: float
     bytes_per_second: float
-    """What all ranks write together."""
+    """The write rate of all ranks together."""
     copy_bytes_per_second: float
-    """What one rank copies of a save while it is held up."""
+    """The rate at which one rank copies a save while training is held up."""
     disk_bytes: int
     dtype: str = "BF16"
     """Code of the weights' element type."""
     trainable: Fraction = Fraction(1)
-    """The share of the parameters that is trained; the rest is frozen."""
+    """The fraction of the parameters that is trained; the rest is frozen."""
     movement: float | None = None
-    """Relative L2 by which each layer moves from save to save, for policies that measure it."""
+    """The relative L2 distance that each layer moves from save to save, for policies that measure it."""
     keep_last: int | None = None
-    """The newest so many saves are kept; without this and the next, all are."""
+    """How many of the newest saves are kept; without this and the next rule, all are."""
     keep_every: int | None = None
-    """Saves whose step is a multiple of it are kept."""
+    """Saves whose step is a multiple of this are kept."""
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Training:
         rates = self.bytes_per_second, self.copy_bytes_per_second
         if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
             raise InvalidInput("a step takes some time, and a disk writes something", hint="above 0, and not for ever")
-        Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput where they are no rules
+        Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
 
     @property
     def saves(self) -> int:
@@ -93,7 +93,7 @@ class Training:
 
     @property
     def timetable(self) -> Timetable:
-        """When it saves, and what it keeps."""
+        """When training saves, and what it keeps."""
         return Timetable(
             run_seconds=self.steps * self.step_seconds,
             interval_seconds=self.interval_seconds,
@@ -106,12 +106,12 @@ class Training:
 
 def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy]) -> dict[str, Any]:
     """
-    Return what full checkpoints of *model* would take, and what saves under each of *policies* would, by name.
+    Return what full checkpoints of *model* would take, and saves under each of *policies*, by name.
 
     The answer has the fields of ``layerstore estimate --json``.
 
     Raises:
-        InvalidInput: A policy decides by how far layers have moved, and *training* does not say how far.
+        InvalidInput: A policy uses the movement of layers, and *training* does not state it.
     """
     measuring = [name for name, policy in policies.items() if getattr(policy, "measures", False)]
     if measuring and training.movement is None:
@@ -124,7 +124,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
     weights = by_code(training.dtype).bytes
     shards = _padded(trained, training) * _sharded_bytes(model)
     frozen = _padded([count for _, _, elements in parts for count in elements.values()], training) * weights
-    gathered = sum(trained) * weights  # without frozen parameters, as with PEFT
+    gathered = sum(trained) * weights  # no frozen parameters, as with PEFT
     files = trained_files(model, training)
     once = sum((_objects(elements, [""], training.dtype, training.world_size) for _, _, elements in parts), Files())
     sizes = {layer: each.size_bytes for layer, each in files.items()}
@@ -160,7 +160,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
 
 
 def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
-    """Yield each layer with its trained and its frozen elements, by parameter."""
+    """Yield each layer with its trained and frozen elements, by parameter."""
     for layer, elements in model.layers.items():
         trained = {
             name: 0 if name in model.frozen else round(count * training.trainable) for name, count in elements.items()
@@ -169,7 +169,7 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
 
 
 def trained_files(model: Model, training: Training) -> dict[str, Files]:
-    """Return the objects of each layer's masters and moments, of all ranks: new at each save that includes it."""
+    """Return the objects of each layer's masters and moments on all ranks: new at each save that includes the layer."""
     return {
         layer: _objects(trained, [""], "F32", training.world_size)
         + _objects(trained, model.states, "F32", training.world_size)
@@ -178,18 +178,18 @@ def trained_files(model: Model, training: Training) -> dict[str, Files]:
 
 
 def _sharded_bytes(model: Model) -> int:
-    """Return what a trained element takes in DeepSpeed's shards: its master and optimizer states, in float32."""
+    """Return the bytes of a trained element in DeepSpeed's shards: its master and optimizer states, in float32."""
     return 4 * (1 + len(model.states))
 
 
 def _padded(counts: Sequence[int], training: Training) -> int:
-    """Return how many elements DeepSpeed's shards have of parameters of *counts* elements."""
+    """Return the elements, padding included, that DeepSpeed's shards have for parameters of *counts* elements."""
     return sum(training.world_size * slice_length(count, training.world_size) for count in counts)
 
 
 def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> Files:
     """Return one layer's objects of one kind: one object for each rank that has a slice."""
-    # Ranks with equal slices have equal objects: only those between two of these edges differ.
+    # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
         full = count // slice_length(count, world_size)
@@ -208,13 +208,13 @@ def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, wor
 
 
 def _shard_files(shards: int, frozen: int, training: Training) -> Files:
-    """Return DeepSpeed's files: two of each rank, ``latest`` and a script."""
+    """Return DeepSpeed's files: two per rank, ``latest`` and a script."""
     ranks = training.world_size
     return Files.alike(ranks, shards // ranks) + Files.alike(ranks, frozen // ranks) + Files.alike(2, 0)
 
 
 def _trainer_files(gathered: int, training: Training) -> Files:
-    """Return what the HF Trainer adds: the weights in files of 5 GB, each rank's random state, and four small files."""
+    """Return the HF Trainer's files: the weights in files of 5 GB, each rank's random state, and four small files."""
     count = -(-gathered // _GATHERED_FILE_BYTES)
     weights = Files.alike(count, gathered // count) if count else Files()
     return weights + Files.alike(training.world_size + 4, 0)
@@ -280,7 +280,7 @@ def _line(
 
 
 def _full_line(saved_by: str, full: int, files: Files, training: Training) -> dict[str, Any]:
-    """Return the line of a run whose saves are *full*, and hold training up while they are written."""
+    """Return the line of a run whose saves are *full* and hold training up while they are written."""
     line = _line(saved_by, None, full, [full], training, cycle=1)
     held_seconds = training.saves * line["save_seconds"]
     return _with_usage(line, usage_of_files(files, training.timetable), training, held_seconds=held_seconds)
@@ -292,7 +292,7 @@ def _with_usage(line: dict[str, Any], usage: Usage, training: Training, *, held_
 
 
 def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
-    """Return how long layerstore holds a run up: while it copies, and where saves come faster than they are written."""
+    """Return how long layerstore holds a run up: while it copies, and when saves come faster than it can write."""
     copied_seconds: float = line["run_bytes"] / training.world_size / training.copy_bytes_per_second
     late_seconds: float = max(0.0, line["save_seconds"] - training.interval_seconds)
     return copied_seconds + training.saves * late_seconds

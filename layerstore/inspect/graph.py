@@ -1,4 +1,4 @@
-"""Draw the attempts of a run, and where each forked."""
+"""Draw the attempts of a run and their forks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class GraphLine:
 
     drawing: str
     row: RecordRow | None
-    """The commit on this line; None between two unrelated attempts, and where a branch joins another."""
+    """The commit on this line; None between two unrelated attempts, or where a branch joins another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Branch:
 
 def draw_graph(view: RunView) -> Iterator[GraphLine]:
     r"""
-    Draw the visible commits of a run: the newest attempt's history on the left, abandoned ones beside it.
+    Draw the visible commits of a run: the newest attempt's history on the left, abandoned attempts to its right.
 
         *      attempt 2, step 900
         | *    attempt 1, step 1000: abandoned
@@ -36,7 +36,7 @@ def draw_graph(view: RunView) -> Iterator[GraphLine]:
     beside: dict[CommitId | None, list[_Branch]] = {}
     for branch in _branches(view):
         beside.setdefault(branch.joins, []).append(branch)
-    # Not a recursion: attempts may be nested deeper than Python's stack.
+    # No recursion: attempts may be nested deeper than Python's stack.
     pending: list[tuple[str, _Branch | RecordRow | None]] = [("", branch) for branch in reversed(beside.get(None, []))]
     is_first = True
     while pending:
@@ -61,7 +61,7 @@ def _branches(view: RunView) -> Iterator[_Branch]:
         joins = None
         for row in view.history(attempt):
             if row.id not in taken:
-                rows.append(row)  # also what was saved below its own fork
+                rows.append(row)  # including anything saved below its own fork
             elif joins is None:
                 joins = row.id
         taken.update(row.id for row in rows)

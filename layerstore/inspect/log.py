@@ -1,4 +1,4 @@
-"""Log: which commits a store shows, run by run and page by page."""
+"""Log: list the visible commits of a store, run by run and page by page."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class LogEntry:
     """Bytes that its writer put into the store."""
     pins: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
-    """The remotes that had it when something was last pushed there, by URL."""
+    """The remotes that had it as of the last push there, by URL."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
     damage: str | None = None
-    """Why its record cannot be read; None for a sound one. A damaged one has only run, step and commit."""
+    """Why its record cannot be read, None if it is sound; a damaged one has only run, step and commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class LogLine:
     """One line of a log."""
 
     drawing: str
-    """The graph left of the commit; empty where none was asked for."""
+    """The graph to the left of the commit; empty if not requested."""
     entry: LogEntry | None
-    """None where the graph joins two attempts."""
+    """None on a line where the graph joins two attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ def read_log(
     """
     Return the visible commits of *run*, or of every run, newest step first within each attempt.
 
-    *limit* is per run. *before* is a commit's id, or the beginning of one: the page starts after it, in its run.
-    With *graph* each attempt is drawn next to the one that it forked from, the newest one's history first.
+    *limit* is per run. *before* is a commit's id or a prefix of one: the page starts after it, in its run. With
+    *graph*, each attempt is drawn next to the one that it forked from, the newest one's history first.
 
     Raises:
         NotFound: There is no such run, or no such commit.
@@ -88,7 +88,7 @@ def read_log(
     if limit is not None and limit < 1:
         raise InvalidInput(f"a page cannot have {limit} commits", hint="give a limit of 1 or more, or none")
     if run is not None and run not in repo.catalog.runs():
-        repo.catalog.view(run)  # raises, and lists the runs that there are
+        repo.catalog.view(run)  # raises, and lists the existing runs
     views = [repo.catalog.view(name) for name in ([run] if run else repo.catalog.runs())]
     start = None if before is None else _commit_named(views, before)
     if start is not None:
@@ -137,7 +137,7 @@ def _line(
     try:
         urls = [url for url, commits in pushed.items() if line.row.id in commits]
         entry = log_entry(repo.catalog.commit(line.row.name), pins.get(line.row.id, []), urls)
-    except (IntegrityError, NotFound) as exc:  # lost while the index still lists it, or removed a moment ago
+    except (IntegrityError, NotFound) as exc:  # lost but still in the index, or just removed
         entry = _damaged_entry(line.row.name, exc)
     return LogLine(drawing=line.drawing, entry=entry)
 

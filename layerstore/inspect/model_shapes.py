@@ -1,8 +1,8 @@
 """
 The parameters of a model, with their names and shapes: from a config, a checkpoint, a commit, or made up by size.
 
-Of a checkpoint only the shards' headers are read, of a commit only version blobs. Configs are for Transformers:
-the caller passes in what asks it, since importing it takes seconds.
+For a checkpoint, only the shards' headers are read; for a commit, only version blobs. Configs are interpreted by
+Transformers: the caller passes in a function that asks it, since importing it takes seconds.
 """
 
 import json
@@ -31,12 +31,12 @@ from layerstore.zero3 import (
 
 CONFIG = "config.json"
 MADE_UP_VOCABULARY = 128_000
-"""Of a model of which only the size is known; today's tokenizers have about as many."""
+"""For a model of which only the size is known; about as many as today's tokenizers have."""
 
 INSTEAD = "--params 8B --layers 32 does without a config"
 
 ADAM = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps of each element besides its master."""
+"""The states that Adam keeps for each element besides its master."""
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -49,19 +49,19 @@ class Model:
 
     name: str
     source: Source
-    """What it is known from; ``params`` if it is made up."""
+    """Where the facts come from; ``params`` if it is made up."""
     layers: Mapping[str, Mapping[str, int]]
     """The elements of each parameter, by layer, in the model's order; a tied one once, under its first name."""
     architecture: str | None = None
-    """Transformers' name for it (``model_type``); None where no config says it."""
+    """Transformers' name for it (``model_type``); None if no config states it."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     states: tuple[str, ...] = ADAM
-    """What the optimizer keeps of each trained element besides its master."""
+    """The states that the optimizer keeps for each trained element besides its master."""
     world_size: int | None = None
-    """The ranks that saved it; None where nobody did."""
+    """The number of ranks that saved it; None if it was never saved."""
     dtype: str | None = None
-    """Code of the element type that most of it is trained in; None likewise."""
+    """Code of the element type that most of it is trained in; None if it was never saved."""
 
     @property
     def parameters(self) -> int:
@@ -83,7 +83,8 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
     *ask_transformers* returns the parameters of the model that a config describes.
 
     Raises:
-        InvalidInput: There is neither, or several checkpoints, or pointers into a store; the message says which.
+        InvalidInput: There is neither, or there are several checkpoints, or pointers into a store; the message says
+            which.
         SourceCheckpoint: The shards are incomplete, damaged or untrusted.
         Unsupported: Transformers is missing or does not know the model, or a setting kept state out of the shards.
     """
@@ -162,7 +163,7 @@ def _model_seen(
     *,
     world_size: int,
 ) -> Model:
-    """Return the model of *layers*, without frozen parameters whose weights are in none of *tensors*."""
+    """Return the model of *layers*, leaving out frozen parameters whose weights are in none of *tensors*."""
     held = {name for kind, name, _ in tensors if kind in {Kind.MASTER, Kind.WEIGHTS}}
     there = {layer: [each for each in parameters if each.name in held] for layer, parameters in layers.items()}
     parameters = [each for of_layer in there.values() for each in of_layer]
@@ -174,7 +175,7 @@ def _model_seen(
         source=source,
         layers={layer: {each.name: prod(each.shape) for each in of_layer} for layer, of_layer in there.items()},
         frozen=frozenset(each.name for each in parameters if each.frozen),
-        # gc may have dropped a commit's moments; training on from it makes new ones.
+        # gc may have dropped a commit's moments; further training creates new ones.
         states=tuple(sorted({state for kind, _, state in tensors if kind is Kind.OPTIMIZER})) or ADAM,
         world_size=world_size,
         dtype=max(types, key=types.__getitem__, default=None),
@@ -185,7 +186,7 @@ def made_up(parameters: int, blocks: int) -> Model:
     """
     Return a model of *parameters* elements in *blocks* equal blocks, with an embedding, a norm and a head.
 
-    Its width is that of a Transformer of this size and depth: a block has 12 times the square of the width.
+    Its width is that of a Transformer of this size and depth: a block has 12 * width**2 parameters.
 
     Raises:
         InvalidInput: There are too many blocks, or too few parameters for them.

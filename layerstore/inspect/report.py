@@ -1,9 +1,9 @@
 """
 The facts of a report, as ``--json`` prints them and as the page draws them.
 
-They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`.
-Of a long history only some saves are shown; totals count all of them.
-Saves are stored by column: each field is a list with one value per shown save, which takes a third of the bytes.
+They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`. For a long history, only some saves
+are shown; totals count all of them. Saves are stored by column: each field is a list with one value per shown save,
+which takes a third of the bytes.
 """
 
 import math
@@ -29,7 +29,8 @@ from layerstore.progress import Progress
 from layerstore.publish import SaveTiming, read_timings
 from layerstore.storage import RecordRow, Repository, RunView
 
-# What a page of 1 MB has room for, its own text aside; and about what a save, and a layer of it, take of that.
+# The bytes of facts that fit into a page of 1 MB next to its own text, and the approximate share of a save and of each
+# of its layers.
 _FACTS_BYTES = 640_000
 _SAVE_BYTES = 300
 _CELL_BYTES = 22
@@ -48,7 +49,7 @@ _PINS_MAX = 4
 # Digits of a version's id that tell two of one layer apart.
 _VERSION_DIGITS = 8
 
-# A longer time is no time that a save took.
+# No save takes longer than this.
 _SECONDS_MAX = 1e9
 
 
@@ -56,15 +57,15 @@ def make_report(
     repo: Repository, out: Path | None, *, run: str | None, keep: Keep | None, progress: Progress
 ) -> dict[str, Any]:
     """
-    Return the facts about the whole store, or about *run*; with *keep* also what gc by its rules would do.
+    Return the facts about the whole store, or about *run*; with *keep*, also what gc would do under its rules.
 
-    With *out* they are also written as a page to that file, where an older report is replaced.
-    If the page would be too large, fewer saves are shown. What is damaged is left out and named.
+    With *out*, also write them as a page to that file, replacing an older report. If the page would be too large, fewer
+    saves are shown. Damaged parts are left out and named.
 
     Raises:
         AlreadyExists: Something else is at *out*.
         NotFound: There is no such run.
-        InvalidInput: No commit has the metric that *keep* goes by.
+        InvalidInput: No commit has the metric that *keep* uses.
         Unsupported: Even with one save of each run the page would be too large.
     """
     target = None if out is None else checked_file(repo, out, what="a report", begins=BEGINS)
@@ -106,7 +107,7 @@ def make_report(
 
 
 def _figures(fields: dict[str, Any]) -> dict[str, object]:
-    """Return what `stats` says of the whole, with the first of the runs."""
+    """Return the figures of `stats` for the whole, with only the first of the runs."""
     elsewhere = {"run", "runs", "layers", "left_out"}
     figures = {name: value for name, value in fields.items() if name not in elsewhere}
     return figures | {"run_count": len(fields["runs"]), "runs": fields["runs"][:_RUNS_MAX]}
@@ -125,7 +126,7 @@ def _run(
     problems: list[str],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the facts about one run, of which *room* saves are shown; add to *problems* what cannot be read."""
+    """Return the facts about one run, showing *room* of its saves; add to *problems* what cannot be read."""
     growth, wanted, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times: dict[tuple[int, int], str] = {}
@@ -160,7 +161,7 @@ def _run(
 
 
 def _layer_names(rows: Sequence[RecordRow]) -> list[str]:
-    """Return the layers of *rows*, those of the newest model first."""
+    """Return the layer names in *rows*, those of the newest model first."""
     models = dict.fromkeys(row.layer_names for row in reversed(rows))
     return list(dict.fromkeys(name for model in models for name in model))
 
@@ -205,7 +206,7 @@ def _composites(
     layers: list[str],
     times: Mapping[tuple[int, int], str],
 ) -> dict[str, object]:
-    """Return where each layer of a composite at each save comes from, by policy, as indexes among the origins."""
+    """Return where each layer of a composite at each save comes from, by policy, as indexes into the origins."""
     indexes: dict[Origin, int] = {}
 
     def places(entries: Iterable[LayerEntry]) -> list[int]:
@@ -233,7 +234,7 @@ def _composites(
 
 
 def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:
-    """Return the layers of a composite by *policy*: None if they are the commit's own, nothing if it has none."""
+    """Return the layers of a composite by *policy*: None if they are the commit's own, empty if there is none."""
     try:
         taken = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view).layers
     except LayerstoreError:
@@ -247,7 +248,7 @@ def _versions(commit: Commit, layers: Iterable[str]) -> str:
 
 
 def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
-    """Return how far each layer's masters had moved since their last version, where the save recorded it."""
+    """Return how far each layer's masters had moved since their last version, if the save recorded it."""
     movements = commit.record.policy.decisions.get("movements")
     if not isinstance(movements, dict) or not movements:
         return None
@@ -307,7 +308,7 @@ def _iso(time_ns: int) -> str:
 def _retention(
     repo: Repository, run: str | None, keep: Keep | None, *, progress: Progress
 ) -> tuple[dict[str, object] | None, dict[str, CommitFate]]:
-    """Return what gc by these rules would do, or why it would refuse, and the fate of each commit."""
+    """Return what gc would do under these rules, or why it would refuse, and the fate of each commit."""
     if keep is None or not (keep.has_rules or keep.drop_optimizer_older_than is not None):
         return None, {}
     rules: dict[str, object] = {"rules": _rules(keep), "refusal": None}
@@ -342,7 +343,7 @@ def _rules(keep: Keep) -> str:
 
 
 def _fate(fate: CommitFate) -> list[object]:
-    """Return what gc would do with a commit, why, and the bytes that this frees, at once or later."""
+    """Return what gc would do with a commit, why, and the bytes that this frees, now or later."""
     verdict = "trim" if fate.loses_moments else "keep" if fate.kept_by else "remove"
     why = ", ".join(fate.kept_by) if fate.kept_by else fate.goes_because
     return [verdict, why, fate.bytes_freed + fate.bytes_freed_later]
@@ -353,7 +354,7 @@ def _fate(fate: CommitFate) -> list[object]:
 
 def rooms(views: Sequence[RunView], facts_bytes: int) -> dict[str, int]:
     """
-    Return how many saves of each run are shown, so that their facts take about *facts_bytes*.
+    Return how many saves of each run to show, so that their facts take about *facts_bytes*.
 
     Large runs get what small ones leave over.
     """
@@ -369,7 +370,7 @@ def rooms(views: Sequence[RunView], facts_bytes: int) -> dict[str, int]:
 
 
 def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int) -> set[CommitId]:
-    """Choose which of *rows* are shown, pinned ones and the ends of attempts first."""
+    """Choose which of *rows* to show, pinned ones and the ends of attempts first."""
     attempts = [row.attempt for row in rows]
     ends = {place for place, attempt in enumerate(attempts) if attempts[place - 1 : place] != [attempt]}
     ends |= {place - 1 for place in ends if place}
@@ -379,9 +380,10 @@ def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int)
 
 def chosen(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
     """
-    Return which of *count* places are shown if there is *room* for that many, in order.
+    Choose which of *count* places to show if there is *room* for that many; return them in order.
 
-    The last is among them, then the first, then those *wanted* up to half of the room, then others, evenly spaced.
+    The last one has priority, then the first, then the *wanted* ones up to half of the room, then others, evenly
+    spaced.
 
     >>> chosen(5, room=9), chosen(100, room=5), chosen(100, room=6, wanted=[42]), chosen(100, room=1)
     ([0, 1, 2, 3, 4], [0, 17, 50, 82, 99], [0, 17, 42, 50, 82, 99], [99])

@@ -26,7 +26,7 @@ class LayerLine:
     """Where this version was saved."""
     version: str
     parameters: int
-    """Elements of all its parameters."""
+    """The number of elements in all its parameters."""
     frozen: bool
     bytes_by_kind: dict[str, int]
 
@@ -40,7 +40,7 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
-    """Its place in its history, from 0, written once; a save that was skipped or given up uses one up, too."""
+    """Its position in its history, from 0, written once; skipped and given-up saves use up numbers too."""
     commit: str
     pin: str | None
     time_ns: int
@@ -51,22 +51,22 @@ class CommitView:
     policy: str
     policy_parameters: dict[str, str]
     is_mixture: bool
-    """Whether it is a pinned composite: then the policy chose its layers, and did not save them."""
+    """Whether it is a pinned composite, for which the policy chose the layers but did not save them."""
     supersedes: tuple[str, ...]
     """Ids of the commits that it replaced."""
     pins: tuple[str, ...]
-    """All pins of this very content, *pin* among them."""
+    """All pins of exactly this content, including *pin*."""
     layers: tuple[LayerLine, ...]
     files: tuple[str, ...]
     """Files of the checkpoint that are kept byte for byte."""
     beside_bytes: int
-    """Size of everything that is no layer: the ranks' own states, and files."""
+    """Size of everything that is not a layer: the ranks' own states, and files."""
     has_moments: bool
     """Whether training can resume from it: gc may have dropped its moments."""
 
     @property
     def layers_saved(self) -> int:
-        """How many of its layers were saved at this very step."""
+        """How many of its layers were saved at exactly this step."""
         own = (self.run, self.attempt, self.step)
         return sum((line.run, line.attempt, line.step) == own for line in self.layers)
 
@@ -107,7 +107,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
 
 
 def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str | None = None) -> list[LayerLine]:
-    """Return the layers of *entries* with their sizes, or only *layer*; raises NotFound if it is not among them."""
+    """Return the layers of *entries* with their sizes, or only *layer*; raises NotFound if that is not one of them."""
     found = [entry for entry in entries if layer in {None, entry.layer}]
     if layer is not None and not found:
         names = [entry.layer for entry in entries]

@@ -1,8 +1,8 @@
 """
-Stats: how much a store would hold, holds, and takes on disk; and how each commit of a run adds to it.
+Stats: the logical, unique and physical size of a store, and how each commit of a run adds to it.
 
-*Logical* is what every visible commit would take if each were stored whole, *unique* counts every object once,
-both by listed sizes; *physical* is what the files take on disk.
+*Logical* is the size of all visible commits if each were stored whole; *unique* counts every object once; both use
+listed sizes. *Physical* is the size of the files on disk.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -32,7 +32,7 @@ from layerstore.progress import Progress
 from layerstore.storage import Repository, RunView
 
 VERSION, STATE, RECORD = "version", "state", "record"
-"""Kinds besides those of layers' objects: version blobs; everything that is no layer; commit records and pins."""
+"""Kinds besides those of layers' objects: version blobs, everything that is not a layer, commit records and pins."""
 
 _KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
 
@@ -42,7 +42,7 @@ class Amount:
     """How much of something there is."""
 
     count: int = 0
-    """Different objects; of a layer, its different versions."""
+    """The number of distinct objects or, for a layer, of its distinct versions."""
     logical_bytes: int = 0
     unique_bytes: int = 0
 
@@ -56,7 +56,7 @@ class RunStats:
     logical_bytes: int = 0
     unique_bytes: int = 0
     own_bytes: int = 0
-    """Unique bytes that no other counted run needs; of a run counted alone, all."""
+    """Unique bytes that no other counted run needs; all of them if only one run is counted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,47 +70,47 @@ class Unneeded:
 
 @dataclass(slots=True, kw_only=True)
 class Stats:
-    """The answer."""
+    """The sizes of a store, or of one run."""
 
     run: str | None
     """The only run that was counted; None for the whole store."""
     pins: int = 0
-    """Pins of mixtures, and of commits that are not visible any more; they count like commits."""
+    """Pins of mixtures, and of commits that are no longer visible; they count like commits."""
     physical_bytes: int = 0
-    """Of the whole store, its index included if it is inside; of one run, of its objects and records."""
+    """Bytes on disk of the whole store, including an index inside it; for one run, of its objects and records."""
     runs: list[RunStats] = field(default_factory=list)
     kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
     layers: dict[str, Amount] = field(default_factory=dict)
     unneeded: Unneeded | None = None
     """None for one run: other runs may need what it does not."""
     missing: int = 0
-    """Objects that are needed and not there; `verify` names them."""
+    """The number of missing objects that are needed; `verify` names them."""
     left_out: list[str] = field(default_factory=list)
     """What could not be read, and so is in no figure."""
 
     @property
     def commits(self) -> int:
-        """Visible commits."""
+        """The number of visible commits."""
         return sum(run.commits for run in self.runs)
 
     @property
     def logical_bytes(self) -> int:
-        """What they would take if each were stored whole."""
+        """The size of all visible commits if each were stored whole."""
         return sum(run.logical_bytes for run in self.runs)
 
     @property
     def unique_bytes(self) -> int:
-        """What is needed, each object counted once."""
+        """The size of what is needed, counting each object once."""
         return sum(amount.unique_bytes for amount in self.kinds.values())
 
     @property
     def saved_ratio(self) -> float:
-        """The share of the logical bytes that is not stored."""
+        """The fraction of the logical bytes that need not be stored."""
         return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
 
 
 def stats_fields(found: Stats) -> dict[str, Any]:
-    """Return *found* as JSON has it; of a run counted alone nobody knows what only it needs."""
+    """Return *found* as JSON fields; for a run counted alone, leave out what only it needs, which is unknown."""
     own = {} if found.run is None else {"own_bytes": None}
     return json_fields(found) | {
         "runs": [json_fields(run) | own for run in found.runs],
@@ -162,9 +162,9 @@ class _Tally:
 
 def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress) -> Stats:
     """
-    Count what the store holds, or what *run* needs of it; damage is left out and named.
+    Count the bytes of the whole store, or those that *run* needs; damaged parts are left out and named.
 
-    Every version blob and state blob is read once. Raises NotFound if there is no such run.
+    Reads every version blob and state blob once. Raises NotFound if there is no such run.
     """
     stats = Stats(run=run)
     tally = _Tally(stats)
@@ -192,7 +192,7 @@ def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress)
 
 
 def _holders(repo: Repository, tally: _Tally) -> Iterator[tuple[int, CommitRecord]]:
-    """Yield every visible commit, and every pin of something else, with the index of its run."""
+    """Yield every visible commit, and every pin of anything else, with the index of its run."""
     stats = tally.stats
     visible: set[CommitId] = set()
     indexes: dict[str, int] = {}
@@ -228,7 +228,7 @@ def views_of(repo: Repository, run: str | None) -> list[RunView]:
 
 
 def commits_of(repo: Repository, view: RunView, problems: list[str]) -> Iterator[Commit]:
-    """Yield the visible commits of *view*; add to *problems* which cannot be read."""
+    """Yield the visible commits of *view*; note unreadable ones in *problems*."""
     for row in view.visible:
         try:
             yield repo.catalog.commit(row.name)
@@ -263,7 +263,7 @@ def _add_state(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, in
 
 
 def _look_at_disk(repo: Repository, tally: _Tally) -> None:
-    """Count the bytes on disk, what nothing needs, and how many needed objects are missing."""
+    """Count the bytes on disk, the unneeded objects, and the needed objects that are missing."""
     stats, seen = tally.stats, set[Hashable]()
     present, unneeded = 0, Unneeded(objects=0, bytes=0)
 
@@ -284,7 +284,7 @@ def _look_at_disk(repo: Repository, tally: _Tally) -> None:
             stats.physical_bytes += disk_bytes
             unneeded.objects += 1
             unneeded.bytes += disk_bytes
-    # A bucket's other files are not here, and what else is here is not the bucket's.
+    # A mirror does not have the bucket's other files, and its own other files are not the bucket's.
     paths = tally.record_paths if stats.run or repo.remote else _all_files(repo)
     stats.physical_bytes += sum(take(repo.files.on_disk(path)) for path in paths)
     stats.missing = len(tally.users) - present
@@ -308,11 +308,11 @@ def _all_files(repo: Repository) -> Iterator[Path]:
 
 AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", "written_bytes")
 """
-What is counted of a commit, by listed sizes and without its record.
+The amounts that are counted for a commit, by listed sizes and without its record.
 
-What it would take if it were stored whole; the part of it that no earlier commit of the run has; the part in layers
-that it inherits. Besides: gathered weights that are not stored, since they are rounded from the masters; and what its
-writer put into the store, as it noted then.
+They are its size if it were stored whole, the part that no earlier commit of the run has, and the part in inherited
+layers. In addition: the gathered weights that are not stored because they are the rounded masters, and the bytes that
+its writer put into the store, as noted at the time.
 """
 
 
@@ -321,15 +321,15 @@ class Growth:
 
     def __init__(self, repo: Repository) -> None:
         self._repo = repo
-        # As bytes: a million hexadecimal ids would take twice the memory.
+        # As bytes, since a million hexadecimal ids would take twice the memory.
         self._seen: set[bytes] = set()
         self._versions: dict[bytes, tuple[int, frozenset[str]]] = {}
-        """The size of each version, and its trained parameters with weights of their own, not the rounded masters."""
+        """Each version's size, and its trained parameters that have stored weights rather than rounded masters."""
         self.left_out: list[str] = []
         """What could not be read, and so is in no figure."""
 
     def add(self, commit: Commit) -> list[int]:
-        """Return the `AMOUNTS` of *commit*, after those that were added before."""
+        """Return the `AMOUNTS` of *commit*, given the commits that were added before."""
         record = commit.record
         logical = unique = inherited = derived = 0
         stored: set[str] = set()
@@ -384,7 +384,7 @@ def _key(ref: BlobRef) -> bytes:
 
 
 def _derived_bytes(state: RankState, stored: set[str]) -> int:
-    """Return the bytes of the gathered weights in *state* that are not stored; those of the parameters *stored* are."""
+    """Return the bytes of gathered weights in *state* that are not stored; those of the parameters *stored* are."""
     return sum(
         tensor.elements * by_code(tensor.dtype).bytes
         for file in state.gathered

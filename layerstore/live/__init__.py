@@ -1,9 +1,9 @@
 """
 Saving and resuming a live engine: the only room that imports torch, DeepSpeed and Transformers, inside functions.
 
-``saver/`` saves while training goes on, ``engine/`` knows DeepSpeed, ``ranks/`` is what ranks tell each other.
-``trainer.py`` is the callback for Transformers' Trainer, ``saved_names.py`` asks Transformers how it names weights,
-and ``demo/`` is ``layerstore demo``.
+``saver/`` saves while training continues, ``engine/`` knows DeepSpeed, and ``ranks/`` holds the messages between ranks.
+``trainer.py`` is the callback for Transformers' Trainer, ``saved_names.py`` asks Transformers how it names weights, and
+``demo/`` is ``layerstore demo``.
 """
 
 from layerstore.live.engine import Resumed, checkpoint, resume

@@ -11,7 +11,7 @@ from typing import Any
 
 from layerstore.errors import Unsupported
 
-# What makes Transformers fetch code or kernels, or hold the weights packed.
+# Settings that make Transformers fetch code or kernels, or pack the weights.
 _NOT_OF_THE_SHAPE = ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation")
 
 _INSTEAD = "--params 8B --layers 32 needs neither"

@@ -1,11 +1,12 @@
 """
-How Transformers writes a model's weights: under which names, and cut or joined in which way.
+How Transformers writes a model's weights: their names, and how tensors are split or joined.
 
     python -m layerstore.live.saved_names <question.json >answer.json
 
-Transformers 5 holds some models in another form than their files: Mixtral's experts are one tensor in memory and many
-on disk. Only Transformers knows these mappings. A process of its own asks it, so that an export does not import torch.
-The model is built from its config alone, as in ``meta_model``: no tensor has elements, and no checkpoint's code runs.
+Transformers 5 holds some models in memory differently than in files: Mixtral's experts are one tensor in memory and
+many on disk. Only Transformers knows these mappings. We ask it in a separate process, so that an export does not import
+torch. The model is built from its config alone, as in ``meta_model``: no tensor has elements, and no checkpoint's code
+runs.
 """
 
 import json
@@ -25,20 +26,20 @@ from layerstore.live.meta_model import meta_model
 _TRANSFORMERS = f"Transformers {transformers.__version__}"
 
 Run = tuple[str, int, int]
-"""Elements that lie together in a parameter: its name, the first of them, how many."""
+"""Contiguous elements of a parameter: its name, the first element, and their number."""
 
 
 def saved_as(
     config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Sequence[int], list[Run]]]:
     """
-    Return what ``save_pretrained`` would write of a model: each name with its shape, and where its elements lie.
+    Return what ``save_pretrained`` would write for a model: each name with its shape and the source of its elements.
 
-    *shapes* are of what the model holds in memory, by name; *expected* of what one of its own files holds, if there is
-    one: the model may have been loaded from a file with other prefixes than its class would write.
+    *shapes* are those of the tensors in memory, by name; *expected* are those in one of its own files, if there is one:
+    the model may have been loaded from a file whose prefixes differ from what its class would write.
 
     Raises:
-        Unsupported: Transformers does not know the model, or writes other tensors than are expected.
+        Unsupported: Transformers does not know the model, or would not write the expected tensors.
     """
     model = meta_model(config)
     known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -62,7 +63,7 @@ def saved_as(
 
 
 def _mappings(model: Any) -> Iterator[list[Any] | None]:
-    """Yield the mappings that saving may have found: none, as the model was made, or those that loading attached."""
+    """Yield the mappings that saving may have used: none, those of a fresh model, or those that loading attached."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError as exc:
@@ -70,7 +71,7 @@ def _mappings(model: Any) -> Iterator[list[Any] | None]:
             f"{_TRANSFORMERS} cannot be asked how it writes weights", hint="pip install 'transformers>=5'"
         ) from exc
     yield None
-    yield get_model_conversion_mapping(model)  # by loading under ZeRO-3: all of it, used or not
+    yield get_model_conversion_mapping(model)  # loading under ZeRO-3 attaches all of it, used or not
     yield get_model_conversion_mapping(model, add_legacy=False)
 
 
@@ -79,19 +80,19 @@ def _written(
 ) -> dict[str, tuple[Sequence[int], list[Run]]]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    model._weight_conversions = mapping  # what loading attaches, and saving looks for
+    model._weight_conversions = mapping  # loading attaches this, and saving looks for it
     with Origins(tensors) as origins:
         found = revert_weight_conversion(model, dict(tensors))
         return {name: (list(tensor.shape), origins.runs(tensor)) for name, tensor in found.items()}
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
-    """Tracks where the elements of each tensor that is made of *tensors* come from; no tensor has any."""
+    """Tracks the source of each element of the tensors made from *tensors*, none of which has real elements."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._stored = {_key(tensor): [(name, 0, tensor.numel())] for name, tensor in tensors.items()}
-        self._kept = [*tensors.values()]  # a storage that is gone could lend its key to another one
+        self._kept = [*tensors.values()]  # a freed storage's key could be reused by another
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -143,7 +144,7 @@ def _joined(parts: list[list[list[Run]]]) -> list[Run]:
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the first dimension from which on the elements are contiguous, and their number."""
+    """Return the first dimension from which the elements are contiguous, and their number."""
     length = 1
     for dimension in reversed(range(len(shape))):
         if shape[dimension] != 1 and strides[dimension] != length:
@@ -163,7 +164,7 @@ def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def _within(runs: Sequence[Run], begin: int, length: int) -> Iterator[Run]:
-    """Yield the parts of the concatenated *runs* that hold the *length* elements from *begin* on."""
+    """Yield the parts of the concatenated *runs* that hold *length* elements from *begin*."""
     for name, start, count in runs:
         first, last = max(begin, 0), min(begin + length, count)
         if first < last:

@@ -1,7 +1,8 @@
 """
-Shares of the processes that a launcher has started: the lead's questions and the others' answers, over gloo.
+Work in shares among the processes that a launcher started: the lead's questions and the others' answers, over gloo.
 
-Both are small, and pickled by torch: every process runs the same code for the same user, as the ranks of a training do.
+Both are small, and pickled by torch, which is safe: every process runs the same code for the same user, as the ranks of
+a training job do.
 """
 
 import os
@@ -28,29 +29,29 @@ if TYPE_CHECKING:
     from layerstore.storage import Repository
 
 _MEETING = timedelta(minutes=5)
-"""How long the processes wait for each other at the beginning."""
+"""How long the processes wait for each other at the start."""
 _MEETING_TOLD = timedelta(seconds=20)
-"""After so long the lead says that it waits."""
+"""How long until the lead says that it is waiting."""
 _WORKING = timedelta(days=30)
-"""How long one may work on its share. The system of one that dies closes its connections: then the others end."""
+"""How long a process may work on its share. If one dies, its system closes its connections, and the others end."""
 _PORTS = range(20_000, 32_000)
-"""Below the ports that systems give to outgoing connections."""
+"""Below the range that systems use for outgoing connections."""
 
-# Whether all processes are on this host: Open MPI, MPICH and Intel's.
+# These say whether all processes are on this host: Open MPI; MPICH and Intel MPI.
 _LOCAL_COUNTS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 
 Result = TypeVar("Result")
 
 
 class JobNotice(UserWarning):
-    """The first process waits for the others."""
+    """The first process is waiting for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
     store: str
     session: str
-    """A folder that the lead has made in the store, so that the others see whether theirs is the same; or empty."""
+    """A folder that the lead made in the store, to prove to the others that theirs is the same; may be empty."""
     cache_size: str | None
     work: Work[Any]
     part: Any
@@ -64,7 +65,7 @@ class _Answered:
 
 
 class Led(Shares):
-    """The processes of a job, seen by the one that leads them."""
+    """The processes of a job, as the lead sees them."""
 
     def __init__(self, *, count: int) -> None:
         self.count = count
@@ -74,7 +75,7 @@ class Led(Shares):
     def asked(
         self, repo: "Repository", work: Work[Answer], parts: Sequence[Any]
     ) -> Iterator[Callable[[], list[Answer]]]:
-        """Let every other process do *work* on its one of *parts*; yield what waits for the answers."""
+        """Have every other process do *work* on one of *parts*; yield a function that waits for the answers."""
         cache_size = os.environ.get("LAYERSTORE_CACHE_SIZE")
         with _seen_by_all(repo) as session:
             answers = self._line.ask(
@@ -87,18 +88,18 @@ class Led(Shares):
                 yield lambda: list(_found(_waited(answers)))
             finally:
                 if not answers.done():
-                    with suppress(JobLost):  # what went wrong here says more
+                    with suppress(JobLost):  # our own error says more
                         _waited(answers)
 
     def end(self) -> None:
-        """Let the others end."""
+        """Make the others end."""
         self._line.dismiss()
         self._line.close()
 
 
 @contextmanager
 def _seen_by_all(repo: "Repository") -> Iterator[str]:
-    """Yield a session of the store, a folder that is in no copy of it; empty if the store cannot be written."""
+    """Yield a new session, whose folder no copy of the store has; empty if the store is not writable."""
     session = ""
     if repo.remote is None:
         with suppress(StorageIO):
@@ -112,7 +113,7 @@ def _seen_by_all(repo: "Repository") -> Iterator[str]:
 
 
 def _found(answers: list[_Answered]) -> Iterator[Any]:
-    """Yield what the others have found; raise the first error, and pass on warnings."""
+    """Yield the others' answers; raise the first error, and pass on warnings."""
     for number, answer in enumerate(answers, 1):
         for kind, words in answer.warned:
             warnings.warn(words, kind, stacklevel=2)
@@ -123,7 +124,7 @@ def _found(answers: list[_Answered]) -> Iterator[Any]:
 
 
 def follow(number: int, count: int, opened: Callable[[str], AbstractContextManager["Repository"]]) -> None:
-    """Do what the lead asks, as process *number* of *count*, until it ends; *opened* opens a store by its name."""
+    """Serve the lead as process *number* of *count* until it ends; *opened* opens a store by its name."""
     line = _Line(number, count)
     with ExitStack() as stores:
         repos: dict[str, Repository] = {}
@@ -131,7 +132,7 @@ def follow(number: int, count: int, opened: Callable[[str], AbstractContextManag
         while question is not None:
             if question.cache_size is not None:
                 os.environ["LAYERSTORE_CACHE_SIZE"] = question.cache_size
-            # What the work holds is released when the next question comes.
+            # The work's resources are released when the next question comes.
             with ExitStack() as held, warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 found, problem = None, None
@@ -178,8 +179,8 @@ class _Line:
     """
     The connections between the lead, process 0, and the others.
 
-    One thread speaks on them, and what it is asked for it does in order. So a signal is heard while gloo waits; and
-    whatever the signal has cut short, a question and its answers are over before the others are told to end.
+    A single thread uses them and works through its requests in order. So signals are handled even while gloo waits, and
+    no matter what a signal interrupts, a question and its answers are finished before the others are told to end.
     """
 
     def __init__(self, number: int, count: int) -> None:
@@ -208,7 +209,7 @@ class _Line:
             ) from exc
 
     def ask(self, questions: Sequence[_Question]) -> "Future[list[_Answered]]":
-        """Send each of *questions* to its process; return what will be the answers."""
+        """Send each of *questions* to its process; return a future of the answers."""
         import torch.distributed as dist
 
         def exchange() -> list[_Answered]:
@@ -249,7 +250,7 @@ class _Line:
         return _waited(self._begun(call))
 
     def _begun(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Return what will be what *call* returns."""
+        """Run *call* on the thread; return a future of its result."""
         result: Future[Result] = Future()
         self._calls.put((result, call))
         return result
@@ -259,7 +260,7 @@ class _Line:
             result, call = self._calls.get()
             try:
                 result.set_result(call())
-            except BaseException as exc:  # noqa: BLE001  # raised where the result is waited for
+            except BaseException as exc:  # noqa: BLE001  # raised where the result is awaited
                 result.set_exception(exc)
 
 
@@ -274,21 +275,21 @@ def _waited(result: "Future[Result]") -> Result:
 
 
 def _words(exc: RuntimeError) -> str:
-    """Return what gloo says, without its own place and its advice."""
+    """Return gloo's message without its source location and its advice."""
     return str(exc).partition(". ")[0].rpartition("] ")[2]
 
 
 def _name_meeting_point() -> None:
-    """Set where torch looks for the lead, unless the launcher has."""
+    """Set where torch looks for the lead, unless the launcher has done so."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    # Open MPI starts its daemons as steps of Slurm, and what these hand on names their own hosts.
+    # Open MPI starts its daemons as Slurm steps, and the variables that they pass on name the daemons' hosts.
     is_slurms = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ
     if is_slurms and "SLURM_STEP_NODELIST" in os.environ:
         host = first_host(os.environ["SLURM_STEP_NODELIST"])
         number = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))
     elif all(os.environ.get(here) == os.environ.get(everywhere) for here, everywhere in _LOCAL_COUNTS):
-        host, number = "127.0.0.1", os.getppid()  # that of the launcher
+        host, number = "127.0.0.1", os.getppid()  # the launcher's pid
     else:
         raise InvalidInput(
             "these processes are on several hosts, and their launcher does not say where the first one is",

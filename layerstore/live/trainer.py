@@ -1,4 +1,4 @@
-"""The callback for the Trainer of Transformers; see `layerstore.transformers`."""
+"""The callback for Transformers' Trainer; see `layerstore.transformers`."""
 
 import io
 from collections.abc import Callable
@@ -17,13 +17,14 @@ from layerstore.zero3 import TRAINER_STATE
 
 class LayerstoreCallback(TrainerCallback):
     """
-    Lets a Trainer under DeepSpeed ZeRO-3 save to a store and resume from it, on its own schedule.
+    Makes a Trainer under DeepSpeed ZeRO-3 save to a store and resume from it, on its own schedule.
 
     Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
     ``resume_from_checkpoint`` work as before. *settings* are those of ``layerstore.attach``.
 
-    With *every*, the state is also saved every so many steps, without a folder. It is captured at the end of the step,
-    before the Trainer logs and evaluates: what these change (the best metric, say) is not in it.
+    With *every*, the state is also saved at every multiple of that many steps, without a folder. It is captured at the
+    end of the step, before the Trainer logs and evaluates, so what these change (the best metric, for example) is not
+    in it.
     """
 
     def __init__(self, store: Store | StrPath, *, run: str, every: int | None = None, **settings: Any) -> None:
@@ -34,7 +35,7 @@ class LayerstoreCallback(TrainerCallback):
         self._every = every
         self._settings = settings
         self._count: _Count | None = None
-        # A Trainer that resumes loads its checkpoint before on_train_begin: pointers must be understood by then.
+        # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must work by then.
         engines_are_made_with(StoreCheckpointEngine)
 
     def on_train_begin(
@@ -54,7 +55,7 @@ class LayerstoreCallback(TrainerCallback):
             self._count.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save every so many steps, unless the Trainer is about to."""
+        """Save at every *every*-th step, unless the Trainer is about to."""
         if self._every and self.saver is not None and state.global_step % self._every == 0 and not control.should_save:
             with scratch() as folder:
                 self.saver.save(
@@ -80,15 +81,15 @@ class _Count:
     """
     The step of a save.
 
-    The Trainer counts a step at its very end. A save that a signal asks for may come before that, but after DeepSpeed's
-    update: then its state is the next step's, whatever its folder is called.
+    The Trainer counts a step only at its very end. A save on a signal may come before that but after DeepSpeed's
+    update; its state is then the next step's, whatever its folder is called.
     """
 
     def __init__(self, state: TrainerState, updates: Callable[[], int], *, resumed: int) -> None:
         self._state = state
         self._updates = updates
         self._lead = max(resumed - int(state.global_step), 0)
-        """How far the run is ahead of a Trainer that resumed from such a save."""
+        """How many steps the run is ahead of a Trainer that resumed from such a save."""
         self.begin()
 
     def begin(self) -> None:
@@ -96,7 +97,7 @@ class _Count:
         self._begun = int(self._state.global_step), self._updates()
 
     def step(self) -> int:
-        """Return the step of what the engine holds now."""
+        """Return the step of the engine's present state."""
         step, updates = int(self._state.global_step), self._updates()
         is_ahead = step == self._begun[0] and updates > self._begun[1]
         if is_ahead:
@@ -105,7 +106,7 @@ class _Count:
 
 
 def _own_files(folder: Path, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> dict[str, StrPath]:
-    """Write what a Trainer needs to resume, besides its engine's state, to *folder*; return the files by name."""
+    """Write to *folder* what a Trainer needs to resume besides its engine's state; return the files by name."""
     import torch
     from accelerate.utils import DeepSpeedSchedulerWrapper
 

@@ -1,7 +1,7 @@
 """
-What a policy sees of a model: its stacks of blocks, and on which side of them the other layers are.
+A model as policies see it: stacks of blocks, with the other layers on the input or output side.
 
-Known from names and their order, never from a list of architectures.
+This is derived from names and their order, never from a list of architectures.
 """
 
 import re
@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from layerstore.layers import block_index
 
-# A word of the last component of a norm's name: norm, final_layer_norm, norm_f, layernorm, norm1, ln_f.
+# A word in the last component of a norm's name: norm, final_layer_norm, norm_f, layernorm, norm1, ln_f.
 _NORM = re.compile(r"[a-z]*norm\d*|ln\d*", re.IGNORECASE)
 
 
@@ -23,9 +23,9 @@ class Anatomy:
     stacks: tuple[tuple[str, ...], ...]
     """Blocks by the module that holds them: one stack in most models, two in an encoder-decoder."""
     input_side: tuple[str, ...]
-    """Before the blocks that they belong to: embeddings."""
+    """Layers before the blocks that they belong to: embeddings."""
     output_side: tuple[str, ...]
-    """After them: norms and heads."""
+    """Layers after their blocks: norms and heads."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -68,9 +68,9 @@ def anatomy(layers: tuple[str, ...]) -> Anatomy:
 
 def _beginning(layer: str, first: Mapping[str, int], *, end: int) -> int:
     """
-    Return where the blocks begin that an auxiliary layer belongs to.
+    Return the start of the blocks that an auxiliary layer belongs to.
 
-    They are those of the stack with which it shares most of its name (``encoder.final_layer_norm`` and
+    They are those of the stack that shares the longest part of its name (``encoder.final_layer_norm`` and
     ``encoder.block``), by default the first.
     """
     shared = {stack: _shared(layer.split("."), stack.split(".")) for stack in first}

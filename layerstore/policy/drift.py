@@ -1,8 +1,8 @@
 """
-``drift``: the layers that moved most since they were last saved, within a budget; none gets older than a bound.
+``drift``: save the layers that moved most since their last save, within a budget and with a limit on age.
 
-Under a bare threshold all layers become due together, then none; under a bare bound, nearly all at one save. So the
-worst go first, and old layers are renewed in turns before they all have to be.
+With only a threshold, all layers would become due together, then none; with only an age limit, nearly all at one save.
+So the worst go first, and old layers are renewed in turns before they all reach the limit.
 """
 
 import math
@@ -19,9 +19,9 @@ class Drift:
     """Layers by how far their masters have moved."""
 
     threshold: float = 0.01
-    """A layer is due if it has moved by more than this share of its length."""
+    """A layer is due if it has moved by more than this fraction of its norm."""
     budget: int | None = None
-    """Bytes that a save may take, on average if a layer is larger than this; None for no limit."""
+    """The bytes that a save may take, on average if a layer is larger than that; None for no limit."""
     stalest: int = 10
     """No layer gets older than this many saves, whatever the budget."""
 
@@ -45,7 +45,7 @@ class Drift:
         return {"threshold": self.threshold, "budget": self.budget, "stalest": self.stalest}
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return what is old, and of the rest what moved most."""
+        """Return the old layers, and of the rest those that moved most."""
         if not save.movements:
             return frozenset(save.layers)  # nothing was measured: a full save
         chosen = {layer for index, layer in enumerate(save.layers) if self._is_old(save, layer, index)}
@@ -55,7 +55,7 @@ class Drift:
                 continue
             size = save.sizes.get(layer, 0)
             if not self._affords(save, size, spent=spent):
-                break  # else small layers, which always fit, would use up what a large one waits for
+                break  # else small layers, which always fit, would use up the budget that a large one waits for
             chosen.add(layer)
             spent += size
         return frozenset(chosen)
@@ -63,14 +63,15 @@ class Drift:
     def _is_old(self, save: Save, layer: str, index: int) -> bool:
         if save.ages.get(layer, 0) >= self.stalest or (layer not in save.ages and layer not in save.movements):
             return True
-        # By turns, so that they do not all reach the bound at one save.
+        # In turns, so that not all layers reach the limit at one save.
         return save.number % self.stalest == index % self.stalest
 
     def _affords(self, save: Save, size: int, *, spent: int) -> bool:
         """
-        Whether *size* bytes fit in the budget of *save*, of which *spent* are used.
+        Whether *size* bytes fit in what is left of the budget of *save* after *spent*.
 
-        A layer larger than the budget draws on the budgets of the saves just before, less all that was saved at them.
+        A layer larger than the budget draws on the budgets of the preceding saves, less everything that was saved at
+        them.
         """
         if self.budget is None or not size or spent + size <= self.budget:
             return True
@@ -82,6 +83,6 @@ class Drift:
 
 
 def _movement(save: Save, layer: str) -> float:
-    """Return how far *layer* has moved; infinity if that is not known, or not a number."""
+    """Return how far *layer* has moved; infinity if that is unknown or NaN."""
     found = save.movements.get(layer, math.inf)
     return math.inf if math.isnan(found) else found

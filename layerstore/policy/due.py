@@ -1,8 +1,8 @@
 """
-What a policy is: which layers are due at a save. Also ``latest``, under which every layer is.
+The interface of policies, which say which layers are due at a save; and ``latest``, under which all are.
 
-At a save, the answer says what to write; over a history of saves, which save each layer of a composite comes from
-(``replay``).
+At a save, the answer says what to write; over a history of saves, it says which save each layer of a composite comes
+from (``replay``).
 """
 
 from collections.abc import Collection, Mapping
@@ -18,15 +18,15 @@ class Save:
     """A save, as a policy sees it."""
 
     number: int
-    """Counted from 0 in the order of saving; the first save of a history is full whatever a policy says."""
+    """Counted from 0 in the order of saving; the first save of a history is full, whatever the policy says."""
     layers: tuple[str, ...]
     """Every layer, in the model's order."""
     ages: Mapping[str, int]
-    """How many saves ago each layer was last written; a layer that never was is absent."""
+    """How many saves ago each layer was last written; layers that were never written are absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
-    """How far each layer has moved since, relative to its length; only at a save, and if the policy ``measures``."""
+    """How far each layer has moved since, relative to its norm; only at a save, and if the policy ``measures``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The bytes that writing each layer takes; likewise."""
+    """The bytes that writing each layer takes; under the same conditions."""
 
 
 @runtime_checkable
@@ -34,11 +34,12 @@ class Policy(Protocol):
     """
     Which layers are due at a save.
 
-    A user's own is any object with a name, parameters and this method. Three attributes are optional:
+    Your own policy is any object with a name, parameters and this method. Three attributes are optional:
 
     - ``by_number = True``: over a history, ``due`` needs no ``ages``. They are then empty, and a composite looks back
-      only until every layer has its save. At a save they are filled in all the same. A save that the policy itself
-      made, and that was not full, is not asked about again: its record says what was due.
+      only until every layer has its save. At a save, they are filled in nevertheless. For a partial save that the
+      policy
+      itself made, ``due`` is not called again: the record says what was due.
     - ``measures = True``: at a save, ``movements`` and ``sizes`` are filled in. Over a history they are always empty.
     - ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what the
       policy itself saved there, None for a full checkpoint. At a save it is called with 0 and None.
@@ -46,19 +47,19 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """What records call it."""
+        """The name that records use for it."""
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
         """Its settings, for the record: text, numbers and lists."""
 
     def due(self, save: Save) -> Collection[str]:
-        """Return the layers to be written at *save*."""
+        """Return the layers to write at *save*."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """Everything is due, so that a composite has its base's own layers; ``full`` is another name for it."""
+    """Everything is due, so a composite has its base's own layers; also called ``full``."""
 
     name: ClassVar[str] = "full"
     by_number: ClassVar[bool] = True
@@ -86,7 +87,7 @@ def due_layers(policy: Policy, save: Save) -> frozenset[str]:
 
 
 def anchored(policy: Policy, number: int, saved: frozenset[str] | None = None) -> Policy:
-    """Return *policy* with its phase, if it has one, set by the save *number*, at which it *saved* these layers."""
+    """Return *policy* with its phase, if any, set by the save *number*, at which it *saved* these layers."""
     anchor = getattr(policy, "anchored", None)
     if anchor is None:
         return policy

@@ -1,7 +1,7 @@
 """
-``filter``: the ends of every stack and the norms at every save, a share of the rest at every n-th, in rotation.
+``filter``: the ends of every stack and the norms at every save, and a rotating share of the rest at every n-th.
 
-The first and last blocks move most; those between can wait.
+The first and last blocks move most; those in between can wait.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from layerstore.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Some layers always, the others by turns."""
+    """Some layers at every save, the others in turns."""
 
     first: int = 2
     """Blocks at the start of each stack that are always due."""
     last: int = 2
-    """Blocks at its end."""
+    """Blocks at the end of each stack that are always due."""
     share: Fraction = Fraction(1, 2)
     """The share of the rest that is due at each turn."""
     every: int = 5
-    """There is a turn at every n-th save."""
+    """The number of saves from one turn to the next."""
     aux: Literal["rotate", "always"] = "rotate"
     """Whether embeddings and heads take turns too; norms are always due."""
 
@@ -54,7 +54,7 @@ class Filter:
         }
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return what is always due, and at a turn its share of the rest."""
+        """Return what is always due and, at a turn, its share of the rest."""
         parts = anatomy(save.layers)
         always = parts.ends(self.first, self.last) | norms(parts.auxiliary)
         if self.aux == "always":

@@ -1,7 +1,7 @@
 """
-Which commits of a run to keep, by rules like those of backup tools: a commit stays if any rule names it.
+Retention rules like those of backup tools: a commit stays if any rule names it.
 
-Pure: everything that the rules look at is passed in.
+Pure: everything that the rules use is passed in.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ class Best:
 
     @property
     def reason(self) -> str:
-        """The reason shown for a commit that is kept by it."""
+        """The reason to show for a commit that it keeps."""
         return f"best {self.metric}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """
-        Read ``METRIC[:N][:min|max]``; as in the HF Trainer a loss is best when it is small, all else when it is large.
+        Parse ``METRIC[:N][:min|max]``; as in the HF Trainer, a loss should be small, everything else large.
 
         >>> Best.parse("eval_loss:3")
         Best(metric='eval_loss', count=3, direction='min')
@@ -70,7 +70,7 @@ class Best:
 
 
 _BEST = re.compile(r"(?P<metric>[^:]+)(:(?P<count>[1-9][0-9]{0,8}))?(:(?P<direction>min|max))?")
-# In this form a metric's own name may have a colon.
+# In this form, a metric's name may contain a colon.
 _BEST_IN_FULL = re.compile(r"(?P<metric>.+):(?P<count>[1-9][0-9]{0,8}):(?P<direction>min|max)")
 
 
@@ -92,20 +92,20 @@ class Keep:
     """
     Which commits of each run a collection keeps: those that any rule names.
 
-    A run's newest commit is always kept; without any rule, all are.
+    A run's newest commit is always kept; without rules, all are.
     """
 
     last: int | None = None
-    """The newest so many."""
+    """Keep this number of the newest commits."""
     every: int | None = None
-    """Those whose step is a multiple of it."""
+    """Keep commits whose step is a multiple of this."""
     within: str | timedelta | None = None
-    """Those that are not older: ``14d``."""
+    """Keep commits no older than this: ``14d``."""
     best: str | Best | None = None
-    """``METRIC[:N][:min|max]``, from the ``trainer_state.json`` that they were saved with."""
+    """Keep the best by ``METRIC[:N][:min|max]``, from the ``trainer_state.json`` that they were saved with."""
 
     drop_optimizer_older_than: int | None = None
-    """Commits more than so many steps behind their run's newest lose their moments and keep their weights."""
+    """Commits more than this many steps behind their run's newest lose their moments but keep their weights."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -125,7 +125,7 @@ class Keep:
 
     @property
     def best_of(self) -> Best | None:
-        """What *best* asks for."""
+        """The parsed *best*."""
         return Best.parse(self.best) if isinstance(self.best, str) else self.best
 
     @property
@@ -139,7 +139,7 @@ class Keep:
         return any(rule is not None for rule in (self.last, self.every, self.within, self.best))
 
     def reasons(self, candidates: Iterable[Candidate], *, now_ns: int) -> dict[str, tuple[str, ...]]:
-        """Return for each of *candidates*, which are newest first, the rules that keep it; none if it may go."""
+        """Return, for each of *candidates* (newest first), the rules that keep it; none if it may go."""
         candidates = list(candidates)
         history = [candidate for candidate in candidates if candidate.is_in_history]
         named: dict[str, list[str]] = {candidate.id: [] for candidate in candidates}
@@ -169,7 +169,7 @@ class Keep:
 
 
 def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best; of equals the newest. Values that are not finite do not count."""
+    """Return the best candidates, preferring newer ones on ties; ignores non-finite values."""
     sign = 1 if best.direction == "min" else -1
     valued = [each for each in candidates if math.isfinite(each.metrics.get(best.metric, math.nan))]
     return sorted(valued, key=lambda each: sign * each.metrics[best.metric])[: best.count]

@@ -1,7 +1,7 @@
 """
-``parity``: one half of the model at each save, by turns.
+``parity``: alternating halves of the model.
 
-Even blocks go with the output side (norm, head), odd ones with the input side (embeddings).
+Even blocks go with the output side (norm, head), odd blocks with the input side (embeddings).
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from layerstore.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Half of the layers at each save, by turns."""
+    """Half of the layers at each save, in turns."""
 
     fresh: Literal["even", "odd"] | None = None
     """The half that a composite's base and a run's first save supply; by default the even one."""

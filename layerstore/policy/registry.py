@@ -1,4 +1,4 @@
-"""Policies by name: our own, and those that installed packages offer."""
+"""Policies by name: our own, and those of installed packages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -15,7 +15,7 @@ ENTRY_POINTS = "layerstore.policies"
 """The entry point group of installed policies: a name, and a callable that makes the policy."""
 
 EXACT = "exact"
-"""Not a policy but a demand on a composite: every layer from this very step."""
+"""Not a policy but a requirement for a composite: every layer from exactly this step."""
 
 _OWN: dict[str, type[Latest | Parity | Filter | Drift]] = {
     "latest": Latest,
@@ -51,12 +51,12 @@ def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Pol
 
 
 def chosen_policy(given: object) -> Policy:
-    """Return the policy that *given* is, or names; raise InvalidInput if it is none."""
+    """Return *given* if it is a policy, or the policy that it names; raise InvalidInput if it is neither."""
     return policy_named(given) if isinstance(given, str) else _checked(given)
 
 
 def is_ours(policy: Policy) -> bool:
-    """Whether *policy* is one of ours, which decide from their arguments alone."""
+    """Whether *policy* is one of ours, which decide only from their arguments."""
     return type(policy) in _OWN.values()
 
 

@@ -11,7 +11,7 @@ from layerstore.policy.due import Policy, Save, due_layers
 
 
 class PastSave(Protocol):
-    """A save of the past, from its record."""
+    """A past save, from its record."""
 
     @property
     def save_number(self) -> int:
@@ -36,8 +36,8 @@ def replay_policy(
     Return, for every layer of the base, the position in *history* of the save that it comes from.
 
     *history* is newest first, begins with the base, and is read no further than needed. A save is full if nothing
-    complete precedes it: nothing at all, or only saves from before the optimizer's first update.
-    *recorded* returns what this very policy saved at a position, or None if it has to be asked.
+    complete precedes it: nothing at all, or only saves from before the optimizer's first update. *recorded* returns
+    what exactly this policy saved at a position, or None if the policy must be asked.
     """
     if getattr(policy, "by_number", False):
         return _newest_due(policy, history, recorded)
@@ -50,7 +50,7 @@ def _newest_due(
     """Walk back from the base until every layer has its save."""
     found: dict[str, int] = {}
     waiting: dict[str, int] = {}
-    """Layers still to be found, with the oldest complete save seen."""
+    """The layers still to be found, each with the oldest complete save seen."""
     needs_count: set[str] = set()
     for position, save in enumerate(history):
         counted = dict(zip(save.layer_names, save.counted, strict=True))
@@ -74,7 +74,7 @@ def _newest_due(
 def _forward(
     policy: Policy, saves: list[tuple[int, PastSave]], recorded: Callable[[int], frozenset[str] | None]
 ) -> dict[str, int]:
-    """Ask a policy that looks at ages, starting with the first save."""
+    """Replay a policy that uses ages, starting with the first save."""
     base = saves[0][1]
     needs_count = {layer for layer, is_counted in zip(base.layer_names, base.counted, strict=True) if is_counted}
     found: dict[str, int] = {}

@@ -9,7 +9,7 @@ from layerstore.storage import Repository
 
 
 def check_pin_name(repo: Repository, name: str) -> None:
-    """Raise InvalidInput or Conflict if *name* can never be a pin's."""
+    """Raise InvalidInput or Conflict if *name* can never name a pin."""
     check_name(name, what="the pin's name")
     if repo.records.names(name):
         raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
@@ -26,7 +26,7 @@ def check_pin_free(repo: Repository, name: str, *, run: str, step: int) -> None:
 
 
 def check_pin_means(repo: Repository, name: str, commit: CommitId) -> None:
-    """Raise AlreadyExists if the pin *name* is there and means another commit than *commit*, which is about to be."""
+    """Raise AlreadyExists if the pin *name* means a commit other than *commit*, which is about to be made."""
     if name in repo.records.pin_names():
         old = repo.records.read_pin(name)
         if old.base != commit:
@@ -42,10 +42,10 @@ def _taken(repo: Repository, name: str, old: CommitRecord) -> AlreadyExists:
 
 def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
     """
-    Give *resolved* the name *name*.
+    Pin *resolved* as *name*.
 
     Raises:
-        AlreadyExists: The pin is there and means something else.
+        AlreadyExists: The pin exists and means something else.
         Conflict: A run has this name.
     """
     repo.prepare_writing()
@@ -89,4 +89,4 @@ def shows_pinned(repo: Repository, name: str) -> bool | None:
         view = repo.catalog.find(pin.record.run)
         return view is not None and any(row.id == pin.base for row in view.visible)
     except LayerstoreError:
-        return None  # it can be deleted all the same
+        return None  # a damaged pin can still be deleted

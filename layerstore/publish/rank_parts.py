@@ -1,4 +1,4 @@
-"""A commit that many ranks make together: each leaves its share as a part, and one rank joins the parts."""
+"""Joint commits: each rank leaves its share as a part, and one rank joins the parts."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -33,25 +33,25 @@ class JointCommit:
     save: int
     share: Share
     due: frozenset[str]
-    """The layers to be stored."""
+    """The layers to store."""
     files: Callable[[], tuple[KeptFile, ...]]
-    """Returns the files kept byte for byte beside the rank's state, once they are complete."""
+    """Returns the files that are kept byte for byte with the rank's state, once they are complete."""
     mark: Callable[[ObjectSource], Hashable]
     """Identifies an object of frozen weights without reading it."""
     run: str
     place: Place
-    """The place where the attempt began; this save's number is *save_number*."""
+    """Where the attempt began; this save's number is *save_number*."""
     step: int
     save_number: int
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
     """Returns the layout of the folder, once the folder is complete."""
     pin: str | None = None
-    """The pin that it gets."""
+    """The pin to make for it."""
 
 
 def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
-    """Return a rank's objects of the layers *due*, in the order in which they are read."""
+    """Return a rank's objects of the layers *due*, in reading order."""
     return [source for layer in share.layers if layer.layer in due for source in layer.objects]
 
 
@@ -70,7 +70,7 @@ def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen:
     """
     share = joint.share
     with Transaction(repo, past_cache=True) as tx:
-        # What was copied is gone from the pool once it was read.
+        # The pool frees a copy once it has been read.
         staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
         layers = tuple(
             LayerPart(layer=layer.layer, objects=tuple(_share_objects(layer, joint, staging, tx.objects, frozen)))
@@ -114,7 +114,7 @@ def _share_objects(
 
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
-    """Leave a part that says that this rank has failed, in place of its share."""
+    """Leave a part that says that this rank has failed, instead of its share."""
     repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
     repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
@@ -123,11 +123,11 @@ _STORED_AGAIN = "the next save stores every layer that is missing"
 
 
 class GivenUp(LayerstoreError):
-    """A save will not become a commit: a rank failed, or what it was to inherit never became visible."""
+    """A save will not become a commit: a rank failed, or a commit that it inherits from never became visible."""
 
 
 class InheritedLayerLost(GivenUp):
-    """A layer that was to be inherited was collected: resuming from an old step does not keep it."""
+    """A layer to be inherited was collected: resuming from an old step does not keep it."""
 
 
 def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> list[Part] | None:
@@ -137,7 +137,7 @@ def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> li
     Raises:
         GivenUp: A rank has failed.
     """
-    # By the listing: a name that is asked for before it is there, an NFS client says is missing for up to a minute.
+    # List the folder: if an NFS client looks a name up too early, it reports the name missing for up to a minute.
     there = repo.parts.ranks(joint.session, joint.save)
     for rank in sorted(there.intersection(range(joint.share.world_size)) - found.keys()):
         part = repo.parts.find(joint.session, joint.save, rank)
@@ -150,12 +150,12 @@ def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> li
 
 def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
     """
-    Publish the commit made of *parts*; layers that are not due are *inherited*.
+    Publish the commit that *parts* make up; layers that are not due are *inherited*.
 
     Raises:
-        InheritedLayerLost: A layer that was to be inherited was collected.
+        InheritedLayerLost: A layer to be inherited was collected.
         GivenUp: A layer is neither due nor inherited, because the save before was given up; or an object is gone.
-        LayoutMismatch: The ranks do not agree on what they have saved.
+        LayoutMismatch: The ranks disagree on what they have saved.
     """
     for part in parts:
         if part.agreement != parts[0].agreement:
@@ -201,18 +201,18 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
 
 
 def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
-    """Whether *entry* can be inherited: before the first update there are no moments."""
+    """Whether *layer* can inherit *entry*: before the first update there are no moments."""
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
 def _claim(repo: Repository, objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> None:
-    """Claim every object that *parts* name: a rank may be withdrawing its part, a collection may be taking them."""
+    """Claim every object that *parts* name: a rank may be withdrawing its part, or a collection removing them."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*named, *([part.state] if part.state is not None else [])):
             is_there = objects.claim(ref)
             if not is_there:
-                with suppress(IntegrityError):  # cut short, it is as good as gone
+                with suppress(IntegrityError):  # truncated is as good as gone
                     is_there = repo.objects.find(ref) is not None and objects.claim(ref)
             if not is_there:
                 problem = f"object {ref.id}, which rank {part.rank} had written, is gone"
@@ -228,7 +228,7 @@ def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -
 
 
 def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:
-    """Yield every rank's objects of one layer; buffers once where all ranks hold the same."""
+    """Yield every rank's objects of one layer, but a buffer that all ranks share only once."""
     buffers = []
     for objects in by_rank:
         for stored in objects:

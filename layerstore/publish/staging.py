@@ -37,10 +37,10 @@ from layerstore.zero3 import (
     open_source,
 )
 
-# Few files are read at a time; a checkpoint of a thousand ranks must not exhaust the descriptors.
+# Keep few files open: a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
 
-# Buffers that one call fills: less than any system's limit.
+# Buffers per call: below any system's limit.
 _READ_TOGETHER_MAX = 64
 
 # The only tensor in an object that holds a file or a storage.
@@ -49,13 +49,13 @@ _BYTES_KEY = "bytes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptFile:
-    """A file beside a rank's state that is kept byte for byte."""
+    """A file that is kept byte for byte with a rank's state."""
 
     name: str
     """Below the checkpoint folder, with ``/``."""
     executable: bool
     place: Path
-    """Where the reader has its bytes."""
+    """Where the reader finds its bytes."""
     size_bytes: int
 
 
@@ -64,7 +64,7 @@ Place = tuple[Path, int, memoryview]
 
 
 class Reader(Protocol):
-    """What reads a source: files, or the memory of a running engine."""
+    """Reads a source: files, or the memory of a running engine."""
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of *path* in order; each chunk is valid until the next one is asked for."""
@@ -91,7 +91,7 @@ class SourceReader:
             offset += len(chunk)
 
     def read_into(self, places: Sequence[Place]) -> None:
-        """Fill each buffer with the bytes of its place; neighbours are read at once."""
+        """Fill each buffer with the bytes of its place; adjacent ones are read in one call."""
         together: list[memoryview] = []
         before, begin, end = Path(), 0, 0
         for path, offset, buffer in sorted(places, key=lambda place: (str(place[0]), place[1])):
@@ -124,7 +124,7 @@ class SourceReader:
 
 
 class Checksums:
-    """The CRC32 of every stretch of the source that was read, by where it lies; shared by threads."""
+    """The CRC32 of every stretch of the source that was read, by its position; shared by threads."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -136,14 +136,14 @@ class Checksums:
             self._known.setdefault(path, {})[offset] = (size_bytes, checksum)
 
     def note_slices(self, slices: Sequence[SliceSource], tensors: Sequence[StoredTensor]) -> None:
-        """Remember the checksums of *slices*, which have become *tensors*."""
+        """Remember the checksums of *slices*, which became *tensors*."""
         with self._guard:
             for part, tensor in zip(slices, tensors, strict=True):
                 self._known.setdefault(part.path, {})[part.offset_bytes] = part.size_bytes, tensor.crc32
 
     @property
     def known(self) -> dict[Path, dict[int, tuple[int, int]]]:
-        """Size and checksum of every stretch, by file and offset."""
+        """Return the size and checksum of every stretch, by file and offset."""
         return self._known
 
     def join(self, known: Mapping[Path, Mapping[int, tuple[int, int]]]) -> None:
@@ -153,12 +153,12 @@ class Checksums:
 
     def check(self, storages: Sequence[tuple[str, Located]], reader: SourceReader) -> None:
         """
-        Compare every storage's bytes with the checksum that its file states.
+        Check every storage's bytes against the checksum that its file states.
 
         What no slice covered (padding, scalars) is read now.
 
         Raises:
-            SourceCheckpoint: A byte is not as it was written.
+            SourceCheckpoint: A byte has changed since it was written.
         """
         starts = {path: sorted(known) for path, known in self._known.items()}
         for key, located in storages:
@@ -179,7 +179,7 @@ class Checksums:
         for offset in starts[bisect_left(starts, position) : bisect_left(starts, end)]:
             length, checksum = self._known[path][offset]
             if offset < position or offset + length > end:
-                continue  # overlaps what was covered already: that stretch decides
+                continue  # overlaps a stretch that is already covered
             if offset > position:
                 yield crc32_of(reader, path, position, offset - position)
             yield checksum, length
@@ -197,7 +197,7 @@ def crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> 
 
 
 Witness = Callable[[SliceSource, int, memoryview], None]
-"""Callback for every chunk read: the slice, the element that the chunk starts at, and its bytes."""
+"""Called with every chunk read: the slice, the element that the chunk starts at, and its bytes."""
 
 _KINDS = tuple(Kind)
 
@@ -205,7 +205,7 @@ _KINDS = tuple(Kind)
 def stage_version(
     writer: ObjectWriter, layer: LayerSource, objects: Iterable[StoredObject], *, world_size: int
 ) -> BlobRef:
-    """Stage the version of *layer* that consists of *objects*, in the order in which every version has them."""
+    """Stage the version of *layer* that consists of *objects*, which are put into canonical order."""
     version = LayerVersion(
         layer=layer.layer,
         parameters=layer.parameters,
@@ -221,7 +221,7 @@ def stage_version(
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """Slices that were read once: the object that they make."""
+    """Slices that were read once, and the object that they make up."""
 
     ref: BlobRef
     tensors: tuple[StoredTensor, ...]
@@ -245,7 +245,8 @@ class Staging:
         """
         *source* names the checkpoint in errors.
 
-        With *known_before*, look objects up before writing them; with *reads_once*, the source cannot be read twice.
+        With *known_before*, look objects up before writing them; *reads_once* says that the source cannot be read
+        twice.
         """
         self._writer = writer
         self._reader = reader
@@ -278,7 +279,7 @@ class Staging:
         return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
 
     def state(self, state: RankState, files: Iterable[KeptFile], gathered: Iterable[GatheredFile] = ()) -> BlobRef:
-        """Stage a rank's *state* with its *files*, and with the bytes that its trees only point at."""
+        """Stage a rank's *state* with its *files* and the bytes that its trees point to."""
         kept = tuple(
             SourceFile(
                 path=file.name, executable=file.executable, content=self._content_at(file.place, 0, file.size_bytes)
@@ -299,7 +300,7 @@ class Staging:
         return ref
 
     def _with_bytes(self, tensor: Tensor) -> Tensor:
-        """Replace the place of a tensor's bytes by the bytes, or by an object that holds them."""
+        """Replace the position of a tensor's bytes with the bytes, or with an object that holds them."""
         located = tensor.storage.content
         if isinstance(located, Located):
             tensor.storage.content = self._content_at(located.path, located.offset_bytes, located.size_bytes)
@@ -317,9 +318,9 @@ class Staging:
         """
         Stage the object of *slices*, unless the store has it.
 
-        Its name is known only once all bytes were read. What is small stays in memory until then. Of the rest, what is
-        likely to be new is written as it is read; what is likely to be there is read first, and a second time, usually
-        from memory, if it has to be written.
+        Its name is known only after all bytes were read. Small objects stay in memory until then. A large object that
+        is likely to be new is written as it is read. One that is likely to be in the store is only read; if it has to
+        be written after all, it is read again, usually from the page cache.
         """
         framing = frame(slices)
         if framing.size_bytes <= SMALL_OBJECT_BYTES:
@@ -333,7 +334,7 @@ class Staging:
             with self._writer.draft() as draft:
                 found = self._inspect(slices, witness, write=draft.write_at)
                 is_known = not self._writer.keep(draft, found.ref)
-        # Frozen layers lie among others: the latest of the same kind is the best guess for the next.
+        # Frozen layers are mixed with others: the last object of the same kind is the best guess for the next.
         self._likely_known[kind] = is_known
         return found
 

@@ -1,7 +1,7 @@
 """
-What saves took, as the savers saw it: one line each under ``stats/RUN/``. Advisory: no answer depends on it.
+Timings of saves as the savers saw them: one line each under ``stats/RUN/``. Advisory: no answer depends on them.
 
-The first rank of each saver appends to a file of its own. Damaged or torn lines are skipped.
+The first rank of each saver appends to its own file. Damaged or torn lines are skipped.
 """
 
 import json
@@ -18,28 +18,28 @@ _SUFFIX = ".jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
-    """What one save took on the first rank."""
+    """The timing of one save on the first rank."""
 
     run: str
     attempt: int
     step: int
     save_number: int
     blocked_seconds: float
-    """Of training: inside ``save`` and before the next update."""
+    """How long training was blocked: inside ``save`` and before the next update."""
     durable_seconds: float
     """From the call of ``save`` until the rank's share was on disk."""
     visible_seconds: float | None
-    """Likewise until the commit was visible and durable; None where the save was given up."""
+    """Likewise until the commit was visible and durable; None if the save was given up."""
     copied_bytes: int
-    """Of this rank's memory."""
+    """Copied from this rank's memory."""
     written_bytes: int
-    """That the store did not have."""
+    """Bytes that the store did not have."""
     layers_saved: int
     layers: int
     queued: int
-    """Saves of this rank that were still on their way when this one began."""
+    """Saves of this rank that were still being written when this one began."""
     failure: str
-    """Why it was given up, empty where it was not."""
+    """Why it was given up, empty if it was not."""
 
 
 def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
@@ -51,7 +51,7 @@ def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
 
 
 def read_timings(repo: Repository, run: str) -> dict[tuple[int, int], SaveTiming]:
-    """Return what is known of the saves of *run*, by attempt and step."""
+    """Return the known timings of *run*, by attempt and step."""
     folder = repo.layout.stats / run
     found: dict[tuple[int, int], SaveTiming] = {}
     for name in repo.files.names_in_folder(folder):

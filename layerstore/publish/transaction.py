@@ -1,5 +1,5 @@
 """
-The one transaction: every record, part and pin becomes visible here, and nowhere else.
+The one transaction: only here do records, parts and pins become visible.
 
     with Transaction(repo) as tx:
         tx.objects.put(data, ref)     # staged and synced in tmp/, or found in the store and touched
@@ -7,8 +7,9 @@ The one transaction: every record, part and pin becomes visible here, and nowher
         tx.commit(record)             # link the objects, sync, link the record, look at all that it names
 
 No lock is taken against collections. A writer touches what it names, links its record, and then looks; a collection
-moves objects aside, and then looks. Whichever comes first, one of them sees the other (docs/internals/durability.md).
-A transaction that finds a gap undoes its own record and says "repeat the command"; it repairs nobody else's.
+moves objects aside, and then looks. Whichever comes first, one of them sees the other (docs/internals/durability.md). A
+transaction that finds an object missing undoes its own record and says "repeat the command"; it never repairs anybody
+else's.
 """
 
 import time
@@ -27,14 +28,14 @@ class Published:
 
     commit: Commit
     is_new: bool
-    """False if the very same record was there."""
+    """False if the same record was there already."""
 
 
 class Transaction:
     """
     One record, part or pin on its way into the store, with all that it names.
 
-    As a context manager it removes what was staged and never linked. *past_cache* and *reads_reused* are those of
+    As a context manager, it removes what was staged but never linked. *past_cache* and *reads_reused* are those of
     `ObjectWriter`.
     """
 
@@ -43,7 +44,7 @@ class Transaction:
         self.objects = ObjectWriter(
             repo.layout, repo.files, repo.objects, past_cache=past_cache, reads_reused=reads_reused
         )
-        """Stages what is new."""
+        """Stages new objects."""
 
     def __enter__(self) -> "Transaction":
         return self
@@ -56,7 +57,7 @@ class Transaction:
         Name the version of *entry*, which an earlier commit names.
 
         Raises:
-            Overtaken: It is gone, or an object of it is.
+            Overtaken: It is gone, or one of its objects is.
             IntegrityError: It is damaged.
         """
         try:
@@ -86,23 +87,23 @@ class Transaction:
 
     def _reuse(self, blob: BlobRef) -> bool:
         """
-        Reuse each object that *blob* names: it is not in its place, so a collection may be taking them all.
+        Reuse each object that *blob* names: the blob is not in its place, so a collection may be removing them all.
 
         Return whether all are there; raise IntegrityError if one of them is damaged.
         """
         if self._repo.objects.find(blob) is None:
             return False
-        # The blob last: in its place it means that its objects are there.
+        # The blob comes last: once it is in its place, its objects must be there.
         return all(map(self.objects.reuse, named_by(self._repo, blob))) and self.objects.reuse(blob)
 
     def commit(self, record: CommitRecord, *, observed: Observed | None = None) -> Published:
         """
-        Make *record* visible and durable; what it supersedes goes to the trash.
+        Make *record* visible and durable; move what it supersedes to the trash.
 
-        Once this returns, a power cut cannot lose it. If it raises, every earlier commit is as it was.
+        Once this returns, a power cut cannot lose the commit. If it raises, all earlier commits are unchanged.
 
         Raises:
-            Overtaken: An object is gone: a collection won the race, because this process slept for longer than its
+            Overtaken: An object is gone: a collection won the race because this process slept for longer than the
                 grace, or somebody deleted files. The record was unlinked again, unless it was there before.
             Unsupported: The store was migrated since it was opened.
         """
@@ -122,7 +123,7 @@ class Transaction:
         return Published(commit=commit, is_new=identity is not None)
 
     def leave(self, part: Part) -> None:
-        """Leave *part* for the rank that commits, with all that it names durable; raises as `commit` does."""
+        """Leave *part* for the committing rank, with all that it names durable; raises as `commit` does."""
         self.objects.publish()
         self._repo.parts.publish(part)
         try:
@@ -132,7 +133,7 @@ class Transaction:
             raise
 
     def pin(self, pin: Pin) -> None:
-        """Make *pin* visible; raises as `commit` does, and AlreadyExists if there is one of its name."""
+        """Make *pin* visible; raises as `commit` does, and AlreadyExists if a pin of that name exists."""
         self.keep(pin.record)
         self.objects.publish()
         self._repo.records.link_pin(pin)
@@ -148,7 +149,7 @@ class Transaction:
         )
 
     def _check_all_there(self, called: str) -> None:
-        """Check that all that was named is still there; link a blob that lies aside back, after what it names."""
+        """Check that everything named is still there; link blobs back from aside, after what they name."""
         lost = self.objects.look_again()
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
@@ -159,14 +160,14 @@ class Transaction:
 
 
 def retire(repo: Repository, commit: Commit) -> None:
-    """Move the records that *commit* supersedes to the trash; until then it hides them."""
+    """Move the records that *commit* supersedes to the trash; until then, *commit* hides them."""
     for name in repo.records.names(commit.record.run) if commit.record.supersedes else ():
         if name.id in commit.record.supersedes and repo.trash.take_record(name):
             repo.catalog.forget([name])
 
 
 def republish(repo: Repository, commit: Commit) -> Published:
-    """Make *commit* visible again as it was; raises Overtaken if something that it names is gone."""
+    """Make *commit* visible again as it was; raises Overtaken if anything that it names is gone."""
     with Transaction(repo) as tx:
         tx.keep(commit.record)
         return tx.commit(commit.record, observed=commit.observed)

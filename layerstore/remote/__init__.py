@@ -1,4 +1,4 @@
-"""Other places: what a store sends to a bucket, and fetches from there."""
+"""Remotes: push a store to a bucket, and fetch from one."""
 
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect

@@ -1,8 +1,8 @@
 """
-A bucket: what lies under one prefix of S3, Google Cloud Storage, Azure, a folder or this process's memory.
+A bucket: one prefix of S3, Google Cloud Storage or Azure, a folder, or this process's memory.
 
-The only user of obstore, which reads credentials and endpoints from the environment as the clouds' own tools do.
-Requests that fail for a passing reason are repeated with growing pauses, and each repetition is told.
+Only this module uses obstore, which reads credentials and endpoints from the environment as the clouds' own tools do.
+Transient failures are retried with growing pauses, and every retry is reported.
 """
 
 import errno as errnos
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Chunks = Callable[[], Iterable[bytes | memoryview]]
-"""Returns the bytes to be written, from their beginning: a request may be repeated."""
+"""Returns the bytes to write, from the start each time: a request may be retried."""
 
 OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
-"""Where objects lie."""
+"""The folders that hold objects."""
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
-"""Where each collection of the last day has its mark."""
+"""Each collection of the last day leaves a mark here."""
 _REMOVED_AT_ONCE = 200
 
-# What servers answer, in the first line of obstore's message, when repeating cannot help.
+# Answers, in the first line of obstore's message, after which a retry is pointless.
 _REFUSED = re.compile(
     r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|AuthenticationFailed"
     r"|status: 40[13]|40[13] (Forbidden|Unauthorized)",
@@ -72,15 +72,15 @@ _BAD_ANSWER = re.compile(r"invalid DeleteObjects response", re.IGNORECASE)
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
 
 _PASSING = frozenset({"GenericError", "JoinError", "TimeoutError", "ConnectionError", "OSError"})
-"""Errors that may pass, by name: a connection that was cut, a server that is busy."""
+"""Names of errors that may be transient: a dropped connection, a busy server."""
 
 _memories: dict[str, "Client"] = {}
-"""Of ``memory://`` URLs: every bucket of this process that names the same one sees the same bytes."""
+"""One client per ``memory://`` URL: all buckets of this process with the same URL see the same bytes."""
 _memories_guard = threading.Lock()
 
 
 class RemoteNotice(UserWarning):
-    """A request to a remote failed and is repeated."""
+    """A request to a remote failed and is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Listed:
 
 
 class _Download:
-    """A range of bytes on its way; after an error it goes on with a new stream where the old one was cut."""
+    """A download of a byte range; after an error it resumes where the old stream was cut."""
 
     def __init__(self, stream_of: Callable[[int, int], Iterator[Any]], at: int, end: int) -> None:
         self._stream_of = stream_of
@@ -103,11 +103,11 @@ class _Download:
         self.end = end
 
     def next_piece(self) -> memoryview:
-        """Return the next bytes; none where there are no more."""
-        for _ in range(2):  # a stream that has ended early is followed by another one
+        """Return the next bytes, empty at the end."""
+        for _ in range(2):  # a stream that ended early is replaced by another
             if self._stream is None:
                 self._stream = self._stream_of(self.at, self.end)
-            stream, self._stream = self._stream, None  # gone, if this raises
+            stream, self._stream = self._stream, None  # stays None if this raises
             piece = memoryview(next(stream, b""))
             if piece:
                 self._stream = stream
@@ -118,25 +118,25 @@ class _Download:
 
 class Bucket:
     """
-    Names and bytes under one URL. Safe to use from several threads; not across a fork.
+    Names and bytes under one URL. Thread-safe, but not across a fork.
 
-    Names are as in a store: ``objects/ab/…``, with ``/``. A write is whole or not there at all.
+    Names are as in a store: ``objects/ab/…``, with ``/``. Writes are atomic.
     """
 
     def __init__(self, url: str, *, may_make: bool = False) -> None:
         """
-        Name it; nothing is asked there yet.
+        Name the bucket; no request is sent yet.
 
         Raises:
-            InvalidInput: *url* is none.
-            NoStore: It is a folder that is not there, unless that *may be made*.
+            InvalidInput: *url* is not a bucket URL.
+            NoStore: It is a folder that does not exist, unless it *may be made*.
         """
         self.url = checked_url(url)
         self._obstore = _imported()
         self._client, self._writer = _clients_of(self.url, may_make=may_make)
         self._pid = os.getpid()
         self._told_until = 0.0
-        """Until then a failure that is told already is not told again: many requests meet the same one."""
+        """No further failures are reported before this time: many requests fail at once for the same reason."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
@@ -144,7 +144,7 @@ class Bucket:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(self, name: str, *, size_bytes_max: int) -> bytes | None:
-        """Return the bytes of *name*; None where there is none. Raises IntegrityError if they are too many."""
+        """Return the bytes of *name*, None if it does not exist; raises IntegrityError if there are too many."""
 
         def once() -> bytes:
             found = self._obstore.get(self._client, name)
@@ -159,7 +159,7 @@ class Bucket:
 
     def chunks(self, name: str, *, start: int, size_bytes: int, is_whole: bool = False) -> Iterator[memoryview]:
         """
-        Yield *size_bytes* of *name* from *start* on, in pieces; after a cut it goes on where that was.
+        Yield *size_bytes* of *name* from *start*, in pieces; resumes after a dropped connection.
 
         *is_whole* says that this is all of it.
 
@@ -177,7 +177,7 @@ class Bucket:
             yield piece
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
-        # Where a range is all there is, some servers answer as if none had been asked for.
+        # If the range covers the whole object, some servers answer as if there had been no range.
         options = {} if is_whole and not start else {"range": (start, end)}
         try:
             found = self._obstore.get(self._client, name, options=options)
@@ -191,16 +191,16 @@ class Bucket:
         return IntegrityError(f"{self._called(name)} is shorter than the {end} bytes that were expected")
 
     def _look(self, name: str) -> Listed | None:
-        """Return what a listing says of *name*, None where there is none."""
+        """Return the listing entry of *name*, None if there is none."""
         return self._answer(f"look at {name}", lambda: _listed(self._obstore.head(self._client, name)))
 
     def size(self, name: str) -> int | None:
-        """Return the size of *name*, None where there is none."""
+        """Return the size of *name*, None if it does not exist."""
         found = self._look(name)
         return None if found is None else found.size_bytes
 
     def listed(self, folder: str) -> list[Listed]:
-        """Return all names below *folder*, by name; raises StorageIO where nobody can say that it is empty."""
+        """Return everything below *folder*, by name; raises StorageIO if an empty answer cannot be trusted."""
         found = self._answer(
             f"list {folder}", lambda: [_listed(each) for batch in self._batches(folder) for each in batch]
         )
@@ -214,7 +214,7 @@ class Bucket:
         return sorted(found, key=attrgetter("name"))
 
     def objects(self) -> "list[Listed]":
-        """Return all objects, folder by folder at once: a listing comes a thousand names at a time."""
+        """Return all objects; lists the folders in parallel, since a listing comes a thousand names at a time."""
         with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
             folders = pool.map(self.listed, OBJECT_FOLDERS)
             return [each for listed in folders for each in listed]
@@ -225,7 +225,7 @@ class Bucket:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write(self, name: str, chunks: Chunks) -> None:
-        """Write what *chunks* yields as *name*, over what is there; if it raises, nothing is written."""
+        """Write what *chunks* yields as *name*, replacing any old content; if it raises, nothing is written."""
 
         def once() -> bool:
             body = _body(chunks())
@@ -252,9 +252,9 @@ class Bucket:
 
     def create(self, name: str, data: bytes) -> None:
         """
-        Write *data* as *name* unless something is there: look at what is there afterwards.
+        Write *data* as *name* unless it exists. Read it afterwards to see whose it is.
 
-        Some servers know no conditions, and write over it.
+        Servers that do not support conditions overwrite it.
         """
         known = self._obstore.exceptions
 
@@ -262,7 +262,7 @@ class Bucket:
             try:
                 self._obstore.put(self._writer, name, data, mode="create")
             except (known.AlreadyExistsError, known.PreconditionError):
-                pass  # as it should be
+                pass  # the caller reads what is there
             except known.NotSupportedError:
                 self._obstore.put(self._writer, name, data)
             return True
@@ -270,7 +270,7 @@ class Bucket:
         self._write(name, once)
 
     def remove(self, names: Sequence[str], *, until: float = math.inf) -> bool:
-        """Remove *names*; those that are not there are no error. Return False if it was not to be had by *until*."""
+        """Remove *names*, ignoring missing ones; return False if this could not be done by *until*."""
 
         def once(some: Sequence[str]) -> bool:
             if hours_on() > until:
@@ -278,27 +278,27 @@ class Bucket:
             try:
                 self._obstore.delete(self._client, some)
             except FileNotFoundError:
-                # Some servers stop at the first name that is not there.
+                # Some servers stop at the first missing name.
                 return len(some) == 1 or all(once([name]) for name in some)
             except self._obstore.exceptions.GenericError as exc:
-                # Some servers do it, and say so in a way that nobody understands.
+                # Some servers delete the objects but send an answer that cannot be parsed.
                 if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in some):
                     raise
             return True
 
-        # Not all at once: where each name is a request of its own, thousands take longer than until then.
+        # In batches: some servers take one request per name, and thousands would not finish by *until*.
         batches = (names[at : at + _REMOVED_AT_ONCE] for at in range(0, len(names), _REMOVED_AT_ONCE))
         return all(self._answer(f"remove {some[0]}", partial(once, some)) is not False for some in batches)
 
     def now_ns(self) -> int:
-        """Return the time by the server's clock; it writes a file to learn it."""
+        """Return the time by the server's clock; writes a file to learn it."""
         name = f"gc/clock-{random.getrandbits(64):016x}"
         written_ns = self.mark(name)
         self.remove([name])
         return written_ns
 
     def mark(self, name: str) -> int:
-        """Write a mark called *name*; return when, by the server's clock."""
+        """Write a mark called *name*; return its time by the server's clock."""
         self.write(name, lambda: [b"what time is it?"])
         found = self._look(name)
         if found is None:
@@ -322,7 +322,7 @@ class Bucket:
         return f"{self.url.rstrip('/')}/{name}"
 
     def _answer(self, doing: str, ask: Callable[[], Answer]) -> Answer | None:
-        """Return what *ask* returns, None where the name is not there; repeat what fails for a passing reason."""
+        """Return what *ask* returns, None if the name does not exist; retry transient failures."""
         self.check_process()
         for tried in range(1, REMOTE_TRIES + 1):
             try:
@@ -333,10 +333,10 @@ class Bucket:
                 if _NO_BUCKET.search(str(exc)):
                     raise self._no_bucket() from None
                 return None
-            except Exception as exc:  # noqa: BLE001  # what it is, its name and text say
+            except Exception as exc:  # noqa: BLE001  # told apart by name and text
                 problem = self._problem(doing, exc)
                 if problem is not None or tried == REMOTE_TRIES:
-                    # Without its cause, whose text is long, and may hold what is in the endpoint's URL.
+                    # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
                     raise problem or self._gave_up(doing, exc) from None
                 pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * random.uniform(0.5, 1.5)
                 if time.monotonic() >= self._told_until:
@@ -351,7 +351,7 @@ class Bucket:
         raise AssertionError("the last try returns or raises")
 
     def _problem(self, doing: str, exc: Exception) -> Exception | None:
-        """Return the error for what will not pass, None for what may."""
+        """Return the error for a permanent failure, None for one that may be transient."""
         text, kind = str(exc), type(exc).__name__
         if _NO_BUCKET.search(text):
             return self._no_bucket()
@@ -365,7 +365,7 @@ class Bucket:
         if _FULL.search(text):
             return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
         if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError)):
-            return exc  # our own fault
+            return exc  # a bug of ours
         return None if kind in _PASSING else self._gave_up(doing, exc)
 
     def _gave_up(self, doing: str, exc: Exception) -> StorageIO:
@@ -384,9 +384,9 @@ class Bucket:
 
 def _interruptible(ask: Callable[[], Answer]) -> Answer:
     """
-    Return what *ask* returns; in the main thread let signals be heard meanwhile.
+    Return what *ask* returns; the main thread stays responsive to signals meanwhile.
 
-    Python hears them between two of its own instructions, and obstore may wait for minutes within one.
+    Python handles signals between bytecodes, and a call into obstore may block for minutes.
     """
     if threading.current_thread() is not threading.main_thread():
         return ask()
@@ -403,12 +403,12 @@ def _interruptible(ask: Callable[[], Answer]) -> Answer:
 
 
 def hours_on() -> float:
-    """Return a time in seconds that goes on while this process is stopped, or the machine asleep."""
+    """Return a clock in seconds that keeps running while the process is stopped or the machine asleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Do *work* on all *items*; where one fails, return only once nothing is under way any more."""
+    """Do *work* on all *items*; if one fails, raise only once nothing is running any more."""
     futures = [pool.submit(work, item) for item in items]
     try:
         for future in futures:
@@ -429,7 +429,7 @@ def _imported() -> Any:
 
 
 def _clients_of(url: str, *, may_make: bool) -> "tuple[Client, Client]":
-    """Return what asks the server, and what writes: that may be silent for as long as an upload takes."""
+    """Return the clients for reading and for writing; the writer may stay silent for as long as an upload takes."""
     from obstore.store import LocalStore, MemoryStore
 
     parts = urlsplit(url)
@@ -444,7 +444,7 @@ def _clients_of(url: str, *, may_make: bool) -> "tuple[Client, Client]":
         folder = LocalStore(path, mkdir=may_make)
         return folder, folder
     options = s3_options() if parts.scheme == "s3" else {}
-    # A download takes as long as it takes; cut after a day, it goes on.
+    # Downloads may take long; one that is cut after a day resumes.
     reader = _client(url, options, {"read_timeout": f"{REMOTE_SILENCE_SECONDS}s", "timeout": "1d"})
     return reader, _client(url, options, {"timeout": f"{REMOTE_UPLOAD_SECONDS}s"})
 
@@ -453,7 +453,7 @@ def _client(url: str, options: Mapping[str, Any], patience: "ClientConfig") -> "
     from obstore.store import from_url
 
     client_options: ClientConfig = {"allow_http": True, **patience}
-    # obstore repeats silently; we do it ourselves, and tell.
+    # obstore would retry silently; we retry ourselves and report it.
     try:
         return from_url(url, retry_config={"max_retries": 0}, client_options=client_options, **options)
     except Exception as exc:  # noqa: BLE001  # each cloud has its own
@@ -467,9 +467,9 @@ def _listed(meta: Any) -> Listed:
 
 def _body(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
     """
-    Return all *chunks* as one where that is a part at most: in parts it would take three requests; else one by one.
+    Return *chunks* joined if they fit into one part, since a multipart upload takes three requests; else one by one.
 
-    They are copies: obstore keeps what it is given until it is sent.
+    The chunks are copied: obstore holds on to them until they are sent.
     """
     rest = (bytes(chunk) for chunk in chunks)
     first = bytearray()
@@ -487,7 +487,7 @@ def _code_of(text: str) -> str:
 
 
 def _first_line(exc: Exception) -> str:
-    """Return what *exc* says, without what obstore adds: its own words for the service, microseconds, and XML."""
+    """Return the message of *exc* without what obstore adds: its name for the service, microseconds, and XML."""
     line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
     line = re.sub(r"//[^/\s]*@", "//…@", line)
     line = re.sub(r": <\?xml.*?<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?.*", r": \1: \2", line)

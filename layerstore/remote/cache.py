@@ -1,5 +1,5 @@
 """
-The cache of mirrors: where it is, how large it may become, and what goes first.
+The cache of mirrors: its location, its size limit, and eviction.
 
 ``LAYERSTORE_CACHE_DIR`` names the folder, and ``LAYERSTORE_CACHE_SIZE`` the most that the objects of all mirrors may
 take together, once a command that fetches has ended. The least recently used go first, and are fetched again on demand.
@@ -22,18 +22,18 @@ _DOWNLOAD_SECONDS_MAX = 86_400.0
 
 _guard = threading.Lock()
 _sums: dict[Path, int] = {}
-"""By folder, what lay there when this process looked last, and what it has added since."""
+"""Bytes per folder: what this process last found there, plus what it has added since."""
 
 
 def cache_folder() -> Path:
-    """Return where mirrors are kept, and nothing else."""
+    """Return the folder that holds mirrors and nothing else."""
     named = os.environ.get(FOLDER_VARIABLE)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore"
     return (Path(named) if named else home) / "mirrors"
 
 
 def cache_bytes() -> int:
-    """Return how much may lie there; raises InvalidInput if that is no size."""
+    """Return the cache's size limit; raises InvalidInput if the setting is not a size."""
     named = os.environ.get(SIZE_VARIABLE)
     return CACHE_BYTES if not named else size_in_bytes(named)
 
@@ -45,7 +45,7 @@ def trim(files: Files) -> None:
 
 
 def make_room(files: Files, size_bytes: int) -> None:
-    """Make room for *size_bytes* more: down to three quarters of what may lie there, so that it is rarely looked at."""
+    """Make room for *size_bytes* more; evicts down to three quarters of the limit, so that scans are rare."""
     folder, most = cache_folder(), cache_bytes()
     with _guard:
         if folder not in _sums or _sums[folder] + size_bytes > most:
@@ -60,7 +60,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     Downloads that were killed go after a day.
     """
     found = []
-    for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # as mirrors are called
+    for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors are named so
         layout = layout_at(folder / name)
         for path in (layout.tmp / each for each in files.names_in_folder(layout.tmp)):
             state = files.look(path)
@@ -71,7 +71,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
             for path in (place / each for each in files.names_in_folder(place)):
                 state = files.look(path)
                 if state is not None:
-                    found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # a sparse one has holes
+                    found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # sparse files have holes
     left = sum(size_bytes for _, size_bytes, _ in found)
     if left <= left_max:
         return left

@@ -1,10 +1,10 @@
 """
-Collect a remote: records that retention does not keep go to its trash, and objects that nothing names go a day later.
+Collect a remote: move the records that retention does not keep to its trash, remove unnamed objects a day later.
 
-It is the rule of a local store by the server's clock, with a day's grace in place of renames. Named is what a record, a
-pin, or a record names that came to the trash within the grace; records are listed before the trash, because that is how
-they move. Then each folder of objects is listed, and thinned out in the same moment. What a push counts on is named or
-young until its own record is there; docs/internals/durability.md says why.
+The rule is that of a local store, but by the server's clock, and a day's grace replaces the renames. An object is named
+if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash, because they
+move in that direction. Then each folder of objects is listed and swept at once. Whatever a push relies on stays named
+or young until its own record is there; docs/internals/durability.md says why.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ _EVER_NS = 1 << 63
 
 def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Progress) -> GcOutcome:
     """
-    Remove what *request* does not keep, and what nothing has named for a day; with *dry_run* only find out.
+    Remove what *request* does not keep, and what nothing has named for a day; with *dry_run*, only report it.
 
-    It may be killed at any moment, and several may run at once.
+    Safe to kill at any moment, and several may run at once.
 
     Raises:
         IntegrityError: A record, pin or blob cannot be read, so what it needs is unknown.
-        Conflict: More would go than was confirmed; nothing was removed.
-        Unsupported: Moments are to go, or a trash that is younger than the grace.
-        InvalidInput: The grace is shorter than a push counts on, and not nothing.
+        Conflict: More would be removed than was confirmed; nothing was removed.
+        Unsupported: *request* drops moments, or trash that is younger than the grace.
+        InvalidInput: The grace is shorter than a push relies on, and not zero.
     """
     if request.keep.drop_optimizer_older_than is not None:
         raise Unsupported("a remote's commits keep their moments", hint="trim them in a store, and push that")
@@ -62,14 +62,14 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
             f"a remote's grace cannot be {request.grace_seconds:g} s: a push counts on 24 hours",
             hint="--grace 0s, where nobody pushes; else 24h or more",
         )
-    watch = _Watch()  # before the mark: who looks at its age never takes it for an older one
+    watch = _Watch()  # before the mark: it must expire before pushes ignore the mark as old
     with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
         return _collected(remote, request, now_ns, watch, dry_run=dry_run, progress=progress)
 
 
 @contextlib.contextmanager
 def _at_work(bucket: Bucket) -> Iterator[int]:
-    """Yield the time, and let pushes see that a collection is at work, or was."""
+    """Yield the time, and let pushes see that a collection is or was running."""
     name = f"{random.getrandbits(64):016x}"
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
@@ -87,13 +87,13 @@ def _collected(
         fates = [fate for _, each in runs for fate in each]
         going = [fate.name for fate in fates if fate.goes]
         needs = _named(remote, progress, without=set(going))
-    check_confirmed(fates, Gone(), request)  # the trash goes by age alone
+    check_confirmed(fates, Gone(), request)  # only age decides about the trash
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
     # Where nobody pushes, what has moved to the trash a moment ago holds nothing either.
     old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
     if not dry_run:
         hidden = [view.rows[each].name for view, _ in runs for each in view.hidden if each in view.rows]
-        for name in (*hidden, *going):  # what a record hides goes before it
+        for name in (*hidden, *going):  # hidden records go before the one that hides them
             _to_trash(remote, name, watch)
         remote.refresh()
         with concluding("no object was removed"):
@@ -129,13 +129,13 @@ def _collected(
 
 
 class _Watch:
-    """Tells whether a collection has taken too long: what it has marked is good for half a grace."""
+    """A deadline for the collection: what it has marked is valid for half a grace."""
 
     def __init__(self) -> None:
         self._deadline = hours_on() + REMOTE_GRACE_SECONDS / 2
 
     def check(self) -> None:
-        """Raise Overtaken if it has, before something is removed."""
+        """Raise Overtaken if the deadline has passed; call it before removing anything."""
         if hours_on() > self._deadline:
             raise Overtaken(
                 "this collection was stopped for too long, and what it found out may have changed",
@@ -145,10 +145,10 @@ class _Watch:
 
 def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName]) -> Needs:
     """
-    Return what the records, but for *without*, and the pins need that the bucket has listed.
+    Return what the listed records, except *without*, and the listed pins need.
 
     Raises:
-        IntegrityError: That is unknown: one cannot be read.
+        IntegrityError: One cannot be read, so what it needs is unknown.
     """
     repo, layout = remote.repo, remote.repo.layout
     records = {name for each in remote.listed if (name := repo.records.name_at(layout.root / each)) is not None}
@@ -171,7 +171,7 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
 
 
 def _read(remote: Remote, name: RecordName) -> Commit | None:
-    """Return the commit *name* as the mirror has it, or else the bucket; None where another collection has moved it."""
+    """Return the commit *name* from the mirror, else from the bucket; None if another collection has moved it."""
     records, layout = remote.repo.records, remote.repo.layout
     path = layout.record(name.run, name.step, name.id)
     try:
@@ -184,7 +184,7 @@ def _read(remote: Remote, name: RecordName) -> Commit | None:
 
 
 def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str], Needs]:
-    """Return the names of what leaves the trash, and what the rest of it needs besides *needs*."""
+    """Return the names of expired trash, and what the rest of the trash needs besides *needs*."""
     held, old = Needs(remote.repo, besides=needs), []
     for each in remote.bucket.listed("trash/commits"):
         if each.modified_ns < old_before_ns:
@@ -192,7 +192,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
             continue
         *_, run, file_name = each.name.split("/")
         name = name_in(run, file_name)
-        with contextlib.suppress(IntegrityError):  # damage in the trash stops nothing
+        with contextlib.suppress(IntegrityError):  # damaged trash must not stop a collection
             data = remote.bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
             if name is not None and data is not None:
                 held.add_readable(remote.repo.records.decode(data, name).record)
@@ -200,7 +200,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
 
 
 def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> None:
-    """Move the record *name* to the trash: the copy comes first, so that it is always in one of the two."""
+    """Move the record *name* to the trash; copies it first, so that it is always in at least one place."""
     called = remote.repo.layout.name(remote.repo.layout.record(name.run, name.step, name.id))
     data = remote.bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:
@@ -214,10 +214,11 @@ def _swept(
     bucket: Bucket, folder: str, needs: Needs, held: Needs, old_before_ns: int, *, watch: "_Watch | None"
 ) -> tuple[Gone, Gone]:
     """
-    Remove what is old and unnamed in *folder*; return what went, and what is young.
+    Remove the old, unnamed objects in *folder*; return what was removed, and what is young.
 
-    A push may write an old object again at any time; beside a collection it looks two moments later whether that is
-    there. So what is removed was listed a moment ago; where this process was stopped in between, it lists again.
+    A push may rewrite an old object at any time; if a collection is running, it checks two moments later that the
+    object is still there. So only what was listed within the last moment is removed; if this process was stopped in
+    between, it lists again.
     """
     for _ in range(_LISTINGS_MAX):
         listed_at = hours_on()

@@ -3,8 +3,8 @@ The URLs of remotes, which hold no key, and who we are to their servers.
 
 To S3, where the environment does not say it, the profile of the AWS tools says so, in ``~/.aws``.
 
-obstore reads keys, endpoint and region from the environment by itself, and asks the machine's own role last. Profiles
-with keys are read here; those that take more than reading (single sign-on, assumed roles, a process) are left to boto3.
+obstore itself reads keys, endpoint and region from the environment, and falls back to the machine's own role. This
+module reads profiles with keys and leaves the others (single sign-on, assumed roles, a process) to boto3.
 """
 
 import configparser
@@ -34,11 +34,11 @@ _NEED_BOTO3 = frozenset({"sso_session", "sso_start_url", "role_arn", "credential
 
 def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
-    Return what the chosen profile says, as arguments for obstore; what the environment says goes before it.
+    Return the chosen profile's settings as arguments for obstore; the environment takes precedence.
 
     Raises:
-        InvalidInput: The profile that ``AWS_PROFILE`` names is not there, or its file is malformed; an endpoint is no
-            URL.
+        InvalidInput: The profile that ``AWS_PROFILE`` names does not exist, its file is malformed, or an endpoint is
+            not a URL.
         Unsupported: It needs boto3, which is not installed.
     """
     chosen = environment.get("AWS_PROFILE")
@@ -65,7 +65,7 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def _profile(environment: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the settings of the profile *name* from both files; the keys of ``credentials`` go before."""
+    """Return the settings of the profile *name* from both files; ``credentials`` takes precedence."""
     home = Path.home() / ".aws"
     config = _read(Path(environment.get("AWS_CONFIG_FILE", home / "config")))
     keys = _read(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")))
@@ -87,7 +87,7 @@ def _read(path: Path) -> configparser.ConfigParser:
     try:
         parser.read(path.expanduser(), encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError, OSError) as exc:
-        # Its text may hold keys, so only the kind of fault is told.
+        # The text of the error may hold keys, so report only its kind.
         raise InvalidInput(f"{path} cannot be read: {type(exc).__name__}", hint="aws configure writes it") from None
     return parser
 

@@ -1,7 +1,7 @@
 """
-Objects that are fetched from a bucket as somebody reads them, each compared with its name before it is used.
+Objects that are fetched from a bucket on first read, each checked against its name before it is used.
 
-Several processes may share where they come to.
+Several processes may share the folder that they are fetched into.
 """
 
 import contextlib
@@ -22,33 +22,33 @@ from layerstore.remote.source import Source
 from layerstore.remote.sparse import SparseObjects
 from layerstore.storage import Files, ObjectStore, OpenFile, Stretch, alone
 
-# So many objects may be on their way before somebody asks for them.
+# The most objects to prefetch.
 _AHEAD_MAX = 2 * REMOTE_REQUESTS_MAX
-# So often may others take an object out of a small cache before it is opened.
+# How often others may evict an object from a small cache before we have opened it.
 _EVICTIONS_MAX = 20
 
 
 class FetchedObjects(ObjectStore):
-    """Objects that are fetched when they are first read, and here from then on; in a mirror until room is needed."""
+    """Objects that are fetched on first read, then stay here; a mirror evicts them when it needs room."""
 
     def __init__(self, layout: Layout, files: Files, source: Source, *, is_mirror: bool = False) -> None:
         super().__init__(layout, files)
         self.source = source
         self._is_mirror = is_mirror
         self._objects = ObjectStore(layout, files)
-        """Those that are here."""
+        """The objects that are here."""
         self._pool = ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="fetch")
         self._guard = threading.Lock()
         self._coming: dict[ObjectId, Future[None]] = {}
         self._expected: deque[BlobRef] = deque()
         self._ahead: set[ObjectId] = set()
-        """What has set out, and nobody has asked for yet."""
+        """Prefetched objects that nobody has asked for yet."""
         self._sparse_objects = SparseObjects(layout, files, source, self._pool, make_room=self._make_room)
         self._bytes_of_wholes = 0
         self._is_closed = False
 
     def close(self) -> None:
-        """Give up what is on its way; what has come to a mirror shrinks to what may lie there."""
+        """Cancel pending downloads; trim a mirror's cache to its size."""
         was_closed, self._is_closed = self._is_closed, True
         self._pool.shutdown(cancel_futures=True)
         if self._is_mirror and self.bytes_fetched and not was_closed:
@@ -56,11 +56,11 @@ class FetchedObjects(ObjectStore):
 
     @property
     def bytes_fetched(self) -> int:
-        """How many have come from the bucket."""
+        """How many bytes were fetched from the bucket."""
         return self._bytes_of_wholes + self._sparse_objects.bytes_fetched
 
     def find(self, ref: BlobRef) -> Path | None:
-        """Return where *ref* is, or will be: a record in the bucket means that all it names is there."""
+        """Return where *ref* is or will be: if the bucket has a record, it has all that the record names."""
         return self.find_at_once(ref) or self._layout.object(ref.id)
 
     def check_there(self, ref: BlobRef) -> None:
@@ -69,11 +69,11 @@ class FetchedObjects(ObjectStore):
             self.source.check_there(ref)
 
     def verify(self, ref: BlobRef) -> None:
-        """Make sure that *ref* is here, and was compared with its name; raises as `open` does."""
+        """Make sure that *ref* is here and matches its name; raises as `open` does."""
         self._arrived(ref)
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Make sure that *stretches* are here and sound; return the objects of which all is."""
+        """Make sure that *stretches* are here and sound; return the objects that are completely so."""
         chunks = {ref: self._sparse_objects.chunks(ref, of) for ref, of in stretches.items() if not self._is_here(ref)}
         whole = {ref for ref in stretches if not chunks.get(ref)}
         self.expect(whole)
@@ -90,7 +90,7 @@ class FetchedObjects(ObjectStore):
                     return self._sparse_objects.open(ref, numbers)
                 except StorageIO as exc:
                     if exc.errno != errnos.ENOENT:
-                        raise  # else it had to go between a look and the opening: the cache was full
+                        raise  # otherwise another process evicted it right before we opened it
             return self._sparse_objects.open(ref, numbers)
         except (NotFound, IntegrityError) as exc:
             raise self.source.damaged(ref, exc) from exc
@@ -99,11 +99,11 @@ class FetchedObjects(ObjectStore):
         return self._files.exists(self._layout.object(ref.id))
 
     def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note what a version says of *objects*."""
+        """Note what a version says about *objects*."""
         self._sparse_objects.know(objects)
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
-        """Open *ref*, of which what is not here is fetched first: *stretches*, or all."""
+        """Open *ref*, first fetching what is missing of *stretches*, or of the whole object."""
         numbers = [] if stretches is None or self._is_here(ref) else self._sparse_objects.chunks(ref, stretches)
         if numbers:
             return self._opened_sparse(ref, numbers)
@@ -111,18 +111,18 @@ class FetchedObjects(ObjectStore):
         for _ in range(_EVICTIONS_MAX):
             with contextlib.suppress(IntegrityError):
                 return self._objects.open(ref)
-            self._forget(ref)  # the cache was full, and it had to go
+            self._forget(ref)  # it was evicted from a full cache
             self._arrived(ref)
         return self._objects.open(ref)
 
     def expect(self, refs: Iterable[BlobRef]) -> None:
-        """Begin to fetch *refs*, in their order, not too far ahead of who opens them."""
+        """Start to fetch *refs*, in order, but not too far ahead of the reader."""
         with self._guard:
             self._expected.extend(refs)
             self._set_out()
 
     def _arrived(self, ref: BlobRef) -> None:
-        self.source.check_process()  # its threads are not in a child
+        self.source.check_process()  # its threads do not exist in a forked child
         with self._guard:
             self._ahead.discard(ref.id)
             coming = self._on_its_way(ref)
@@ -133,7 +133,7 @@ class FetchedObjects(ObjectStore):
             self._check_open()
             raise
         except BaseException:
-            self._forget(ref)  # whoever needs it next tries again
+            self._forget(ref)  # the next reader tries again
             raise
 
     def _set_out(self) -> None:
@@ -156,11 +156,11 @@ class FetchedObjects(ObjectStore):
 
     def _fetch(self, ref: BlobRef) -> None:
         home = self._layout.object(ref.id)
-        if not self.is_sound(home, ref):  # one that has rotted is fetched again
+        if not self.is_sound(home, ref):  # a rotted one is fetched again
             with alone(self._layout.locks / f"fetch-{ref.id}"):
                 if not self.is_sound(home, ref):
                     self._download(ref)
-        self._files.touch(home)  # what is used stays longest
+        self._files.touch(home)  # eviction is least recently used first
 
     def _download(self, ref: BlobRef) -> None:
         home, path = self._layout.object(ref.id), self._layout.tmp / secrets.token_hex(16)
@@ -171,7 +171,7 @@ class FetchedObjects(ObjectStore):
                     self._check_open()
                     file.write_at(offset, data)
                 if not self._is_mirror:
-                    file.sync()  # writers count on what a store has
+                    file.sync()  # writers reuse it without another sync
             self._files.make_directory(home.parent, durable=False)
             self._files.rename(path, home)
         finally:

@@ -1,4 +1,4 @@
-"""Check a remote as a store is checked, and put what it has lost or damaged back from a store that has it sound."""
+"""Verify a remote as one verifies a store, and repair it from a store that has sound copies."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +16,12 @@ from layerstore.remote.mirror import Remote, unmirrored
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository
 
-# A blob that was put back names objects that could not be looked at before.
+# A restored blob names objects that could not be checked before.
 _LOOKS_MAX = 4
 
 
 def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
-    """Check every record and every object's size in the bucket itself; with *read_data* every byte, too."""
+    """Check every record and every object's size in the bucket itself; with *read_data*, every byte as well."""
     repo = unmirrored(remote.repo)
     try:
         return verify_store(repo, read_data=read_data, progress=progress)
@@ -31,10 +31,10 @@ def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Ver
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:
     """
-    Put ``store.json`` back in *bucket*, if it is missing there and all commits there are *repo*'s.
+    Restore a missing ``store.json`` in *bucket*, if *repo* has all commits there.
 
     Raises:
-        IntegrityError: It is missing among commits of another store, or that this one does not have.
+        IntegrityError: The bucket has a commit that *repo* does not have.
     """
     if identity_of(bucket) is not None or not (there := records_in(bucket)):
         return ()
@@ -53,15 +53,15 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
 
 def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:
     """
-    Send what *remote* has lost or damaged, as far as *repo* has it sound; nothing else there is changed.
+    Send whatever *remote* has lost or damaged, if *repo* has it sound; nothing else there is changed.
 
-    Whoever reads meanwhile sees the damaged bytes or the sound ones.
+    A concurrent reader sees either the damaged bytes or the sound ones.
     """
     done, before = Repaired(), set[str]()
     for _ in range(_LOOKS_MAX):
         verdict = verify_remote(remote, read_data=read_data, progress=progress)
         new = replace(verdict, damaged=tuple(each for each in verdict.damaged if each.path not in before))
-        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # what was sent in vain is not sent again
+        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # what did not help is not sent again
         paths = {each.path for each in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(
@@ -77,11 +77,11 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
 
 
 def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) -> Iterator[Fetched]:
-    """Send what is damaged there and sound here."""
+    """Send everything that is damaged there and sound here."""
     for damage in verdict.damaged:
         try:
             chunks, size_bytes = _sound(repo, damage)
-        except (IntegrityError, NotFound):  # damaged or missing here, too
+        except (IntegrityError, NotFound):  # damaged or missing here as well
             continue
         if not dry_run:
             remote.bucket.write(damage.path, chunks)
@@ -89,7 +89,7 @@ def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) 
 
 
 def _sound(repo: Repository, damage: Damage) -> tuple[Chunks, int]:
-    """Return the bytes that belong at the place of *damage*, and their number; raises if they are not here."""
+    """Return the bytes that repair *damage*, and their size; raises if they are not here."""
     if damage.size_bytes is not None:
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
         repo.objects.verify(ref)

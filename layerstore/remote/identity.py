@@ -16,10 +16,10 @@ IDENTITY = "store.json"
 
 def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
     """
-    Make *bucket* a remote of the store *identity*, unless it is one; return whether it was none.
+    Make *bucket* a remote of the store *identity* if it holds no store yet; return whether it held none.
 
     Raises:
-        Conflict: It is another store's.
+        Conflict: It belongs to another store.
     """
     found, made = identity_of(bucket), False
     if found is None:
@@ -38,7 +38,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
 
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
-    """Return which store *bucket* holds, None if it holds none."""
+    """Return the identity of the store that *bucket* holds, None if it holds none."""
     data = bucket.read(IDENTITY, size_bytes_max=RECORD_BYTES_MAX)
     return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
 
@@ -51,7 +51,7 @@ def records_in(bucket: Bucket) -> dict[RecordName, int]:
 
 
 def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
-    """Return the records of *repo* that *bucket*, which is a remote of it, has in full size."""
+    """Return the records of *repo* that its remote *bucket* has in full size."""
     return {name for name, size_bytes in records_in(bucket).items() if _size_here(repo, name) == size_bytes}
 
 
@@ -62,7 +62,7 @@ def _size_here(repo: Repository, name: RecordName) -> int | None:
 def check_own(
     bucket: Bucket, found: StoreIdentity, identity: StoreIdentity, *, outcome: str = "nothing was sent"
 ) -> None:
-    """Raise Conflict if *found*, which *bucket* holds, is not the store *identity*."""
+    """Raise Conflict unless *found*, the store in *bucket*, is the store *identity*."""
     if found.store_id != identity.store_id:
         raise Conflict(
             f"{bucket.url} is a remote of another store ({found.store_id}); {outcome}",

@@ -1,9 +1,9 @@
 """
-A store straight from a bucket: its records come when it is opened, and tensor bytes as somebody reads them.
+A store opened straight from a bucket: records are fetched when it is opened, tensor bytes when they are read.
 
     store = layerstore.open("s3://checkpoints/sft")
 
-It is a mirror in the user's cache folder: records and pins as the bucket has them, and objects that were needed.
+The mirror is in the user's cache folder: the bucket's records and pins, and the objects that were needed so far.
 Several processes may share it. Nothing is ever written to the bucket.
 """
 
@@ -33,7 +33,7 @@ class Remote:
     """A bucket that holds a store, and its mirror; use it in a ``with``."""
 
     def __init__(self, bucket: Bucket, files: Files) -> None:
-        """Open it; raises NoStore if there is none."""
+        """Open the mirror; raises NoStore if the bucket holds no store."""
         identity = identity_of(bucket)
         if identity is None:
             if bucket.listed("commits"):
@@ -51,7 +51,7 @@ class Remote:
         self.source = Source(bucket.url, layout, bucket=bucket)
         objects = MirroredObjects(layout, files, self.source, is_mirror=True)
         self.repo = open_repository(path, files, remote=bucket.url, objects=objects)
-        """The mirror; it is only read."""
+        """The mirror; read-only."""
         self.listed: frozenset[str] = frozenset()
         """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
         self.refresh()
@@ -65,12 +65,12 @@ class Remote:
         self.repo.close()
 
     def refresh(self) -> None:
-        """Bring the records and pins of the mirror to what the bucket has."""
+        """Update the mirror's records and pins from the bucket."""
         self.listed = _refresh(self.repo, self.bucket)
 
 
 def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
-    """Make the mirror, or what a cleaner has taken of it: cleaners go by age, and look at each file."""
+    """Make the mirror, or the parts of it that a cleaner removed: cleaners go by the age of each file."""
     try:
         files.make_directories(layout.root)
         for folder in layout.folders:
@@ -89,7 +89,7 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
 
 
 def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozenset[str]:
-    """Bring the records and pins of the mirror *repo* to what *bucket* has, and return these; *anew*, read all."""
+    """Update the records and pins of the mirror *repo* from *bucket* and return their names; *anew* rereads all."""
     files, layout = repo.files, repo.layout
     here = {layout.name(path): path for path in (*layout.commits.glob("*/*"), *layout.pins.glob("*"))}
     listed = {
@@ -99,19 +99,19 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozens
         files.discard(here[name])
         record = repo.records.name_at(here[name])
         if record is not None:
-            repo.catalog.forget([record])  # as it should be: nobody need be told
+            repo.catalog.forget([record])  # expected, so no warning
 
     gone: list[str] = []
 
     def fetch(each: Listed) -> None:
         data = bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
-            gone.append(each.name)  # since it was listed
+            gone.append(each.name)  # removed since it was listed
             return
         target = layout.root / each.name
         files.make_directory(target.parent, durable=False)
         with files.temporary(layout.tmp, data) as source:
-            files.touch(source, time_ns=each.modified_ns)  # retention goes by it
+            files.touch(source, time_ns=each.modified_ns)  # retention uses it
             files.rename(source, target)
 
     # A pin may mean something else by now; a record never changes.
@@ -123,7 +123,7 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozens
 
 
 def _is_ours(name: str) -> bool:
-    """Whether *name* is that of a record or a pin; anything else in the bucket is left where it is."""
+    """Whether *name* is that of a record or a pin; anything else in the bucket is left alone."""
     folder, *names = name.split("/")
     if folder == "pins":
         return len(names) == 1 and is_name(names[0])
@@ -131,14 +131,14 @@ def _is_ours(name: str) -> bool:
 
 
 class MirroredObjects(FetchedObjects):
-    """The objects of a remote: those that the bucket lists are there."""
+    """The objects of a remote: the bucket's listing decides which exist."""
 
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless the bucket lists *ref* in full size."""
         self.source.check_there(ref)
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:
-        """Return the bytes that an object takes in the bucket."""
+        """Return the size of an object in the bucket."""
         size_bytes = self.source.listed(object_id[:2]).get(object_id)
         return None if size_bytes is None else (object_id, size_bytes)
 
@@ -168,7 +168,7 @@ def delete_pin_there(remote: Remote, name: str) -> bool | None:
 
 
 def unmirrored(repo: Repository) -> Repository:
-    """Return the mirror *repo* as its bucket is now: records are read again, and objects verified there."""
+    """Return the mirror *repo* as its bucket is now: rereads records, and verifies objects in the bucket."""
     assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
     source = repo.objects.source
     source.forget()
@@ -177,9 +177,9 @@ def unmirrored(repo: Repository) -> Repository:
 
 
 class UnmirroredObjects(MirroredObjects):
-    """The same, but what is verified is what the bucket has now."""
+    """The same, but verified against what the bucket has now."""
 
     def verify(self, ref: BlobRef) -> None:
-        """Read all of *ref* in the bucket, and compare it with its name."""
+        """Read all of *ref* from the bucket and compare it with its name."""
         for _ in self.source.checked(ref):
             pass

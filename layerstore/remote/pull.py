@@ -1,10 +1,10 @@
 """
-Pull: commits and pins that a remote has and a store lacks come here, each by the one transaction.
+Pull: fetch the commits and pins that a remote has and a store lacks, each through the one transaction.
 
-Every object is compared with its name before anything names it. What was dropped here stays dropped.
+Every object is checked against its name before anything names it. What was dropped here stays dropped.
 
-A partial clone has all records and blobs of its origin, and of its tensors those that were needed so far;
-``partial.json`` says where the rest is. What is saved in such a store is in it whole.
+A partial clone has all records and blobs of its origin, but only the tensors that were needed so far; ``partial.json``
+says where the rest is. New saves in such a store are complete.
 """
 
 import json
@@ -39,25 +39,25 @@ _NAMED_TIMES_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """What a pull has fetched."""
+    """The result of a pull."""
 
     url: str
     commits: tuple[str, ...]
-    """References of those that were not here."""
+    """References of the commits that were not here before."""
     pins: tuple[str, ...]
     objects: int
     bytes_received: int
-    """Of objects and blobs."""
+    """Size of the objects and blobs that were fetched."""
 
 
 def pull(repo: Repository, remote: Remote, *, refs: Iterable[str] | None, progress: Progress) -> Pulled:
     """
-    Fetch the commits and pins of *remote* that are not here, or only *refs*, as they are called there.
+    Fetch the commits and pins of *remote* that are missing here, or only *refs*, which are names in the remote.
 
     Raises:
-        Conflict: It is another store's.
+        Conflict: It belongs to another store.
         AlreadyExists: A pin means something else here.
-        IntegrityError: What it sent of a commit is damaged; all others were fetched.
+        IntegrityError: A commit arrived damaged; all others were fetched.
     """
     theirs = remote.repo.identity.store_id
     if theirs != repo.identity.store_id:
@@ -73,12 +73,12 @@ def clone(
     remote: Remote, path: Path, *, is_partial: bool = False, shares: Shares = ALONE, progress: Progress
 ) -> Pulled:
     """
-    Make *path* a store with all that *remote* has, which is called ``origin`` there. After a kill, repeat it.
+    Make *path* a store with everything that *remote* has, and name the remote ``origin``. After a kill, just repeat it.
 
-    A *partial* one fetches tensors only as they are needed.
+    A *partial* clone fetches tensors only when they are needed.
 
     Raises:
-        AlreadyExists: There is another store at *path*, or something else.
+        AlreadyExists: *path* holds another store, or something else.
     """
     identity, files = remote.repo.identity, Files()
     try:
@@ -130,7 +130,7 @@ class _Pull:
             for pin in pins:
                 with _told_later(left, f"pin {pin.name}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, pin.record)
-                    tx.objects.publish()  # a pin names what is there
+                    tx.objects.publish()  # before a pin names them
                     tx.pin(pin)
         raise_left(left, "fetched")
         return Pulled(
@@ -143,9 +143,9 @@ class _Pull:
 
     def _asked(self, refs: Iterable[str] | None, left: Left) -> tuple[list[Commit], list[Pin]]:
         """
-        Return the commits and pins that are asked for and not here, commits in the order of their steps.
+        Return the requested commits and pins that are missing here, commits by step.
 
-        Of all, those that are damaged there are *left*.
+        If everything is requested, damaged ones are added to *left*.
         """
         theirs = self._remote.repo
         if refs is None:
@@ -176,7 +176,7 @@ class _Pull:
         return wanted, missing
 
     def _fetch(self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord) -> None:
-        """Stage all that *record* names and the store lacks, each blob after what it names."""
+        """Stage everything that *record* names and the store lacks; blobs come after what they name."""
         blobs = [blob for blob in record.blobs if not objects.claim(blob)]
         self._remote.repo.objects.expect(blobs)
         inner = {} if self._is_partial else dict.fromkeys(self._named_by(blobs))
@@ -239,7 +239,7 @@ def _parts_of(refs: Iterable[BlobRef], *, size_bytes_max: int) -> Iterator[list[
 
 @contextmanager
 def _told_later(left: Left, name: str) -> Iterator[None]:
-    """Put damage, or another pin, that is met in the body into *left*, by *name*: the rest can still be had."""
+    """Note damage, or a conflicting pin, in *left* under *name* instead of raising: the rest can still be fetched."""
     try:
         yield
     except (IntegrityError, AlreadyExists) as exc:
@@ -248,7 +248,7 @@ def _told_later(left: Left, name: str) -> Iterator[None]:
 
 @contextmanager
 def fetch_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterator[Staged]:
-    """Stage some objects of the bucket at a URL for the process that leads. It publishes them."""
+    """Stage some objects of the bucket at a URL for the leading process, which publishes them."""
     url, refs = part
     source = Source(url, repo.layout)
 
@@ -266,7 +266,7 @@ def fetch_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterat
 
 def completed(repo: Repository) -> Repository:
     """
-    Return the partial clone *repo* with objects that are fetched when they are needed.
+    Return the partial clone *repo*, with its objects fetched on demand.
 
     Raises:
         IntegrityError: ``partial.json`` is damaged.
@@ -277,7 +277,7 @@ def completed(repo: Repository) -> Repository:
 
 
 def _partial_of(repo: Repository) -> str | None:
-    """Return the URL of the remote that has what *repo* lacks; None if it is no partial clone."""
+    """Return the URL of the remote that completes *repo*; None if it is not a partial clone."""
     path = repo.layout.partial
     data = repo.files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:
@@ -292,7 +292,7 @@ def _partial_of(repo: Repository) -> str | None:
 
 
 def _make_partial(repo: Repository, url: str) -> None:
-    """Note that the remote at *url* has what *repo* lacks."""
+    """Record that the remote at *url* has what *repo* lacks."""
     with repo.files.temporary(repo.layout.tmp, json.dumps({"url": url}).encode() + b"\n") as source:
         repo.files.rename(source, repo.layout.partial)
     repo.files.sync_directory(repo.layout.root)

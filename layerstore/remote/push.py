@@ -1,8 +1,8 @@
 """
-Push: what a bucket lacks of a store goes there, objects first, then version and state blobs, then records, pins last.
+Push: send what a bucket lacks of a store: objects first, then version and state blobs, then records, pins last.
 
-So a record in the bucket means that all it names is there, however often a push is killed, and whoever else pushes.
-Nothing rests on conditional writes: objects are named by their content, and records never change.
+So if the bucket has a record, it has all that the record names, however often a push is killed and no matter who else
+pushes. Nothing relies on conditional writes: objects are named by their content, and records never change.
 """
 
 import errno as errnos
@@ -43,17 +43,17 @@ from layerstore.remote.identity import claim, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks
 
-# Servers tell whole seconds.
+# Servers report times in whole seconds.
 _CLOCK_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What a push has sent."""
+    """The result of a push."""
 
     url: str
     commits: tuple[str, ...]
-    """References of those that the remote did not have."""
+    """References of the commits that the remote did not have."""
     pins: tuple[str, ...]
     objects: int
     bytes_sent: int
@@ -69,15 +69,15 @@ def push(
     progress: Progress,
 ) -> Pushed:
     """
-    Send what *bucket* lacks of *refs*, or of every visible commit and pin, of *runs* or of all.
+    Send what *bucket* lacks of *refs*, or else of every visible commit and pin, of *runs* or of all runs.
 
-    Once a commit is told as sent, the remote has it whole. After a kill, a repetition sends only what is left.
-    A pin that means something else there is left alone, unless the push *moves pins*.
+    Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
+    A pin that means something else there is left alone, unless *moves_pins* is set.
 
     Raises:
         Conflict: The bucket holds another store.
-        AlreadyExists: A pin there means something else; all else was sent.
-        IntegrityError: Something that was to be sent is damaged or missing here; all else was sent.
+        AlreadyExists: A pin there means something else; everything else was sent.
+        IntegrityError: Something to be sent is damaged or missing here; everything else was sent.
     """
     made = claim(bucket, repo.identity)
     pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
@@ -96,10 +96,10 @@ def follow(
     progress: Progress,
 ) -> Iterator[Pushed]:
     """
-    Push, and push again what comes, until *stop* is set; yield what each push has sent, the first one's in any case.
+    Push, then keep pushing what is new until *stop* is set; yield the first result, and later ones that sent something.
 
-    *refs* is asked each time. While the server does not answer, a warning says so, and the next push tries again.
-    A warning also names what cannot be sent, once; all else is.
+    *refs* is called each time. If the server does not answer, warn and try again. If something cannot be sent, name it
+    once in a warning, and send everything else.
 
     Raises:
         StorageIO: The server refuses the key, or is full.
@@ -114,7 +114,7 @@ def follow(
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
-            # What has arrived is found out anew.
+            # List anew: we do not know what arrived.
             pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
             warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
         else:
@@ -125,16 +125,16 @@ def follow(
             if is_first or pushed.commits or pushed.pins:
                 yield pushed
             is_first = False
-        progress.start("", 0)  # nothing is under way
+        progress.start("", 0)  # idle
         stop.wait(FOLLOW_SECONDS)
 
 
 Left = dict[str, LayerstoreError]
-"""What was not sent or fetched, by what it is called, and why."""
+"""What was not sent or fetched, by name, and why."""
 
 
 def raise_left(left: Left, what: str) -> None:
-    """Raise what is wrong with the first of *left*, and name them all: *what* was not done with them."""
+    """Raise the error of the first of *left*, and name all of them as not *what* (sent, say)."""
     problem = _problem_of(left, what)
     if problem is not None:
         raise problem
@@ -170,16 +170,17 @@ def _asked(
 
 
 _Wanted = tuple[Path, CommitRecord]
-"""A record that is to be sent, or a pin's, and its file."""
+"""A record to send, or that of a pin, with its file."""
 
 
 class _Push:
     """
     One push.
 
-    What the bucket has, but no record of ours that it also has names, may be on its way out: a collection there removes
-    what is old and unnamed. So anything of that kind that is half as old is sent again, the listing is made anew before
-    it is half a day old, and what a collection that is at work may have listed before is looked at once it has removed.
+    An object in the bucket is safe if one of our records there names it. Any other may be about to go, since a
+    collection there removes what is old and unnamed. So we resend such an object once it is half as old, list anew
+    before the listing is half a day old, and if a collection is running, check our objects again after it has removed
+    what it had listed.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
@@ -188,9 +189,9 @@ class _Push:
         self._progress = progress
         self._moves_pins = moves_pins
         self._own: set[RecordName] = set()
-        """Records that this push sends."""
+        """The records that this push sends."""
         self._common: list[CommitRecord] = []
-        """Records that the bucket has: all that they name is there."""
+        """The records that the bucket has, together with all that they name."""
         self._common_blobs: set[ObjectId] = set()
         self._named: Needs | None = None
         self._listed: dict[str, Listed] = {}
@@ -199,7 +200,7 @@ class _Push:
         self._list_again_at = 0.0
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
-        """What it counts on since the last listing, sent or young, that no record in the bucket names."""
+        """What this push relies on though no record in the bucket names it: sent since the last listing, or young."""
         self.left: Left = {}
         """What the last run could not send."""
         self._made = False
@@ -208,9 +209,9 @@ class _Push:
 
     def run(self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool) -> Pushed:
         """
-        Send the records *names* and *pins* with all that they name; `left` is what was *left* already, or cannot be.
+        Send the records *names* and *pins* with all that they name; `left` then adds to *left* what could not be sent.
 
-        *made* says that the bucket was empty: two stores may have found that in one moment.
+        *made* says that the bucket was empty: two stores may have seen that at the same time.
         """
         self.left, self._made = dict(left), made
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
@@ -237,7 +238,7 @@ class _Push:
         names = [name for path, name in paths.items() if path in sent]
         try:
             note_pushed(self._repo, self._bucket.url, {name.id for name in (*there, *names)})
-        except StorageIO as exc:  # a store that may not be written
+        except StorageIO as exc:  # a read-only store
             warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=2)
         pushed = Pushed(
             url=self._bucket.url,
@@ -250,7 +251,7 @@ class _Push:
         return pushed
 
     def _read(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, CommitRecord]]:
-        """Yield the records *names*, but for those that a collection has removed here, and damaged ones."""
+        """Yield the records *names*, except damaged ones and those that a collection has removed here."""
         for name, commit in self._repo.records.each(names):
             if isinstance(commit, Commit):
                 yield name, commit.record
@@ -267,7 +268,7 @@ class _Push:
             return True
 
     def _has_pin(self, pin: Pin) -> bool:
-        """Whether the bucket has *pin*; raises AlreadyExists if it means something else there, and is not moved."""
+        """Whether the bucket has *pin*; raises AlreadyExists if it means something else there and may not be moved."""
         called = self._repo.layout.name(self._repo.layout.pin(pin.name))
         data = self._bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
@@ -292,7 +293,7 @@ class _Push:
     # -- what is missing -----------------------------------------------------------------------------------------
 
     def _list(self) -> None:
-        """Find out what the bucket has; this is good for half a grace."""
+        """List what the bucket has; the result is valid for half a grace."""
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
@@ -305,7 +306,7 @@ class _Push:
         self._unnamed.clear()
 
     def _missing(self, record: CommitRecord, seen: set[ObjectId]) -> list[BlobRef]:
-        """Return what has to be sent of *record* and is not *seen* yet, each blob after all that it names."""
+        """Return what is missing of *record* and not *seen* yet, each blob after all that it names."""
         found = []
         for blob in record.blobs:
             if blob.id in seen:
@@ -318,7 +319,7 @@ class _Push:
         return found
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
-        """Whether the bucket has *ref*, and keeps it; what *is common* a record there names."""
+        """Whether the bucket has *ref* and will keep it; *is_common* says that a record there names it."""
         listed = self._listed.get(self._repo.layout.object_name(ref.id))
         if listed is None or listed.size_bytes != ref.size_bytes:
             return False
@@ -340,9 +341,9 @@ class _Push:
 
     def _send(self, pool: ThreadPoolExecutor, waiting: deque[_Wanted]) -> list[_Wanted]:
         """
-        Send the first record of *waiting* after all that it names; return it, unless it was collected here meanwhile.
+        Send the first record of *waiting*, after all that it names; return it, unless it was collected here meanwhile.
 
-        Beside a collection of the bucket send all that wait, so that they need one look together.
+        While the bucket is being collected, send all of *waiting*, so that one check covers them all.
         """
         group = [waiting.popleft()]
         while group:
@@ -363,13 +364,13 @@ class _Push:
                 claim(self._bucket, self._repo.identity)
                 self._made = False
             group = self._still_here(group, self._send_record)
-            if not self._is_stale():  # suspended before a record, it may have lost what that counts on
+            if not self._is_stale():  # else we were suspended before a record, and its objects may be gone
                 self._unnamed.clear()  # these records name it
                 break
         return group
 
     def _still_here(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
-        """*Do* something with each of *group*; return those that were neither collected here meanwhile nor damaged."""
+        """*Do* something with each of *group*; return those that were neither damaged nor collected here meanwhile."""
         found = []
         for path, record in group:
             try:
@@ -382,13 +383,13 @@ class _Push:
                     raise
                 else:
                     self.left[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
-                self._list_again_at = 0.0  # what was sent of it, no record names
+                self._list_again_at = 0.0  # no record names what was already sent of it
         return found
 
     def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:
         blobs, seen = {blob.id for blob in record.blobs}, set(self._sent)
         missing = self._missing(record, seen)
-        for which in (False, True):  # nothing names an object that is not there yet
+        for which in (False, True):  # blobs last: they must not name objects that are not there yet
             self._send_shares(pool, [ref for ref in missing if (ref.id in blobs) is which])
         self._sent |= seen
 
@@ -397,20 +398,20 @@ class _Push:
 
     def _send_record(self, path: Path, _: CommitRecord) -> None:
         if self._is_pin(path) and self._has_pin(self._repo.records.read_pin(path.name)):
-            return  # somebody else has sent it meanwhile
+            return  # somebody else sent it meanwhile
         data = self._repo.files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         self._bucket.write(self._repo.layout.name(path), lambda: [data])
         self._bytes_sent += len(data)
 
     def _is_collected(self) -> bool:
-        """Whether a collection of the bucket may have been at work since it was listed."""
+        """Whether a collection may have run in the bucket since our listing."""
         at_work, ended = map(self._bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
         return any(each.modified_ns >= self._old_before_ns for each in at_work) or any(
             each.modified_ns >= self._listed_ns - _CLOCK_NS for each in ended
         )
 
     def _are_there(self) -> bool:
-        """Look at what no record names yet, when whoever had listed it as old has removed that."""
+        """Check what no record names yet, after waiting for collections to remove what they had listed as old."""
         self._progress.start("objects looked at beside a collection", len(self._unnamed))
         time.sleep(2 * REMOTE_MOMENT_SECONDS)
         with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
@@ -421,7 +422,7 @@ class _Push:
         return hours_on() > self._list_again_at
 
     def _send_shares(self, pool: ThreadPoolExecutor, refs: Sequence[BlobRef]) -> None:
-        """Send *refs*, in shares."""
+        """Send *refs*, split among the processes."""
         shares = self._repo.shares
         mine, *theirs = (refs[of.start : of.stop] for of in cut([ref.size_bytes for ref in refs], count=shares.count))
         with shares.asked(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
@@ -444,7 +445,7 @@ class _Push:
 
 @contextmanager
 def send_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterator[None]:
-    """Send some objects to the bucket at a URL for the process that leads."""
+    """Send some objects to the bucket at a URL on behalf of the leading process."""
     url, refs = part
     with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
         in_parallel(pool, partial(send_object, repo, Bucket(url)), refs)
@@ -461,7 +462,7 @@ def _tell_gone(run: str, step: int) -> None:
 
 
 def chunks_of(repo: Repository, ref: BlobRef) -> Iterator[memoryview]:
-    """Yield the bytes of *ref*; raises IntegrityError at their end if they are not what its name says."""
+    """Yield the bytes of *ref*; raises IntegrityError at the end if they do not match its name."""
     hasher = NameHasher()
     with repo.objects.open(ref) as file:
         for data in read_chunks(file):

@@ -1,4 +1,4 @@
-"""The names that a store gives to remotes: ``remotes.json``, a map of names to URLs, without any key or password."""
+"""The named remotes of a store: ``remotes.json`` maps names to URLs, without any key or password."""
 
 import json
 
@@ -19,7 +19,7 @@ class Remotes:
 
     def urls(self) -> dict[str, str]:
         """
-        Return the URL of each, by name.
+        Return all URLs, by name.
 
         Raises:
             IntegrityError: The file is damaged.
@@ -40,11 +40,11 @@ class Remotes:
 
     def add(self, name: str, url: str) -> str:
         """
-        Let *name* stand for the bucket at *url*, which is returned as it is recorded; nothing is asked there.
+        Add *name* for the bucket at *url*; return the URL as recorded. Sends no request.
 
         Raises:
-            AlreadyExists: The name stands for another URL.
-            InvalidInput: That is no URL, or no name.
+            AlreadyExists: The name has another URL.
+            InvalidInput: *url* is not a URL, or *name* not a name.
         """
         check_name(name, what="the remote's name")
         found, url = self.urls(), checked_url(url)
@@ -56,7 +56,7 @@ class Remotes:
         return url
 
     def remove(self, name: str) -> str:
-        """Forget *name*; return its URL. What lies there stays."""
+        """Forget *name*; return its URL. The bucket itself is not touched."""
         found = self.urls()
         if name not in found:
             raise _no_remote(name, found)
@@ -66,11 +66,11 @@ class Remotes:
 
     def url(self, name: str | None = None) -> str:
         """
-        Return the URL of the remote *name*, which may be a URL itself; None means the only one.
+        Return the URL of the remote *name*, which may itself be a URL; None means the only remote.
 
         Raises:
-            NotFound: There is none of that name.
-            InvalidInput: None was given, and there are several; or this store is a remote itself.
+            NotFound: There is no remote of that name.
+            InvalidInput: No name was given and there are several; or this store is itself a remote.
         """
         if name is not None and is_url(name):
             return checked_url(name)

@@ -1,4 +1,4 @@
-"""Objects as a bucket has them: listed, and compared with their names as they come."""
+"""Objects in a bucket: listed, and checked against their names as they arrive."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from layerstore.storage import check_hash
 
 
 class Source:
-    """Objects as a bucket has them; *url* is looked at when the first one is asked for."""
+    """The objects in a bucket; *url* is opened on first use."""
 
     def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None) -> None:
         self.url = url
@@ -31,7 +31,7 @@ class Source:
             return self._bucket
 
     def listed(self, prefix: str) -> dict[ObjectId, int]:
-        """Return the sizes of the objects whose ids begin with the two digits *prefix*; listed once."""
+        """Return the sizes of the objects whose ids start with the two digits *prefix*; listed once."""
         if prefix not in self._sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
             names = ((each.name.removeprefix(f"{folder}/"), each.size_bytes) for each in self.bucket.listed(folder))
@@ -44,7 +44,7 @@ class Source:
             self._bucket.check_process()
 
     def forget(self) -> None:
-        """Forget what was listed, so that it is listed again."""
+        """Forget the listings, so that the next question lists again."""
         self._sizes.clear()
 
     def check_there(self, ref: BlobRef) -> None:
@@ -56,10 +56,10 @@ class Source:
 
     def checked(self, ref: BlobRef) -> Iterator[tuple[int, memoryview]]:
         """
-        Yield the bytes of *ref* as the bucket has them, each piece with its offset.
+        Yield the bytes of *ref* from the bucket, each piece with its offset.
 
         Raises:
-            IntegrityError: At their end, if they are not what its name says; or it is missing.
+            IntegrityError: It is missing; or, raised at the end, the bytes do not match its name.
         """
         hasher = NameHasher()
         name = self._layout.object_name(ref.id)

@@ -1,8 +1,8 @@
 """
-Objects of a remote of which only stretches are needed: ranks of another number want a part of each slice.
+Parts of a remote's objects: resuming with another number of ranks needs only a stretch of each slice.
 
-They come in chunks of 16 MiB, each compared with the digest that its version blob has, into a sparse file beside
-the objects. What is there already is compared again, so nothing has to be noted about it.
+They are fetched in chunks of 16 MiB into a sparse file next to the objects, and each chunk is checked against the
+digest in its version blob. Chunks that are there already are checked again, so no bookkeeping is needed.
 """
 
 import secrets
@@ -34,11 +34,11 @@ class SparseObjects:
         self.bytes_fetched = 0
 
     def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note the digests of *objects*, if they are so large that a part may be had."""
+        """Note the digests of those *objects* that are large enough to be fetched in parts."""
         self._digests.update((each.id, each.chunks) for each in objects if each.size_bytes > VERIFY_CHUNK_BYTES)
 
     def chunks(self, ref: BlobRef, stretches: Iterable[Stretch]) -> list[int]:
-        """Return the numbers of the chunks that *stretches* of *ref* touch; none if only all of it can be had."""
+        """Return the numbers of the chunks that *stretches* of *ref* touch; none if *ref* can only be fetched whole."""
         if ref.id not in self._digests:
             return []
         found = {number for start, end in stretches for number in range(start // VERIFY_CHUNK_BYTES, _chunks_to(end))}
@@ -46,11 +46,11 @@ class SparseObjects:
 
     def open(self, ref: BlobRef, numbers: Sequence[int]) -> OpenFile:
         """
-        Open a file that has the chunks *numbers* of *ref* at their places; what lacks of them is fetched.
+        Open a file that has the chunks *numbers* of *ref* in place; missing ones are fetched.
 
         Raises:
-            IntegrityError: It is damaged there.
-            NotFound: It is not there.
+            IntegrityError: It is damaged in the bucket.
+            NotFound: The bucket does not have it.
         """
         path = self._layout.sparse / ref.id
         with alone(self._layout.locks / f"sparse-{ref.id}"):
@@ -63,7 +63,7 @@ class SparseObjects:
             except BaseException:
                 source.close()
                 raise
-        self._files.touch(path)  # what is used stays longest
+        self._files.touch(path)  # eviction is least recently used first
         return source
 
     def _make(self, name: str, ref: BlobRef) -> None:
@@ -85,7 +85,7 @@ class SparseObjects:
             self.bytes_fetched += size_bytes
 
     def _fetched(self, ref: BlobRef, start: int, size_bytes: int, target: NewFile) -> Iterator[memoryview]:
-        """Yield a stretch of *ref* as it comes, and write it to *target*: nobody uses it before it is compared."""
+        """Yield a stretch of *ref* as it arrives, and write it to *target*: nobody uses it before it is checked."""
         at = start
         for data in self._source.bucket.chunks(self._layout.object_name(ref.id), start=start, size_bytes=size_bytes):
             target.write_at(at, data)

@@ -1,8 +1,8 @@
 """
-Records and index together: every question about which commits there are.
+Records and index together: this module answers every question about which commits exist.
 
-The folder listing decides what exists, the record decides what it says, the index saves reading them all.
-Whatever is wrong with the index, the answers are the same.
+The folder listing decides which commits exist, the record decides what a commit says, and the index saves reading all
+records. The answers are the same whatever is wrong with the index.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from layerstore.storage.manifest import Manifest, RecordRow, row_of
 
 Answer = TypeVar("Answer")
 
-# So many records are read and then indexed at once.
+# How many records are read and then indexed at once.
 _BATCH = 256
 
-# So many vanished commits are named; the others are counted.
+# How many vanished commits are named; the others are only counted.
 _NAMED_MAX = 10
 
 
@@ -49,22 +49,22 @@ class IndexNotice(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """The records of one run, as they stand now."""
+    """The records of one run, as they are now."""
 
     run: str
     rows: dict[CommitId, RecordRow]
     """Every readable record."""
     damaged: dict[RecordName, LayerstoreError]
-    """Records that are there and cannot be read."""
+    """Records that exist but cannot be read."""
 
     @cached_property
     def hidden(self) -> set[CommitId]:
-        """Commits that another one supersedes."""
+        """Commits that others supersede."""
         return {hidden for row in self.rows.values() for hidden in row.supersedes}
 
     @cached_property
     def visible(self) -> list[RecordRow]:
-        """What a user sees, by attempt and step."""
+        """The commits that a user sees, by attempt and step."""
         hidden = self.hidden
         return [row for row in self._ordered if row.id not in hidden]
 
@@ -75,12 +75,12 @@ class RunView:
 
     @cached_property
     def newest_number(self) -> int:
-        """The highest number of an attempt, with visible commits or not."""
+        """The highest attempt number, with visible commits or not."""
         return max((row.attempt for row in self.rows.values()), default=0)
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt that has visible commits, or any if none is visible."""
+        """The newest attempt that has visible commits; if nothing is visible, the newest of all."""
         return self.attempts[-1] if self.attempts else self.newest_number
 
     def of_attempt(self, attempt: int) -> list[RecordRow]:
@@ -89,15 +89,15 @@ class RunView:
 
     def fork_of(self, attempt: int) -> Fork | None:
         """
-        Return where *attempt* left an earlier one; every record of a later attempt says it, too.
+        Return where *attempt* forked from an earlier one; records of later attempts state it too.
 
-        Attempts are numbered in order: a record that claims to have left a later one is followed no further.
+        Attempts are numbered in order, so a record that claims to fork from a later one is not followed.
         """
         fork = self._forks.get(attempt)
         return fork if fork is not None and fork.attempt < attempt else None
 
     def lineage_of(self, attempt: int) -> tuple[Fork, ...]:
-        """Return where *attempt* forked off, where the one before it did, and so on."""
+        """Return where *attempt* forked, where its parent forked, and so on."""
         found = []
         fork = self.fork_of(attempt)
         while fork is not None:
@@ -107,21 +107,22 @@ class RunView:
 
     def history(self, attempt: int, *, step: int | None = None) -> Iterator[RecordRow]:
         """
-        Yield the visible commits of *attempt*, newest first, and below where it forked those that it came from.
+        Yield the visible commits of *attempt*, newest first, then those of its ancestors below each fork.
 
-        With *step* the history begins at that step or below. Two commits of one step are both yielded.
-        Nothing is looked at before it is asked for, so a caller may stop where it likes.
+        With *step*, the history begins at that step or below. If a step has two commits, both are yielded. It is lazy,
+        so a caller may stop at any point.
         """
-        # Not reversed copies: most callers take one of 10,000.
+        # No reversed copies: most callers take one of 10,000.
         segments = [map(rows.__getitem__, range(end - 1, -1, -1)) for rows, end in self._segments(attempt, step)]
-        # As a rule one segment ends before the next begins; an attempt may also have saved below its own fork.
+        # Merge, not chain: usually one segment ends before the next begins, but an attempt may save below its own fork.
         return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
 
     def number_at(self, attempt: int, step: int, *, default: RecordRow) -> int:
         """
-        Return the number of the save at *step* in *attempt*'s history, counted by step from the oldest one's own.
+        Return the number of the save at *step* in *attempt*'s history, counting up by step from the oldest save's
+        number.
 
-        Where nothing is visible there, it is that of *default*.
+        If nothing is visible there, return the number of *default*.
         """
         segments = self._segments(attempt, step)
         if not segments:
@@ -131,9 +132,9 @@ class RunView:
 
     def _segments(self, attempt: int, step: int | None) -> list[tuple[list[RecordRow], int]]:
         """
-        Return the visible commits of *attempt*, and those of each attempt that it descends from.
+        Return the visible commits of *attempt* and of each of its ancestors.
 
-        With each list goes how many of it are up to *step*, and below the fork.
+        Each list comes with the number of its commits that are up to *step* and below the fork.
         """
         segments = []
         below: int | None = step
@@ -171,10 +172,10 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of a run, and a fingerprint of its folder at that time."""
+    """What we know about a run, and a fingerprint of its folder at that time."""
 
     rows: dict[str, RecordRow]
-    """Of every readable record, by its file's name."""
+    """The row of every readable record, by file name."""
     strangers: frozenset[str]
     """Other files in the folder."""
     view: RunView
@@ -191,7 +192,7 @@ class Catalog:
         self._store_id = store_id
         self._manifest: Manifest | None = None
         self._known: dict[str, _Known] = {}
-        self._guard = threading.RLock()  # one thread at a time opens, asks or replaces the index
+        self._guard = threading.RLock()  # one thread at a time opens, queries or replaces the index
         self.index_problem: str | None = None
         """Why there is no index, if there is none."""
         self._refusal: ManifestUnusable | None = None
@@ -209,15 +210,15 @@ class Catalog:
         listed = {run: self._records.listing(run) for run in self._records.runs()}
         there = [run for run, names in listed.items() if any(name_in(run, name) for name in names)]
         for run in (self._with_index(lambda manifest: manifest.runs()) or set()).difference(there):
-            self.find(run)  # reports which of its commits are no longer there
+            self.find(run)  # reports commits that are gone
         return there
 
     def view(self, run: str) -> RunView:
         """
-        Return what *run* holds now.
+        Return the present view of *run*.
 
         Raises:
-            NotFound: It has no record.
+            NotFound: It has no records.
         """
         found = self.find(run)
         if found is None:
@@ -226,15 +227,15 @@ class Catalog:
 
     def find(self, run: str) -> RunView | None:
         """
-        Return what *run* holds now; None where it has no record.
+        Return the present view of *run*, None if it has no records.
 
-        The folder is listed again only if it may have changed, and records are read only where they are new.
+        Lists the folder again only if it may have changed, and reads only new records.
         """
         with self._guard:
             if self._manifest is not None:
                 self._manifest.check_process()
             known = self._known.get(run)
-            # A damaged record may be repaired in place, which its folder does not show.
+            # The folder does not show it when a damaged record is repaired in place.
             if known is None or known.view.damaged or not self._is_as_it_was(known, run):
                 known = self._known[run] = self._looked(run, known)
             return known.view if known.rows or known.view.damaged else None
@@ -244,15 +245,15 @@ class Catalog:
         return known.stamp is not None and known.stamp == self._records.stamp(run)
 
     def _looked(self, run: str, before: _Known | None) -> _Known:
-        """Compare the names in the folder of *run* with the rows that are known."""
-        # The index before the listing: a commit published in between is then merely not indexed yet.
+        """Compare the names in the folder of *run* with the known rows."""
+        # Read the index before listing: a commit published in between is then merely not indexed yet.
         rows = self.indexed(run) if before is None else before.rows
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
         if before is not None:
             if not before.view.damaged and names - before.strangers == rows.keys():
                 return replace(before, stamp=stamp)
-            # Another process may have indexed what is new.
+            # Another process may have indexed the new records.
             rows = {name: row for name, row in self.indexed(run).items() if name in names} | rows
         self._drop_rows(rows[name].name for name in rows.keys() - names)
         rows = {name: row for name, row in rows.items() if name in names}
@@ -271,7 +272,7 @@ class Catalog:
         )
 
     def _read(self, names: list[RecordName], damaged: dict[RecordName, LayerstoreError]) -> Iterator[RecordRow]:
-        """Yield the rows of the records *names*; note in *damaged* which cannot be read."""
+        """Yield the rows of the records *names*; note unreadable ones in *damaged*."""
         for name in names:
             try:
                 yield row_of(self._records.read(name))
@@ -280,7 +281,7 @@ class Catalog:
                     damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
-        """Drop the rows of the records *names*, which are gone; warn of those that nobody has dropped before."""
+        """Drop the rows of the records *names*, which are gone; warn of those that nobody had dropped."""
         gone = sorted(names)
         told = self._with_index(lambda manifest: manifest.drop(gone)) if gone else None
         if told:
@@ -299,14 +300,14 @@ class Catalog:
 
         Raises:
             IntegrityError: It is damaged.
-            NotFound: It is gone: a collection, say, has removed it since it was found.
+            NotFound: It was removed since it was found, by a collection, say.
         """
         with self._removal_told(name):
             return self._records.read(name)
 
     def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
-        Return what the row of the commit *name* says of *layers*; ``check`` compares it with the record.
+        Return what the row of the commit *name* says about *layers*; ``check`` compares that with the record.
 
         Raises as ``commit`` does.
         """
@@ -317,11 +318,11 @@ class Catalog:
 
     def check(self, name: RecordName, entries: Collection[LayerEntry]) -> None:
         """
-        Read and check the record *name*, and make sure that it says *entries* of their layers.
+        Read and check the record *name*, and make sure that its layers have *entries*.
 
         Raises:
-            IntegrityError: It is damaged, or does not say that.
-            NotFound: It is gone: a collection, say, has removed it since it was found.
+            IntegrityError: It is damaged, or has other entries.
+            NotFound: It was removed since it was found, by a collection, say.
         """
         with self._removal_told(name):
             found = self._records.read_entries(name, {entry.layer for entry in entries})
@@ -333,7 +334,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _removal_told(self, name: RecordName) -> Iterator[None]:
-        """Raise NotFound for a record that was removed meanwhile."""
+        """Turn errors into NotFound if the record was removed meanwhile."""
         try:
             yield
         except IntegrityError as exc:
@@ -356,12 +357,12 @@ class Catalog:
     # -- the index -----------------------------------------------------------------------------------------------
 
     def add(self, commit: Commit) -> None:
-        """Add a new commit to the index. If that fails, the next look catches up."""
+        """Add a new commit to the index; if that fails, the next query catches up."""
         self._add_rows([row_of(commit)])
 
     def _add_rows(self, rows: list[RecordRow]) -> None:
         self._with_index(lambda manifest: manifest.add(rows))
-        # A collection that removed one of them meanwhile found no row to drop.
+        # A collection may have removed one of them meanwhile, before there was a row to drop.
         self.forget(row.name for row in rows if not self._records.is_there(row.name))
 
     def forget(self, names: Iterable[RecordName]) -> None:
@@ -371,29 +372,29 @@ class Catalog:
             self._with_index(lambda manifest: manifest.drop(gone))
 
     def indexed(self, run: str) -> dict[str, RecordRow]:
-        """Return the index's rows of *run*, unchecked, by the names of the records' files."""
+        """Return the index's rows of *run*, unchecked, by record file name."""
         return self._with_index(lambda manifest: manifest.rows(run)) or {}
 
     def rebuild(self) -> int:
         """
-        Make the index afresh from all records; return how many there are.
+        Rebuild the index from all records; return how many there are.
 
         Raises:
-            StorageIO: The index cannot be made here; questions are answered without it.
+            StorageIO: There can be no index here; queries work without one.
         """
         with self._guard:
             self.close()
             self._drop()
             self._known.clear()
             self.index_problem = None
-            self._with_index(lambda manifest: manifest.add([]))  # an empty store has an index, too
+            self._with_index(lambda manifest: manifest.add([]))  # an empty store gets an index too
             count = sum(len(self.view(run).rows) for run in self.runs())
         if self._refusal is not None and self.index_problem is not None:
             raise _not_made(self._refusal, self._directory)
         return count
 
     def _with_index(self, ask: Callable[[Manifest], Answer]) -> Answer | None:
-        """Ask the index, replacing it if it is damaged; answer None where there can be none."""
+        """Query the index, replacing it if it is damaged; return None if there can be none."""
         with self._guard:
             for is_last_try in (False, True):
                 if self.index_problem is not None:
@@ -408,32 +409,32 @@ class Catalog:
         return None
 
     def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
-        """Drop a damaged index, so that the next try makes a new one; go on without if that is not possible."""
+        """Drop a damaged index, so that the next try makes a new one; if that is impossible, do without."""
         if not is_last_try and not self._directory.exists():
-            return  # another process dropped it while it was opened here
-        # A process that lacks memory or descriptors proves nothing about the index.
+            return  # another process dropped it while we opened it
+        # Running out of memory or descriptors proves nothing about the index.
         if is_last_try or _errno_of(problem) in PROCESS_ERRNOS or not self._drop():
             self.index_problem, self._refusal = str(problem), problem
         outcome = "going on without it, slower" if self.index_problem else "rebuilding it from the commit records"
         warnings.warn(f"{problem}; {outcome}; no record is lost by it", IndexNotice, stacklevel=2)
 
     def _drop(self) -> bool:
-        """Remove the index if possible; a process that has it open keeps what it has."""
-        # Renamed first: another process finds all of it or nothing.
+        """Remove the index if possible; a process that has it open can keep using it."""
+        # Rename first, so that other processes find all of it or nothing.
         aside = self._directory.with_name(f"{self._directory.name}.old-{secrets.token_hex(4)}")
         try:
             self._directory.rename(aside)
         except OSError:
-            return False  # nothing there, or a read-only store, whose index stays unused
+            return False  # nothing there, or the store is read-only and its index stays unused
         shutil.rmtree(aside, ignore_errors=True)
         return True
 
 
 def _errno_of(problem: ManifestUnusable) -> int | None:
-    """Return the errno behind *problem*; None if the system raised none."""
+    """Return the errno behind *problem*, None if there is none."""
     cause = problem.__cause__
     while cause is not None:
-        # LMDB's errors have the second.
+        # LMDB's errors have `code`.
         number: int | None = getattr(cause, "errno", None) or getattr(cause, "code", None)
         if number is not None:
             return number

@@ -4,8 +4,8 @@ The truth of a store on disk: ``store.json``, commit records and pins.
 A commit is visible exactly when its record is linked into its run's folder,
 and durable once that folder is fsynced: *the* commit point.
 
-A store may be migrated while somebody has it open. So a writer looks at ``store.json`` again after it has published
-something, and fails if the format is another one by then.
+A store may be migrated while somebody has it open. So a writer rereads ``store.json`` after it has published something,
+and fails if the format has changed.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.files import Files, network_filesystem
 
-# Enough records to tell whose they are.
+# How many records are read to tell which store they belong to.
 _ASKED = 16
 
-# What NFS calls a removed file that is still open somewhere.
+# The prefix that NFS gives to a removed file that is still open somewhere.
 _REMOVED_WHILE_OPEN = ".nfs"
 
 
@@ -50,14 +50,14 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
 
     Raises:
         NoStore: There is none.
-        IntegrityError: There was one, which has lost its ``store.json``.
+        IntegrityError: There was one, but its ``store.json`` is lost.
     """
     try:
         present = files.exists(layout.identity)
     except StorageIO as exc:
         if exc.errno in {errnos.ENOTDIR, errnos.ENAMETOOLONG, errnos.ELOOP}:
             raise NoStore(f"there is no store at {path}: {os.strerror(exc.errno)}", hint="name a folder") from exc
-        present = True  # reading it raises what is really wrong
+        present = True  # reading it will raise the real error
     if not present:
         sign = sign_of_a_store(layout, files)
         if sign is not None:
@@ -67,8 +67,8 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
 
 
 def _where_a_store_is(path: Path, layout: Layout, files: Files) -> str:
-    """Say what helps whoever looked for a store at *path*: `init` makes none where something else is."""
-    with contextlib.suppress(StorageIO):  # what may not be looked at helps nobody
+    """Return a hint for a user who expected a store at *path*: `init` refuses a folder with other content."""
+    with contextlib.suppress(StorageIO):  # an unreadable folder yields no hint
         for name in ("store", ".layerstore"):
             if files.exists(layout.root / name / layout.identity.name):
                 return f"name the one inside it: --store {typed(str(path / name))}"
@@ -78,7 +78,7 @@ def _where_a_store_is(path: Path, layout: Layout, files: Files) -> str:
 
 
 def sign_of_a_store(layout: Layout, files: Files) -> str | None:
-    """Return a trace of a store that has lost its ``store.json``, such as commits; None if there is none."""
+    """Return a sign of a store whose ``store.json`` is lost, such as commits; None if there is none."""
     signs = (
         (layout.commits, "", "commits"),
         (layout.objects, "[0-9a-f]{2}$", "objects"),
@@ -118,7 +118,7 @@ def _stated(files: Files, path: Path) -> str | None:
 def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
     """Return *problem*, a damaged or missing ``store.json``, with a hint: the command that rewrites it, if one can."""
     if files.exists(layout.migrating):
-        return problem  # in the middle of a migration nothing but a copy will do
+        return problem  # in the middle of a migration only a copy helps
     stated = stated_ids(layout, files, limit=_ASKED)
     if not stated:
         return problem
@@ -128,7 +128,7 @@ def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityEr
 
 @dataclass(frozen=True, slots=True, order=True)
 class RecordName:
-    """Which commit a record is: the name of its folder and its file."""
+    """Identifies a record: the names of its folder and file."""
 
     run: str
     step: int
@@ -136,12 +136,12 @@ class RecordName:
 
     @property
     def file_name(self) -> str:
-        """What the record's file is called."""
+        """The name of the record's file."""
         return f"{self.step}.{self.id}"
 
 
 def name_in(run: str, file_name: str) -> RecordName | None:
-    """Return which record of *run* the file *file_name* is, None if none."""
+    """Parse *file_name* as a record of *run*; None if it is not one."""
     match = RECORD_NAME.fullmatch(file_name)
     return None if match is None else RecordName(run, int(match["step"]), CommitId(match["id"]))
 
@@ -167,7 +167,7 @@ class RecordStore:
     def _check_folder(self) -> None:
         if self._files.is_directory(self._layout.commits):
             return
-        self._identity()  # a migration may have moved it
+        self._identity()  # a migration may have moved the folder
         raise IntegrityError(
             f"{self._layout.commits} is missing although this is a store",
             hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
@@ -180,10 +180,10 @@ class RecordStore:
 
     def listing(self, run: str) -> list[str]:
         """
-        Return all that is in the folder of *run*, records or not, in no order; none where it is not there.
+        Return everything in the folder of *run*, records or not, unsorted; empty if there is no such folder.
 
         Raises:
-            IntegrityError: There is no folder of any run: "no records" would be a wrong answer.
+            IntegrityError: The folder of all runs is missing: "no records" would be a wrong answer.
         """
         names = self._files.names_unsorted(self._layout.run(run))
         if not names:
@@ -191,16 +191,16 @@ class RecordStore:
         return names
 
     def stamp(self, run: str) -> tuple[int, ...] | None:
-        """Return a fingerprint that changes with the folder of *run*; None where nothing proves that it did not."""
+        """Return a fingerprint that changes with the folder of *run*; None if nothing can prove it unchanged."""
         return None if self.is_on_network else self._files.stamp(self._layout.run(run))
 
     @cached_property
     def is_on_network(self) -> bool:
-        """Whether folders may have times from another machine's clock, or from a cache: those prove nothing."""
+        """Whether folder times may come from another machine's clock or from a cache, and so prove nothing."""
         return network_filesystem(self._layout.commits) is not None
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the files in ``commits/`` and ``pins/`` that are no records and no pins."""
+        """Yield the files in ``commits/`` and ``pins/`` that are neither records nor pins."""
         for run in self._files.names(self._layout.commits):
             if run.startswith(_REMOVED_WHILE_OPEN):
                 continue
@@ -225,7 +225,7 @@ class RecordStore:
         return self.decode(self.read_bytes(name), name)
 
     def each(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, Commit | LayerstoreError]]:
-        """Yield each of *names* with its commit, or what is wrong with it; one removed meanwhile is passed over."""
+        """Yield each of *names* with its commit, or what is wrong with it; skip those removed meanwhile."""
         for name in names:
             found: Commit | LayerstoreError
             try:
@@ -267,19 +267,19 @@ class RecordStore:
         return self._layout.record(name.run, name.step, name.id)
 
     def is_there(self, name: RecordName) -> bool:
-        """Whether anything lies where the record *name* does, so far as this host knows: see `is_listed`."""
+        """Whether this host sees a file at the place of the record *name*; see `is_listed`."""
         return self._files.exists(self._path(name))
 
     def is_listed(self, name: RecordName) -> bool:
         """
-        Whether the record *name* was neither dropped nor collected, as its folder says now.
+        Whether the folder lists the record *name* now, so that it was neither dropped nor collected.
 
-        Of a file that another host has removed, a client of a network filesystem may say for a minute that it is there.
+        A client of a network filesystem may see a file for a minute after another host has removed it.
         """
         return name.file_name in self.listing(name.run)
 
     def decode(self, data: bytes, name: RecordName) -> Commit:
-        """Read the commit from *data*, the bytes of the record *name*, and check it."""
+        """Decode and check the commit in *data*, the bytes of the record *name*."""
         called = self._layout.name(self._path(name))
         commit = unseal_commit(data, name=called, store_id=self._store_id)
         if self.name_of(commit) != name:
@@ -291,7 +291,7 @@ class RecordStore:
         return RecordName(commit.record.run, commit.record.step, commit.id)
 
     def name_at(self, path: Path) -> RecordName | None:
-        """Return which record belongs at *path*; None where none does."""
+        """Return the record that belongs at *path*, None if none does."""
         return name_in(path.parent.name, path.name) if path.parent.parent == self._layout.commits else None
 
     def encode(self, commit: Commit) -> bytes:
@@ -301,12 +301,12 @@ class RecordStore:
 
     def link(self, commit: Commit) -> tuple[int, ...] | None:
         """
-        Make *commit* visible and durable; return its file's identity, for `withdraw`, or None if it was there already.
+        Make *commit* visible and durable; return its file's identity for `withdraw`, or None if it was there already.
 
         Only `layerstore.publish` calls this.
 
-        All that it names must be durable already. Once this returns, a power cut cannot lose it.
-        If the last fsync fails, the record stays: it is whole, but not confirmed.
+        Everything that it names must be durable already. Once this returns, a power cut cannot lose the commit. If the
+        last fsync fails, the record stays: it is complete, but unconfirmed.
 
         Raises:
             Unsupported: The store was migrated since it was opened. If that happened just now, the migration may have
@@ -319,8 +319,8 @@ class RecordStore:
             identity = self._files.identity(source)
             if not self._files.link_exclusive(source, target):
                 identity = None
-                # Its writer's last fsync may have failed, or the file may have rotted since. The name says what belongs
-                # there, so these bytes replace it.
+                # Its writer's last fsync may have failed, or the file may have rotted since. The name determines the
+                # content, so it is safe to replace the file with our bytes.
                 self._files.rename(source, target)
         try:
             self._files.sync_directory(target.parent)
@@ -335,7 +335,7 @@ class RecordStore:
         return identity
 
     def withdraw(self, commit: Commit, identity: tuple[int, ...]) -> None:
-        """Undo `link`, which returned *identity*, unless another writer has written the same record again since."""
+        """Undo `link`, which returned *identity*, unless another writer has rewritten the same record since."""
         path = self._path(self.name_of(commit))
         if self._files.identity(path) == identity:
             self._files.unlink(path)
@@ -343,11 +343,11 @@ class RecordStore:
 
     def check_store(self) -> None:
         """
-        Make sure that the store still is what it was when it was opened, and that this layerstore may write to it.
+        Make sure that the store is still the one that was opened, and that this layerstore may write to it.
 
         Raises:
             Unsupported: It has been migrated since, or uses something that this layerstore might destroy unknowingly.
-            IntegrityError: It is damaged or gone, or another store is in its place.
+            IntegrityError: It is damaged or gone, or another store has taken its place.
         """
         unknown = self._identity().unknown_flags
         if unknown:
@@ -358,7 +358,7 @@ class RecordStore:
             )
 
     def _identity(self) -> StoreIdentity:
-        """Return the store's identity as it is now, that of the very store that was opened."""
+        """Return the store's present identity; raises if it is not the store that was opened."""
         layout = self._layout
         identity = decode_identity(read_identity(layout, self._files, path=layout.root), what=str(layout.identity))
         if identity.store_id != self._store_id:
@@ -369,7 +369,7 @@ class RecordStore:
         return identity
 
     def _look_again(self, name: str) -> None:
-        """Raise Unsupported if the store was migrated by now: the migration may have missed *name*."""
+        """Raise Unsupported if the store was migrated since it was opened: the migration may have missed *name*."""
         try:
             self.check_store()
         except Unsupported as exc:
@@ -379,7 +379,7 @@ class RecordStore:
             ) from exc
 
     def remove(self, names: Collection[RecordName]) -> None:
-        """Remove records for good, durably: a collection does."""
+        """Remove records for good, durably; for collections."""
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
@@ -392,7 +392,7 @@ class RecordStore:
         """Return the names of all pins."""
         names = self._files.names(self._layout.pins)
         if not names:
-            # A copy of the store may have lost the empty folder; a migration may have moved a full one.
+            # If a copy of the store lost the empty folder, fine; if a migration moved a full one, this raises.
             self._identity()
         return [name for name in names if is_name(name)]
 
@@ -418,7 +418,7 @@ class RecordStore:
         return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
     def pins(self) -> Iterator[tuple[str, Pin | LayerstoreError]]:
-        """Yield every pin by name, or what is wrong with it; one that was deleted meanwhile is passed over."""
+        """Yield every pin by name, or what is wrong with it; skip those deleted meanwhile."""
         for name in self.pin_names():
             found: Pin | LayerstoreError
             try:
@@ -430,7 +430,7 @@ class RecordStore:
             yield name, found
 
     def readable_pins(self) -> list[Pin]:
-        """Return the pins that can be read; ``verify`` reports the others, and a damaged one must not hide the log."""
+        """Return the readable pins: a damaged one must not break the log, and ``verify`` reports it."""
         return [pin for _, pin in self.pins() if isinstance(pin, Pin)]
 
     def link_pin(self, pin: Pin) -> None:

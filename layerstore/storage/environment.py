@@ -1,13 +1,13 @@
 """
-One LMDB environment, guarded against misuse; the only user of lmdb.
+One LMDB environment, guarded against misuse. Only this module uses lmdb.
 
-LMDB maps its file and believes what it finds there. Its pages have no checksums: a truncated file, or an offset that
-points out of its page, ends the process by a signal instead of an error. So every page that its trees reach is checked
-before it is opened. ``lmdb.verify`` checks the same and more, but takes ten times as long; tests compare the two.
+LMDB maps its file and trusts it. Pages have no checksums: a truncated file, or an offset that points outside its page,
+kills the process with a signal instead of raising an error. So we check every page that the trees reach before opening
+the file. ``lmdb.verify`` checks the same and more, but takes ten times as long; tests compare the two.
 
-It must not be opened twice in a process, nor used across a fork; it would wait for another writer for ever;
-and mapped files of network filesystems differ from node to node, so there the index lives on a disk of this node.
-What its values say is the business of ``manifest.py``.
+An environment must not be opened twice in a process, nor used across a fork. LMDB would wait forever for another
+writer. On network filesystems, mapped files differ between nodes, so the index is then kept on a disk of this node.
+``manifest.py`` defines what the values mean.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ from layerstore.limits import MANIFEST_MAP_BYTES, MANIFEST_MAP_BYTES_MAX, PAGE_B
 from layerstore.storage.locks import lock
 
 _LOCK_FILE_BYTES = 2 * PAGE_BYTES
-# Each try is spoilt only by another process's commit.
+# Only a commit of another process spoils a try.
 _PREFLIGHT_TRIES = 20
-# LMDB itself would wait for ever for another writer, even one that was suspended.
+# LMDB itself would wait forever for another writer, even a suspended one.
 _WRITER_DEADLINE_SECONDS = 10.0
 
 
 def engine_version() -> str:
-    """Return the version of LMDB itself that new indexes are made with."""
+    """Return the version of LMDB that makes new indexes."""
     return ".".join(map(str, lmdb.version(lib_version=0)))
 
 
 class ManifestUnusable(LayerstoreError):
-    """The index cannot be used as it is; the records can."""
+    """The index cannot be used as it is; the records still can."""
 
 
 class IndexTransaction:
-    """One look at the index, or one change of it."""
+    """One transaction on the index, reading or writing."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class IndexTransaction:
 
     def put(self, key: bytes, data: bytes) -> None:
         """Set the value at *key*."""
-        # Appended where that is its place: then LMDB fills its pages, and an index has half as many.
+        # Append if possible: LMDB then fills its pages, and an index has half as many.
         if not self._inner.put(key, data, append=True):
             self._inner.put(key, data)
 
@@ -78,11 +78,11 @@ class IndexTransaction:
 
 
 class Environment:
-    """The LMDB environment in a folder, shared by all who open it in this process."""
+    """The LMDB environment in a folder; all users in this process share it."""
 
     def __init__(self, directory: Path) -> None:
         """
-        Open what is in *directory*, or make it where there is nothing.
+        Open the environment in *directory*, making it if there is none.
 
         Raises:
             ManifestUnusable: It is damaged, or cannot be opened here.
@@ -90,25 +90,25 @@ class Environment:
         self._directory = directory
         self._shared: _Shared | None = _acquire(directory)
         self.read_only = self._shared.read_only
-        """Whether the folder cannot be written, so that the index is read as it stands."""
+        """Whether the folder is not writable, so that the index is read as it stands."""
 
     def close(self) -> None:
-        """Release the environment; twice is harmless."""
+        """Release the environment; calling it twice is harmless."""
         shared, self._shared = self._shared, None
         if shared is not None:
             _release(shared)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[IndexTransaction]:
-        """Yield one consistent look."""
+        """Yield a consistent read transaction."""
         with self._transaction(write=False) as inner:
             yield IndexTransaction(inner)
 
     def change(self, work: Callable[[IndexTransaction], None]) -> None:
         """
-        Call *work*; its changes are durable together once this returns, and none is made if it fails.
+        Run *work* in a transaction: all of its changes are durable once this returns; none is made if it fails.
 
-        If the map is full it grows, and *work* is called once more.
+        If the map is full, it grows and *work* is called once more.
         """
         try:
             self._change_once(work)
@@ -128,7 +128,7 @@ class Environment:
         environment.set_mapsize(size_bytes)
 
     def environment(self) -> Any:
-        """Return LMDB's own object; raises Internal if it was closed, or was opened before a fork."""
+        """Return LMDB's own object; raises Internal if it is closed, or was opened before a fork."""
         shared = self._shared
         if shared is None:
             raise Internal("the index was used after it was closed")
@@ -154,7 +154,7 @@ class Environment:
         try:
             try:
                 transaction = environment.begin(write=write)
-            except lmdb.MapResizedError:  # another process has grown it
+            except lmdb.MapResizedError:  # another process grew the map
                 environment.set_mapsize(0)
                 transaction = environment.begin(write=write)
             with transaction:
@@ -162,12 +162,12 @@ class Environment:
         except lmdb.MapFullError:
             raise
         except lmdb.Error as exc:
-            # After any failed commit the environment is suspect, whatever LMDB says next time.
+            # After a failed commit the environment is suspect, whatever LMDB says next time.
             raise ManifestUnusable(f"the index failed: {exc}") from exc
 
 
 def index_problem(folder: Path) -> str | None:
-    """Make an index in *folder*, write to it and read it back; return what fails, None if nothing does."""
+    """Try to make, write and read an index in *folder*; return what fails, None if nothing does."""
     try:
         environment = Environment(folder / "index")
         try:
@@ -180,7 +180,7 @@ def index_problem(folder: Path) -> str | None:
         return str(exc)
 
 
-# LMDB forbids opening one file twice in a process: its locks would be lost with the first close.
+# LMDB forbids opening a file twice in one process: the first close would drop its locks.
 _open_environments: dict[tuple[int, int], "_Shared"] = {}
 _registry_guard = threading.Lock()
 
@@ -251,7 +251,7 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
 
 
 def _preflight(directory: Path) -> None:
-    """Refuse a data file that could crash LMDB; it makes one itself where there is none or an empty one."""
+    """Refuse a data file that could crash LMDB; a missing or empty one is fine, LMDB makes its own."""
     path = directory / "data.mdb"
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -261,7 +261,7 @@ def _preflight(directory: Path) -> None:
             problem = problem_in(path)
             if problem is None:
                 return
-            # Another process may have written meanwhile: pages are reused only after the next commit.
+            # Trust the verdict only if no other process has committed meanwhile: pages are reused only after that.
             if _meta_pages(path) == before:
                 raise ManifestUnusable(f"the index is damaged: {problem}")
     except FileNotFoundError:
@@ -271,13 +271,13 @@ def _preflight(directory: Path) -> None:
 
 
 def _meta_pages(path: Path) -> bytes:
-    """Return LMDB's first two pages: every commit changes one of them."""
+    """Return LMDB's first two pages; every commit changes one of them."""
     with path.open("rb") as file:
         return file.read(_METAS * PAGE_BYTES)
 
 
 def _preallocate_lock_file(path: Path) -> None:
-    """Give the lock file its blocks: on a full disk LMDB would be killed by a signal instead of getting an error."""
+    """Allocate the lock file's blocks: on a full disk, LMDB would be killed by a signal instead of getting an error."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         if os.fstat(fd).st_size < _LOCK_FILE_BYTES:
@@ -294,10 +294,10 @@ _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _NO_ROOT = 2**64 - 1
 _DEPTH_MAX = 32
 _NODE_IS_LARGE = 1
-# Flags of LMDB's table of free pages, whose keys are integers, and of ours: no duplicate keys, no named tables.
+# Flags of LMDB's table of free pages, whose keys are integers, and of our table: no duplicate keys, no named tables.
 _FREE_FLAGS, _MAIN_FLAGS = 8, 0
 
-_HEADER = struct.Struct("=QHHHH")  # number, padding, flags, end of the offsets, begin of the nodes
+_HEADER = struct.Struct("=QHHHH")  # number, padding, flags, end of the offsets, start of the nodes
 _NODE = struct.Struct("=HHHH")  # size or page in two or three parts, flags, size of the key
 _NUMBER = struct.Struct("=Q")
 _TREE = "IHHQQQQQ"
@@ -307,7 +307,7 @@ _NODE_BEGINS_MAX = PAGE_BYTES - _NODE.size
 
 
 class Tree(NamedTuple):
-    """What LMDB's meta page says of one of its two tables."""
+    """An entry of LMDB's meta page about one of its two tables."""
 
     padding: int
     flags: int
@@ -320,11 +320,11 @@ class Tree(NamedTuple):
 
 
 class _Unsound(Exception):
-    """Something is not as LMDB leaves it."""
+    """Something is not the way LMDB leaves it."""
 
 
 def problem_in(path: Path) -> str | None:
-    """Return what is wrong with the file *path*, None where LMDB can open it; an empty file is fine."""
+    """Return what is wrong with the file *path*, None if LMDB can open it; an empty file is fine."""
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if not size_bytes:
@@ -332,7 +332,7 @@ def problem_in(path: Path) -> str | None:
         pages = size_bytes // PAGE_BYTES
         if pages < _METAS:
             return "it was cut short"
-        # Mapped, as LMDB is about to do: reading a long index would take longer than checking it.
+        # Map it, as LMDB will: reading a long index would take longer than checking it.
         with (
             mmap.mmap(file.fileno(), pages * PAGE_BYTES, prot=mmap.PROT_READ) as data,
             memoryview(data) as view,
@@ -347,12 +347,12 @@ def problem_in(path: Path) -> str | None:
 
 
 class _Check:
-    """One look at all pages in use."""
+    """One check of all pages in use."""
 
     def __init__(self, data: mmap.mmap, halves: memoryview, numbers: memoryview, pages: int) -> None:
         self._data = data
         self._halves = halves
-        # The headers' fields, each of all pages at once.
+        # One list per header field, over all pages.
         self._numbers: list[int] = numbers[:: PAGE_BYTES // 8].tolist()
         self._flags: list[int] = halves[5::_HALVES].tolist()
         self._lower: list[int] = halves[6::_HALVES].tolist()
@@ -390,14 +390,14 @@ class _Check:
         return last_page, txn, free, main
 
     def _take(self, pages: Iterable[int]) -> None:
-        """Note that *pages* are used or free; each may be noted once."""
+        """Mark *pages* as used or free; raise if one was marked before."""
         for page in pages:
             if not _METAS <= page < self._end or self._is_taken[page]:
                 raise _Unsound(f"page {page} is used twice, or is not there")
             self._is_taken[page] = 1
 
     def _walk(self, tree: Tree, *, is_free: bool, lists: list[bytes]) -> None:
-        """Look at all pages of *tree*; add the values of the table of free pages to *lists*."""
+        """Check all pages of *tree*; add the values of the table of free pages to *lists*."""
         level = [] if tree.root == _NO_ROOT else [tree.root]
         if tree.depth > _DEPTH_MAX or bool(tree.depth) != bool(level):
             raise _Unsound("a table's depth is wrong")
@@ -426,7 +426,7 @@ class _Check:
             raise _Unsound("a table has other pages or entries than it says")
 
     def _nodes(self, page: int, kind: int, *, is_free: bool) -> list[tuple[int, int, int, bytes]]:
-        """Return place, size of the value, flags and key of each node on *page*, which is of *kind*."""
+        """Return each node on *page*, which is of *kind*: its position, size of the value, flags and key."""
         lower, upper, start = self._lower[page], self._upper[page], page * PAGE_BYTES
         if self._numbers[page] != page or self._flags[page] != kind:
             raise _Unsound(f"page {page} is not what it is used as")
@@ -443,20 +443,20 @@ class _Check:
                 raise _Unsound(f"a key on page {page} reaches outside of it")
             key = self._data[at + _NODE.size : at + _NODE.size + key_bytes]
             if is_free and sys.byteorder == "little":
-                key = key[::-1]  # an integer in this machine's order of bytes
+                key = key[::-1]  # an integer in native byte order
             found.append((at, low | high << 16, flags, key))
         return found
 
     def _children(self, page: int, *, is_free: bool) -> Iterator[int]:
         before = b""
         for place, (_, low, high, key) in enumerate(self._nodes(page, _BRANCH, is_free=is_free)):
-            if place > 1 and key <= before:  # the first has none
+            if place > 1 and key <= before:  # the first node has no key
                 raise _Unsound(f"the keys on page {page} are out of order")
             before = key
             yield low | high << 32
 
     def _large(self, page: int, at: int, value_bytes: int, flags: int) -> tuple[int, int]:
-        """Return where the value begins that the node before *at* has on pages of its own, and how many these are."""
+        """Return where the large value of the node before *at* starts, and how many pages it fills."""
         if flags != _NODE_IS_LARGE or at + _NUMBER.size > (page + 1) * PAGE_BYTES:
             raise _Unsound(f"a node of page {page} is of a kind that is not used here")
         (first,) = _NUMBER.unpack_from(self._data, at)
@@ -469,7 +469,7 @@ class _Check:
 
 
 def _pages_listed(data: bytes) -> Iterator[int]:
-    """Yield the pages that a record of free pages lists: their count, then their numbers."""
+    """Yield the pages that *data* lists: a count, then page numbers."""
     if not data or len(data) % 8:
         raise _Unsound("a list of free pages is torn")
     count, *pages = (each for (each,) in _NUMBER.iter_unpack(data))

@@ -1,10 +1,10 @@
 """
-The seam to the operating system's files: every byte of a store's truth and of a composite goes through here.
+The seam to the operating system: every byte of a store's truth and of a composite goes through here.
 
-The index and the courtesy locks look after their own files: nothing is lost with them.
+The index and the courtesy locks handle their own files, since losing those loses nothing.
 
-Durable writing has one form: create a new file, write it, fsync it, link it under its name, fsync the folder.
-Nothing is ever written in place. Tests put their faults at this seam.
+There is one way to write durably: create a new file, write it, fsync it, link it under its name, fsync the folder.
+Nothing is ever written in place. Tests inject their faults at this seam.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from layerstore.storage.handles import (
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
 
-# Errors of filesystems without hard links, and of a kernel that forbids links to other users' files.
+# Errors from filesystems without hard links, and from kernels that forbid links to other users' files.
 _NO_HARD_LINKS = {errnos.EPERM, errnos.ENOTSUP, errnos.ENOSYS}
 
-# Errors of a kernel or filesystem that has no rename that refuses to replace.
+# Errors from a kernel or filesystem without a no-replace rename.
 _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 
 # Two changes of a folder within one tick of the filesystem's clock have the same time. The coarsest clock ticks every
-# two seconds: a folder whose last change is older than that will show the next one.
+# two seconds, so a folder that was last changed before that will show its next change.
 _SETTLED_AFTER_NS = 3 * 10**9
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -60,16 +60,16 @@ class WeakDurability(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a filesystem has left for an ordinary user."""
+    """The free space that an ordinary user has on a filesystem."""
 
     total_bytes: int
     free_bytes: int
     free_files: int | None
-    """How many more files there may be; None where there is no such bound."""
+    """How many more files it can hold; None if there is no limit."""
 
 
 class Files:
-    """The operations, each of which either has its whole effect or raises StorageIO."""
+    """File operations; each either takes full effect or raises StorageIO."""
 
     def __init__(self, hook: Hook = no_hook) -> None:
         self._hook = hook
@@ -79,9 +79,9 @@ class Files:
 
     def again(self, path: Path) -> Iterator[bool]:
         """
-        Yield as long as *path*, which must be there, may be seen late; say each time whether its folder lists it.
+        Yield for as long as *path*, which must exist, may become visible late; each time, whether its folder lists it.
 
-        On a disk of this host nothing is late, nor is it for a while after a search in vain.
+        Nothing is late on a local disk, nor for a while after a search in vain.
         """
         kind = network_filesystem(path)
         if kind is None or time.monotonic() < self._nothing_late_before:
@@ -90,7 +90,7 @@ class Files:
             "%s is not there, which %s may say too long; looking again for up to %g s", path, kind, LATE_SECONDS
         )
         for _ in pauses():
-            # NFS asks its server about a folder that is opened, and forgets what it knew to be missing there.
+            # When a folder is opened, the NFS client revalidates it and forgets which names it knew to be missing.
             self.names_unsorted(path.parent.parent)
             yield path.name in self.names_unsorted(path.parent)
         self._nothing_late_before = time.monotonic() + NOT_LATE_SECONDS
@@ -98,11 +98,11 @@ class Files:
     @again_if_stale
     def open(self, path: Path) -> OpenFile:
         """
-        Open the regular file *path*; a link is not followed and a fifo does not block.
+        Open the regular file *path*; does not follow links or block on a fifo.
 
         Raises:
-            IntegrityError: It is something else than a regular file.
-            StorageIO: As the system says; *errno* is ENOENT where nothing is there.
+            IntegrityError: It is not a regular file.
+            StorageIO: The system's error; *errno* is ENOENT if nothing is there.
         """
         try:
             fd = os.open(path, READ_FLAGS)
@@ -125,7 +125,7 @@ class Files:
             return file.read_at(0, file.size_bytes)
 
     def read_if_there(self, path: Path, *, size_bytes_max: int) -> bytes | None:
-        """Return the content of *path* as `read` does, None where nothing is there."""
+        """Return the content of *path* as `read` does, None if nothing is there."""
         try:
             return self.read(path, size_bytes_max=size_bytes_max)
         except StorageIO as exc:
@@ -135,7 +135,7 @@ class Files:
 
     @again_if_stale
     def look(self, path: Path) -> os.stat_result | None:
-        """Return the stat of *path*, None where nothing is there; links are not followed."""
+        """Return the stat of *path*, None if nothing is there; does not follow links."""
         try:
             return os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -145,23 +145,23 @@ class Files:
                 raise
 
     def on_disk(self, path: Path) -> tuple[tuple[int, int], int] | None:
-        """Return which file *path* is, and the bytes that it takes on the disk; None where nothing is there."""
+        """Return the identity of the file *path* and the bytes that it takes on disk; None if nothing is there."""
         found = self.look(path)
-        # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are.
+        # POSIX counts in blocks of 512 bytes here, whatever the filesystem's block size.
         return None if found is None else ((found.st_dev, found.st_ino), found.st_blocks * 512)
 
     def size(self, path: Path) -> int | None:
-        """Return the size of the regular file *path*, None where nothing is there."""
+        """Return the size of the regular file *path*, None if nothing is there."""
         state = self.state(path)
         return None if state is None else state.st_size
 
     def modified_ns(self, path: Path) -> int | None:
-        """Return when *path* was last written or touched, by the filesystem's clock; None where nothing is there."""
+        """Return when *path* was last written or touched, by the filesystem's clock; None if nothing is there."""
         state = self.look(path)
         return None if state is None else state.st_mtime_ns
 
     def state(self, path: Path) -> os.stat_result | None:
-        """Return the stat of the regular file *path*, None where nothing is there."""
+        """Return the stat of the regular file *path*, None if nothing is there."""
         state = self.look(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
@@ -169,20 +169,20 @@ class Files:
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
-        Return a fingerprint that changes when *path* is replaced; None where nothing is there.
+        Return a fingerprint that changes when *path* is replaced; None if nothing is there.
 
-        A new one may reuse the inode of a removed one, but not the time of its last change.
+        A new file may reuse the inode of a removed one, but not its change time.
         """
         state = self.look(path)
         return None if state is None else (state.st_dev, state.st_ino, state.st_mtime_ns)
 
     def is_directory(self, path: Path) -> bool:
-        """Whether *path* is a folder; a link to one is not."""
+        """Whether *path* is a folder, and not a link to one."""
         state = self.look(path)
         return state is not None and stat.S_ISDIR(state.st_mode)
 
     def is_file(self, path: Path) -> bool:
-        """Whether *path* is a regular file; a link to one is not."""
+        """Whether *path* is a regular file, and not a link to one."""
         state = self.look(path)
         return state is not None and stat.S_ISREG(state.st_mode)
 
@@ -191,12 +191,12 @@ class Files:
         return self.look(path) is not None
 
     def names(self, directory: Path) -> list[str]:
-        """Return the names in *directory*, sorted; none where it is not there."""
+        """Return the names in *directory*, sorted; empty if it does not exist."""
         return sorted(self.names_unsorted(directory))
 
     @again_if_stale
     def names_unsorted(self, directory: Path) -> list[str]:
-        """Return the names in *directory* as they come; none where it is not there."""
+        """Return the names in *directory*, unsorted; empty if it does not exist."""
         with mapped_errors(directory, doing="list"):
             try:
                 return os.listdir(directory)  # noqa: PTH208  # names, not paths
@@ -204,14 +204,14 @@ class Files:
                 return []
 
     def names_in_folder(self, path: Path) -> list[str]:
-        """Return the names in the folder *path*, sorted; none where it is no folder, or a link to one."""
+        """Return the names in the folder *path*, sorted; empty if it is not a folder, or is a link to one."""
         return self.names(path) if self.is_directory(path) else []
 
     def stamp(self, directory: Path) -> tuple[int, ...] | None:
         """
-        Return a fingerprint that changes when a name in *directory* does.
+        Return a fingerprint that changes whenever the names in *directory* do.
 
-        None where it is not there, or changed so recently that another change might not show.
+        None if it does not exist, or changed so recently that another change might not show.
         """
         state = self.look(directory)
         if state is None or time.time_ns() - max(state.st_mtime_ns, state.st_ctime_ns) <= _SETTLED_AFTER_NS:
@@ -224,7 +224,7 @@ class Files:
             return path.stat().st_dev
 
     def room(self, path: Path) -> Room:
-        """Return what the filesystem of *path* has left."""
+        """Return the free space on the filesystem of *path*."""
         with mapped_errors(path, doing="look at the filesystem of"):
             state = os.statvfs(path)
         return Room(
@@ -239,8 +239,8 @@ class Files:
         """
         Make the folder *path*; return whether it was new.
 
-        Its parent is synced, also if the folder was there: its maker may have died before its own fsync. Who makes many
-        folders passes ``durable=False`` and syncs once.
+        Syncs the parent even if the folder existed: its maker may have died before the fsync. To make many folders,
+        pass ``durable=False`` and sync once.
         """
         self._hook("mkdir", path)
         with mapped_errors(path, doing="make the folder"):
@@ -257,13 +257,13 @@ class Files:
         return is_new
 
     def make_directories(self, path: Path) -> None:
-        """Make the folder *path* and the parents that it lacks, all durable."""
+        """Make the folder *path* and its missing parents, all durable."""
         if not path.is_dir():
             self.make_directories(path.parent)
             self.make_directory(path)
 
     def create(self, path: Path, *, sync_ahead: bool = False) -> NewFile:
-        """Create the file *path*, which must not exist; with *sync_ahead* the disk begins to write before `sync`."""
+        """Create the file *path*, which must not exist; with *sync_ahead*, the disk starts writing before `sync`."""
         self._hook("create", path)
         with mapped_errors(path, doing="create"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -276,7 +276,7 @@ class Files:
         return NewFile(path, fd, self._hook)
 
     def append(self, path: Path, data: bytes) -> None:
-        """Append *data* to the file *path*, made if needed; only for data that may be lost or torn."""
+        """Append *data* to the file *path*, creating it if needed; only for data that may be lost or torn."""
         self._hook("append", path)
         with mapped_errors(path, doing="append to"):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -287,7 +287,7 @@ class Files:
 
     @contextlib.contextmanager
     def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
-        """Yield a synced file with *data* in *directory* that is gone afterwards, unless it was linked or renamed."""
+        """Yield a synced file with *data* in *directory*; this name is removed afterwards, unless it was renamed."""
         path = directory / secrets.token_hex(16)
         file = self.create(path)
         try:
@@ -300,10 +300,10 @@ class Files:
 
     def link_exclusive(self, source: Path, target: Path) -> bool:
         """
-        Link the file *source* as *target*, too; return whether *target* was free.
+        Link the file *source* as *target* too; return whether *target* was free.
 
-        Not rename: that would silently replace what another writer published first. Where there are no hard links,
-        *source* is moved, by the one kind of rename that replaces nothing.
+        A plain rename would silently replace what another writer published first. Without hard links, *source* is moved
+        instead, with a no-replace rename.
         """
         self._hook("link", target)
         with mapped_errors(target, doing="link"):
@@ -311,11 +311,11 @@ class Files:
             return _renamed(source, target) if is_new is None else is_new
 
     def _linked(self, source: Path, target: Path) -> bool | None:
-        """Give the file *source* a second name; return whether it was free, None where there are no hard links."""
+        """Give the file *source* a second name; return whether it was free, None without hard links."""
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
-            # On a network a link may work and its reply be lost, or be an error: then both names are one file.
+            # On a network the link may succeed although its reply is lost or an error: then both names are one file.
             one, other = self.look(source), self.look(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
@@ -334,10 +334,10 @@ class Files:
 
     def move_folder(self, source: Path, target: Path) -> bool:
         """
-        Move the folder *source* to *target* unless something is there; return whether that was free.
+        Move the folder *source* to *target* unless something is there; return whether it was free.
 
-        A filesystem may have no rename that replaces nothing. There *target* is made first: an ordinary rename replaces
-        an empty folder, and fails once somebody has put something into it.
+        If the filesystem has no no-replace rename, *target* is made first: an ordinary rename replaces an empty folder,
+        and fails once somebody has put something into it.
         """
         self._hook("rename", target)
         with mapped_errors(target, doing="rename to"):
@@ -361,7 +361,7 @@ class Files:
             return True
 
     def unlink(self, path: Path) -> None:
-        """Remove the file *path*; gone already is as good."""
+        """Remove the file *path*, if it is there."""
         self._hook("unlink", path)
         with mapped_errors(path, doing="remove"):
             path.unlink(missing_ok=True)
@@ -370,13 +370,13 @@ class Files:
         """
         Remove a temporary file, or leave it to a later collection.
 
-        Nothing names the file, and an error here must not hide the one that led here.
+        Nothing names the file, and an error here must not mask the one that led here.
         """
         with contextlib.suppress(StorageIO):
             self.unlink(path)
 
     def remove_tree(self, directory: Path) -> None:
-        """Remove *directory* with all that is in it, not following links; what cannot be removed stays."""
+        """Remove *directory* and its content, not following links; leaves what cannot be removed."""
         self._hook("rmtree", directory)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -392,7 +392,7 @@ class Files:
 
     @again_if_stale
     def touch(self, path: Path, *, time_ns: int | None = None) -> bool:
-        """Set the modification time of *path* to *time_ns* or to now; return whether it was there."""
+        """Set the modification time of *path* to *time_ns*, or to now; return whether the file existed."""
         self._hook("touch", path)
         with mapped_errors(path, doing="refresh the time of"):
             try:
@@ -420,7 +420,7 @@ class Files:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Move *source* to *target* as `rename_exclusive` does; say so where the filesystem cannot do that either."""
+    """Move *source* to *target* as `rename_exclusive` does; raise a clear error if the filesystem cannot do that."""
     try:
         return rename_exclusive(source, target)
     except OSError as exc:
@@ -445,32 +445,32 @@ def _not_regular(path: Path) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The filesystem that a path is on, as the system lists it."""
+    """The filesystem of a path, as the system lists it."""
 
     point: Path
     kind: str
     options: tuple[str, ...]
     how: tuple[str, ...] = ()
-    """The filesystem's own options, such as those of NFS."""
+    """The mount options, such as those of NFS."""
 
     @property
     def is_network(self) -> bool:
-        """Whether other hosts may have it too: so far as its kind tells, and FUSE may be anything."""
+        """Whether other hosts may share it, as far as its kind tells; FUSE may be anything."""
         return self.kind in _NETWORK_FILESYSTEMS or self.kind.startswith("fuse.")
 
 
 def network_filesystem(path: Path) -> str | None:
-    """Return the kind of network filesystem that *path* is on, None for a local one or where nobody can tell."""
+    """Return the kind of network filesystem that *path* is on, None if it is local or unknown."""
     mount = mount_of(path)
     return mount.kind if mount is not None and mount.is_network else None
 
 
 def mount_of(path: Path) -> Mount | None:
-    """Return the filesystem that *path* is on, or will be if it is not there yet; None where nobody can tell."""
+    """Return the filesystem that *path* is on, or will be on once it exists; None if unknown."""
     try:
         mounts = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:
-        return None  # not Linux, or no /proc: LMDB's own checks remain
+        return None  # not Linux, or no /proc; LMDB still checks for itself
     real = Path(os.path.realpath(path))
     above = {str(place): len(place.parts) for place in (real, *real.parents)}
     best, depth = None, 0

@@ -1,8 +1,8 @@
 """
-Open files of the seam: reading, writing, streaming past the cache, and kernel calls that Python does not offer.
+Open files at the seam: reading, writing, streaming past the page cache, and kernel calls that Python lacks.
 
-Finding a memory page for every page of a large file can cost more processor time than everything else done with its
-bytes, and evicts what training reads. Nobody reads a save again soon: a large one goes to disk from our own memory.
+Finding a cache page for every page of a large file can cost more CPU time than all other work on its bytes, and it
+evicts what training reads. Nobody rereads a save soon, so large files are written to disk straight from our own memory.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ _HINTS = {
 
 @contextlib.contextmanager
 def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
-    """Turn OSError into StorageIO that says what was tried, where."""
+    """Turn OSError into StorageIO that says what was attempted, and on which path."""
     try:
         yield
     except StorageIO:
@@ -75,9 +75,9 @@ def _hint(number: int | None, path: Path) -> str | None:
 
 
 def _whose(path: Path) -> str | None:
-    """Say who owns *path*, or the folder above it that this process may not use; None if access is no problem."""
+    """Return who owns *path*, or the parent folder that this process may not use; None if access is not the problem."""
     for place in (path, *path.parents):
-        with contextlib.suppress(OSError):  # not there, or behind a folder that may not be looked into
+        with contextlib.suppress(OSError):  # missing, or behind an unreadable folder
             state = place.lstat()
             wanted = os.R_OK | os.W_OK | (os.X_OK if stat.S_ISDIR(state.st_mode) else 0)
             if not os.access(place, wanted):
@@ -94,7 +94,7 @@ _PAUSE_SECONDS_MAX = 1.0
 
 
 def pauses() -> Iterator[None]:
-    """Sleep before each item, longer each time, for `LATE_SECONDS` in all."""
+    """Yield after each of several growing pauses, `LATE_SECONDS` in all."""
     deadline = time.monotonic() + LATE_SECONDS
     pause = _PAUSE_SECONDS
     while (left := deadline - time.monotonic()) > 0:
@@ -105,9 +105,9 @@ def pauses() -> Iterator[None]:
 
 def again_while_stale(path: Path, attempt: Callable[[], Answer]) -> Answer:
     """
-    Return what *attempt* returns, which has met a stale handle and is made again for a while.
+    Retry *attempt*, which has hit a stale handle, for a while; return its result.
 
-    NFS says ESTALE of what this host has looked up and another one has replaced since.
+    NFS raises ESTALE for a file that this host has looked up and another host has replaced since.
     """
     LOG.warning("%s: stale file handle; looking it up again for up to %g s", path, LATE_SECONDS)
     for _ in pauses():
@@ -122,7 +122,7 @@ def again_while_stale(path: Path, attempt: Callable[[], Answer]) -> Answer:
 def again_if_stale(
     operation: Callable[Concatenate[Owner, Path, Rest], Answer],
 ) -> Callable[Concatenate[Owner, Path, Rest], Answer]:
-    """Let *operation*, a method for a path, be done again where the handle was stale."""
+    """Make *operation*, a method that takes a path, retry after a stale handle."""
 
     @functools.wraps(operation)
     def done(owner: Owner, path: Path, /, *args: Rest.args, **options: Rest.kwargs) -> Answer:
@@ -138,10 +138,10 @@ def again_if_stale(
 
 def rename_exclusive(source: Path, target: Path) -> bool:
     """
-    Move *source* to *target* unless something is there, in one step; return whether that was free.
+    Move *source* to *target* unless something is there, in one step; return whether it was free.
 
     Raises:
-        OSError: As the system says; EINVAL where the filesystem cannot do that.
+        OSError: The system's error; EINVAL if the filesystem does not support this.
     """
     if _LIBC.renameat2(_AT_CWD, os.fsencode(source), _AT_CWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
         return True
@@ -153,37 +153,38 @@ def rename_exclusive(source: Path, target: Path) -> bool:
 
 def bypass_cache(fd: int, on: bool) -> bool:
     """
-    Switch writes to *fd* past the kernel's cache, or back through it; return whether the filesystem can.
+    Make writes to *fd* bypass the page cache, or no longer; return whether the filesystem supports it.
 
-    Past the cache, the memory, place and size of each write have to be whole pages.
+    When bypassing it, the address, offset and size of each write must be whole pages.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
     except OSError:
-        return False  # tmpfs, for one, has nothing but the cache
+        return False  # tmpfs, for one, is nothing but cache
     return True
 
 
 def reserve(fd: int, size_bytes: int) -> bool:
     """
-    Give the file *fd* its size and blocks at once, so that the kernel need not look for them page by page.
+    Allocate the file *fd* at full size, so that the kernel need not find blocks page by page.
 
-    Return whether that was possible. Failure proves nothing: not every filesystem can, and on a full disk a copy may
-    still share blocks with its source. ``posix_fallocate`` would write to every block where the filesystem cannot.
+    Return whether that worked. A failure proves nothing: not every filesystem supports it, and on a full disk a copy
+    may still share blocks with its source. ``posix_fallocate`` would write to every block if the filesystem lacks
+    support.
     """
     return size_bytes > 0 and _LIBC.fallocate(fd, 0, _START, ctypes.c_int64(size_bytes)) == 0
 
 
 Hook = Callable[[str, Path], None]
-"""Called with the operation's name and its path before each change of the disk."""
+"""Called with the operation's name and path before each change on disk."""
 
-# Kernel or filesystem cannot copy between these two files: copy through a buffer instead.
+# The kernel or filesystem cannot copy between these two files: copy through a buffer instead.
 _COPY_UNSUPPORTED = {errnos.EXDEV, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.EINVAL, errnos.EBADF, errnos.EPERM}
 
 
 def no_hook(operation: str, path: Path) -> None:
-    """Do nothing: what production does before each change."""
+    """Do nothing: the hook in production."""
 
 
 class NewFile:
@@ -207,7 +208,7 @@ class NewFile:
                 self._written(count)
 
     def copy_from(self, source: "OpenFile", source_offset: int, offset: int, size_bytes: int) -> None:
-        """Copy *size_bytes* from *source* inside the kernel, which shares blocks where the filesystem can."""
+        """Copy *size_bytes* from *source* inside the kernel, which shares blocks if the filesystem supports it."""
         self._hook("copy", self.path)
         with mapped_errors(self.path, doing="copy to"):
             while size_bytes:
@@ -219,7 +220,7 @@ class NewFile:
         try:
             count = os.copy_file_range(source.fd, self.fd, min(size_bytes, SYNC_AHEAD_BYTES), source_offset, offset)
         except OSError as exc:
-            if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # reading opens it again
+            if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # ESTALE: reading reopens it
                 raise
             data = source.read_at(source_offset, min(size_bytes, IO_CHUNK_BYTES))
             self.write_at(offset, data)
@@ -229,36 +230,36 @@ class NewFile:
         return count
 
     def _written(self, size_bytes: int) -> None:
-        """Let the disk begin while the rest is still being written, so that `sync` has little to wait for."""
+        """Start writeback while the rest is still being written, so that `sync` has little to wait for."""
         self._waiting_bytes += size_bytes
         if self._sync_ahead and self._waiting_bytes >= SYNC_AHEAD_BYTES:
             self.start_writing()
 
     def start_writing(self) -> None:
-        """Let the disk begin with what has been written; errors show up in the later `sync`."""
+        """Start writeback of what has been written; errors surface in the later `sync`."""
         self._waiting_bytes = 0
-        # The whole file: the kernel does not send twice what is under way.
+        # The whole file: the kernel skips pages that are already being written.
         _LIBC.sync_file_range(self.fd, _START, _TO_THE_END, _SYNC_FILE_RANGE_WRITE)
 
     def clone(self, source: "OpenFile") -> bool:
-        """Let this file, which is empty, share the blocks of *source*; return whether the filesystem can."""
+        """Make this empty file share the blocks of *source*; return whether the filesystem supports it."""
         return bool(_LIBC.ioctl(self.fd, _FICLONE, ctypes.c_int(source.fd)) == 0)
 
     def set_size(self, size_bytes: int) -> None:
-        """Give the file its length; what is not written reads as zeros."""
+        """Set the file's length; unwritten bytes read as zeros."""
         self._hook("truncate", self.path)
         with mapped_errors(self.path, doing="resize"):
             if not reserve(self.fd, size_bytes):
                 os.ftruncate(self.fd, size_bytes)
 
     def make_executable(self) -> None:
-        """Let all who may read the file execute it."""
+        """Make the file executable for everyone who may read it."""
         with mapped_errors(self.path, doing="change the mode of"):
             mode = os.fstat(self.fd).st_mode
             os.fchmod(self.fd, mode | (mode & 0o444) >> 2)
 
     def sync(self) -> None:
-        """Make the bytes durable. A failed fsync is never repeated: the kernel may have dropped the pages."""
+        """Make the bytes durable; a failed fsync is never repeated, as the kernel may have dropped the pages."""
         self._hook("fsync", self.path)
         with mapped_errors(self.path, doing="fsync"):
             os.fsync(self.fd)
@@ -284,7 +285,7 @@ class OpenFile:
         self.path = path
         self.fd = fd
         self.size_bytes = size_bytes
-        """When it was opened."""
+        """The size when it was opened."""
 
     def read_at(self, offset: int, size_bytes: int) -> bytes:
         """Return exactly *size_bytes* from *offset*."""
@@ -310,7 +311,7 @@ class OpenFile:
         return again_while_stale(self.path, lambda: os.preadv(self._opened_again(), [buffer], offset))
 
     def _opened_again(self) -> int:
-        """Open the file once more, under the descriptor that it has; return that."""
+        """Reopen the file under its present descriptor, and return that."""
         fd = os.open(self.path, READ_FLAGS)
         try:
             state = os.fstat(fd)
@@ -324,10 +325,10 @@ class OpenFile:
         return self.fd
 
     def map(self) -> mmap.mmap:
-        """Return all bytes as read-only memory, which stays when the file is closed or removed."""
+        """Map all bytes as read-only memory, which stays valid when the file is closed or removed."""
         with mapped_errors(self.path, doing="map"):
             try:
-                if sys.version_info >= (3, 13):  # else Python keeps a descriptor for each
+                if sys.version_info >= (3, 13):  # before that, each map keeps a descriptor
                     return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ, trackfd=False)
                 return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ)
             except ValueError as exc:
@@ -355,20 +356,20 @@ class OpenFile:
 
 # -- past the cache --------------------------------------------------------------------------------------------------
 
-# What filesystems answer that cannot write past the cache.
+# Errors from filesystems that cannot write past the cache.
 _NOT_DIRECTLY = {errnos.EINVAL, errnos.EOPNOTSUPP, errnos.ENOSYS}
 _SPARE_MAX = 2
 _spare: list[mmap.mmap] = []
-"""Buffers to use again: touched memory is cheaper than new."""
+"""Buffers to reuse: touched memory is cheaper than new memory."""
 
 
 class Stream:
-    """Writes a file from front to back: *past_cache* a buffer at a time, else as it comes."""
+    """Writes a file front to back: *past_cache*, a buffer at a time; otherwise as the data comes."""
 
     def __init__(self, file: NewFile, *, past_cache: bool = True) -> None:
         self.file = file
         self.is_kept = False
-        """Whether it is to become an object, and is not to be removed."""
+        """Whether the file will become an object, so must not be removed."""
         self._past_cache = past_cache and os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
         self._buffer: mmap.mmap | None = None
         self._filled = 0
@@ -394,7 +395,7 @@ class Stream:
                 self._flush(STREAM_BYTES)
 
     def finish(self) -> None:
-        """Write what is left; a small file went through the cache all along."""
+        """Write the rest; a small file goes through the cache entirely."""
         if self._is_direct:
             self._flush(self._filled - self._filled % PAGE_BYTES)
             self._is_direct = not bypass_cache(self.file.fd, False)
@@ -402,14 +403,14 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Give the buffer back; twice is harmless."""
+        """Give the buffer back; calling it twice is harmless."""
         if self._buffer is not None:
             if len(_spare) < _SPARE_MAX:
                 _spare.append(self._buffer)
             self._buffer, self._filled = None, 0
 
     def _flush(self, size_bytes: int) -> None:
-        """Write the first *size_bytes* of the buffer, and move the rest to its front."""
+        """Write the first *size_bytes* of the buffer and move the rest to its front."""
         if not size_bytes:
             return
         assert self._buffer is not None
@@ -417,7 +418,7 @@ class Stream:
             try:
                 self.file.write_at(self._written, data, at_once=self._is_direct)
             except StorageIO as exc:
-                # Some filesystems take the flag and then refuse the write, or want larger blocks.
+                # Some filesystems accept the flag but then refuse the write, or want larger blocks.
                 if not self._is_direct or exc.errno not in _NOT_DIRECTLY:
                     raise
                 self._is_direct = not bypass_cache(self.file.fd, False)
@@ -427,7 +428,7 @@ class Stream:
 
 
 def _taken() -> mmap.mmap:
-    # Private, so that a forked process has spare buffers of its own. The disk only ever reads from it.
+    # A private map, so that a forked process has its own spare buffers. The disk only reads from it.
     try:
         return _spare.pop()
     except IndexError:

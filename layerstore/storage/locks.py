@@ -1,10 +1,10 @@
 """
-Courtesy locks: they save double work and tell who is busy.
+Courtesy locks: they avoid duplicate work and show who is busy.
 
-No promise rests on them (docs/internals/durability.md): exclusive links decide what is committed.
-On a disk of this host they are flocks, which free themselves when their holder dies: there are no stale ones to clean.
-On a network filesystem flock may reach no other host, so there they are leases: a lease is a file ``NAME.GENERATION``
-that its holder touches, and whoever finds it untouched for LEASE_SECONDS makes the next generation.
+No promise depends on them (docs/internals/durability.md): exclusive links decide what is committed. On a local disk
+they are flocks, which the system releases when their holder dies, so none goes stale. On a network filesystem an flock
+may not reach other hosts, so leases are used there: a lease is a file ``NAME.GENERATION`` that its holder keeps
+touching, and once it has been untouched for LEASE_SECONDS, anyone may make the next generation.
 """
 
 import contextlib
@@ -30,30 +30,30 @@ from layerstore.storage.handles import mapped_errors
 _POLL_SECONDS = 0.05
 _LEASE_POLL_SECONDS = 0.25
 _HINT = "wait for it to finish, or set LAYERSTORE_LOCK_TIMEOUT to more seconds"
-# What a filesystem answers that has no flock.
+# Errors from filesystems without flock.
 _NO_FLOCK = {errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOLCK}
-# Longer texts are cut: they are for people.
+# Longer texts are cut; they are only for people.
 _HOLDER_BYTES_MAX = 4096
 
 
 class HeldLock(Protocol):
-    """A lock that somebody has."""
+    """A lock that somebody holds."""
 
     def check(self) -> None:
         """
-        Make sure that nobody else has it by now: ask before a step that cannot be taken back.
+        Make sure that we still hold the lock; call it before an irreversible step.
 
         Raises:
-            Locked: It is lost.
+            Locked: We have lost it.
         """
 
 
 @contextlib.contextmanager
 def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Iterator[HeldLock]:
     """
-    Hold the lock file *path* while the body runs; *what* is locked, in words.
+    Hold the lock file *path* while the body runs; *what* says in words what is locked.
 
-    Without *deadline_seconds* it is waited for as long as ``LAYERSTORE_LOCK_TIMEOUT`` says.
+    Without *deadline_seconds*, wait as long as ``LAYERSTORE_LOCK_TIMEOUT`` says.
 
     Raises:
         Locked: Another process still held it at the deadline; the message names it.
@@ -83,7 +83,7 @@ def _deadline_seconds() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A lock that somebody waits for, or has."""
+    """A lock that somebody waits for or holds."""
 
     what: str
     path: Path
@@ -95,7 +95,7 @@ class _Wanted:
         Wait for *seconds*, but not past the deadline.
 
         Raises:
-            Locked: The deadline has passed; the message names the holder, as the file *holder* does.
+            Locked: The deadline has passed; the message names the holder that the file *holder* states.
         """
         left = self.started + self.deadline_seconds - time.monotonic()
         if left <= 0:
@@ -104,7 +104,7 @@ class _Wanted:
         time.sleep(min(seconds, left))
 
     def lost_to(self, holder: Path) -> Locked:
-        """Return the error for a lost lock; the file *holder* names the process that has it now."""
+        """Return the error for a lost lock; the file *holder* names its present holder."""
         return Locked(
             f"the lock of {self.what} was lost to {_holder_in(holder)}: this process was suspended, "
             "or its disk did not answer",
@@ -121,7 +121,7 @@ def introduce(fd: int) -> None:
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": " ".join(sys.argv)[:200],
     }
-    # A full disk must not keep anybody from locking: the text is only for people.
+    # A full disk must not prevent locking: the text is only for people.
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(holder).encode(), 0)
@@ -136,7 +136,7 @@ def _holder_in(path: Path) -> str:
 
 
 def _introduced(path: Path) -> Any:
-    """Return what `introduce` has written into *path*, or somebody else has: anything may be wrong with it."""
+    """Return what `introduce`, or anybody else, has written into *path*; do not trust it."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return json.loads(os.pread(fd, _HOLDER_BYTES_MAX, 0))
@@ -145,7 +145,7 @@ def _introduced(path: Path) -> Any:
 
 
 def hosts_seen(folder: Path) -> dict[str, str]:
-    """Return the hosts that have held a lock in *folder*, as far as its files say, and since when the last one."""
+    """Return the hosts that have held a lock in *folder*, as its files state, with the start of their latest lock."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
@@ -157,7 +157,7 @@ def hosts_seen(folder: Path) -> dict[str, str]:
 
 
 def host_name() -> str:
-    """Return what this host is called in locks."""
+    """Return this host's name as locks state it."""
     return socket.gethostname()
 
 
@@ -172,13 +172,13 @@ class _Flock:
     fd: int
 
     def check(self) -> None:
-        """Raise Locked if the file is not at its place any more: others lock the one that is."""
+        """Raise Locked if the file is no longer in its place: others lock the one that is."""
         if not _is_at(self.fd, self.wanted.path):
             raise self.wanted.lost_to(self.wanted.path)
 
 
 def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> HeldLock | None:
-    """Take the flock, which is held until *stack* ends; return None where the filesystem has none."""
+    """Take the flock until *stack* ends; return None if the filesystem has no flock."""
     while True:
         with contextlib.ExitStack() as attempt:
             fd = open_lock_file(wanted.path)
@@ -188,7 +188,7 @@ def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> HeldLock | None:
                 return None
             if is_ours:
                 attempt.callback(_unlock, fd, os.getpid())
-                if _is_at(fd, wanted.path):  # else the file was removed by hand, and a new file is the lock
+                if _is_at(fd, wanted.path):  # else somebody removed the file, and a new file is the lock
                     introduce(fd)
                     stack.push(attempt.pop_all())
                     return _Flock(wanted, fd)
@@ -196,7 +196,7 @@ def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> HeldLock | None:
 
 
 def open_lock_file(path: Path) -> int:
-    """Open the lock file *path*, made where there is none."""
+    """Open the lock file *path*, creating it if needed."""
     with mapped_errors(path, doing="open the lock"):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
@@ -204,9 +204,9 @@ def open_lock_file(path: Path) -> int:
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
     """
-    Hold the short-lived lock file *path* while the body runs, and remove it; wait for as long as it takes.
+    Hold the short-lived lock file *path* while the body runs, then remove it; waits without a deadline.
 
-    It spares work that others are doing, and no promise rests on it: where there is no flock, everybody holds it.
+    It only avoids duplicate work: without flock, everybody holds it at once.
     """
     while True:
         fd = open_lock_file(path)
@@ -218,7 +218,7 @@ def alone(path: Path) -> Iterator[None]:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # whoever had it has removed it
+        os.close(fd)  # its holder has removed it
     try:
         yield
     finally:
@@ -228,7 +228,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def try_flock(fd: int, path: Path) -> bool | None:
-    """Take the flock of *fd*, which is open on *path*; return whether it was free, None where there is no flock."""
+    """Take the flock of *fd*, open on *path*; return whether it was free, None if the filesystem has no flock."""
     with mapped_errors(path, doing="lock"):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +242,7 @@ def try_flock(fd: int, path: Path) -> bool | None:
 
 
 def _unlock(fd: int, pid: int) -> None:
-    """Unlock *fd*, locked by the process *pid*; closing is not enough while a forked child has it open, too."""
+    """Unlock *fd*, locked by the process *pid*; closing is not enough if a forked child has it open too."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):  # closing the file will have to do
             fcntl.flock(fd, fcntl.LOCK_UN)
@@ -268,11 +268,11 @@ def _lease(wanted: _Wanted) -> Iterator[HeldLock]:
 
 
 class _Lease:
-    """A lease of this process, touched by a thread of its own."""
+    """A lease held by this process; a thread keeps it fresh."""
 
     def __init__(self, wanted: _Wanted, generation: int, fd: int) -> None:
         self._wanted = wanted
-        self._fd = fd  # as long as it is open, no other file is this one
+        self._fd = fd  # while it is open, no other file can have its inode
         self._generation = generation
         self._path = _file(wanted.path, generation)
         self._pid = os.getpid()
@@ -283,36 +283,36 @@ class _Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Renew the lease; raise Locked if it is somebody else's by now."""
+        """Renew the lease; raise Locked if somebody else has taken it."""
         with mapped_errors(self._path, doing="renew the lock"):
             self._renew()
         if self._lost is not None:
             raise self._lost
 
     def end(self) -> None:
-        """Give the lease up; the next one need not wait."""
+        """Give up the lease, so that the next holder need not wait."""
         if os.getpid() != self._pid:
             return  # a forked child has the object, not the lease
         self._ending.set()
         self._thread.join()
         os.close(self._fd)
-        # It stays as the highest generation: numbers only grow. One that cannot be given up runs out.
+        # The file stays, as the highest generation: numbers only grow. If we cannot give the lease up, it expires.
         with contextlib.suppress(OSError):
             if self._lost is None:
                 os.utime(self._path, ns=(0, 0), follow_symlinks=False)
 
     def _keep(self) -> None:
         while not self._ending.wait(LEASE_RENEWED_SECONDS) and self._lost is None:
-            # A lease that cannot be renewed runs out; its holder hears of it from `check`.
+            # If the lease cannot be renewed, it expires; `check` tells the holder.
             with contextlib.suppress(OSError):
                 self._renew()
 
     def _renew(self) -> None:
-        # Touch first, then look: a process that takes the lease makes the next one first, then looks at ours.
+        # Touch first, then look: a process that takes over makes the next lease first, then looks at ours.
         with self._guard:
             is_there = _is_at(self._fd, self._path)
             if is_there:
-                with contextlib.suppress(FileNotFoundError):  # a later holder has tidied up
+                with contextlib.suppress(FileNotFoundError):  # a later holder has cleaned up
                     os.utime(self._path, follow_symlinks=False)
             newest = _newest(self._wanted.path)
             if self._lost is None and not (is_there and newest == self._generation):
@@ -320,7 +320,7 @@ class _Lease:
 
 
 def _acquire(wanted: _Wanted) -> tuple[int, int]:
-    """Make the next generation, once the last one has run out; return its number and its file, open."""
+    """Make the next generation once the last one has expired; return its number and its open file."""
     hint = f"{_HINT}; if that process is gone, its lock runs out by itself, within {LEASE_SECONDS:g} s"
     seen: os.stat_result | None = None
     seen_since = 0.0
@@ -329,7 +329,8 @@ def _acquire(wanted: _Wanted) -> tuple[int, int]:
             now_ns = _now_ns(wanted.path)
             newest = _newest(wanted.path)
             state = _look(_file(wanted.path, newest))
-            # If a clock was set back, a lease may have a future time: it has run out once nothing touched it for long.
+            # After a clock was set back, a lease may have a future time, so also accept that nobody touched it for
+            # long.
             if not _is_unchanged(seen, state):
                 seen, seen_since = state, time.monotonic()
             is_free = (
@@ -347,7 +348,7 @@ def _acquire(wanted: _Wanted) -> tuple[int, int]:
 
 
 def _succeed(base: Path, newest: int, state: os.stat_result | None) -> int | None:
-    """Make the lease after *newest*; return it, open, if it is ours and *newest* is still as it was at *state*."""
+    """Make the lease after *newest*; return its open file if it is ours and *newest* still has *state*."""
     path = _file(base, newest + 1)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -363,7 +364,7 @@ def _succeed(base: Path, newest: int, state: os.stat_result | None) -> int | Non
 
 
 def _discard(path: Path) -> None:
-    """Remove a lease that does not count; no harm is done if it stays."""
+    """Remove an invalid lease; it is harmless if it stays."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -389,14 +390,14 @@ def _look(path: Path) -> os.stat_result | None:
 
 
 def _is_unchanged(before: os.stat_result | None, now: os.stat_result | None) -> bool:
-    """Whether both looks saw the same file, or none, and no sign of life between them."""
+    """Whether both looks saw the same untouched file, or none."""
     if before is None or now is None:
         return before is now
     return os.path.samestat(before, now) and before.st_mtime_ns == now.st_mtime_ns
 
 
 def _now_ns(base: Path) -> int:
-    """Return the time by the filesystem's clock: that of the lock file itself, touched."""
+    """Return the time by the filesystem's clock, from touching the lock file itself."""
     fd = os.open(base, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.utime(fd)

@@ -1,16 +1,16 @@
 """
-The index: one row for each commit, from which a composite is planned without reading a record.
+The index: one row per commit, enough to plan a composite without reading a record.
 
-It is never the truth. Every value has a checksum, the whole can be rebuilt from the records at any time, and no answer
-depends on a row being there: damage here costs only time.
+It is never the truth. Every value has a checksum, the index can be rebuilt from the records at any time, and no answer
+depends on a row being there, so damage costs only time.
 
 Entries (docs/reference/format.md, section 7):
     header              which store, schema and format this index is of
     layers/DIGEST       layer names and a lineage that rows share
     run/RUN             the name of the run that hashes to RUN
     step/RUN STEP ID    the row of one commit
-What follows from rows (their order, what is hidden, which attempts there are) is derived on demand and never stored,
-so nothing here can contradict anything else here.
+Anything that follows from rows (their order, what is hidden, which attempts exist) is derived on demand and never
+stored, so the index cannot contradict itself.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _PLACE_DIGITS = 8
 _HEADER_KEY = b"header"
 _LAYERS = b"layers/"
 _RUN = b"run/"
-# The last in order: then the rows of a long run are appended, which fills LMDB's pages.
+# Sorts last, so that the rows of a long run are appended, which fills LMDB's pages.
 _STEP = b"step/"
 _ROW_KEY = struct.Struct(f">{len(_STEP)}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
 # Attempt, save number, digest of the model (layers' names and lineage), count of superseded commits.
@@ -45,7 +45,7 @@ _NUMBER_MAX = 2**64 - 1
 
 
 class RecordRow(NamedTuple):
-    """What the index says of one record: all that a plan needs."""
+    """The index's row for one record: all that a plan needs."""
 
     run: str
     step: int
@@ -55,28 +55,28 @@ class RecordRow(NamedTuple):
     save_number: int
     supersedes: tuple[CommitId, ...]
     layer_names: tuple[str, ...]
-    """In the model's order; one and the same tuple in all rows that have it."""
+    """In the model's order; rows with the same names share one tuple."""
     versions: bytes
-    """Each layer's version and origin, packed: few rows are asked for it."""
+    """Each layer's version and origin, packed, since few rows are asked for them."""
 
     @property
     def name(self) -> RecordName:
-        """Where the record is."""
+        """The record's name."""
         return RecordName(self.run, self.step, self.id)
 
     @property
     def file_name(self) -> str:
-        """What the record's file is called."""
+        """The name of the record's file."""
         return f"{self.step}.{self.id}"
 
     @property
     def is_full(self) -> bool:
-        """Whether this very commit saved every layer."""
+        """Whether this commit itself saved every layer."""
         return all(self.saved)
 
     @property
     def saved(self) -> tuple[bool, ...]:
-        """Whether each layer was saved by this very commit, and not inherited."""
+        """For each layer, whether this commit itself saved it rather than inherited it."""
         _, kind, kinds = _unpacked(self.versions)
         own = (self.run, self.attempt, self.step)
         is_own = [tuple(each[2:5]) == own for each in kinds]
@@ -84,13 +84,13 @@ class RecordRow(NamedTuple):
 
     @property
     def counted(self) -> tuple[bool, ...]:
-        """Whether the optimizer's count of updates is known for each layer."""
+        """For each layer, whether the optimizer's update count is known."""
         _, kind, kinds = _unpacked(self.versions)
         is_counted = [each[1] is not None for each in kinds]
         return tuple(is_counted[number] for number in kind)
 
     def entries(self, layers: Collection[str] | None = None) -> dict[str, LayerEntry]:
-        """Return what the record says of its layers, or of those of *layers* that it has."""
+        """Return the record's entries for its layers, or for those of *layers* that it has."""
         ids, kind, kinds = _unpacked(self.versions)
         found = {}
         for place, layer in enumerate(self.layer_names):
@@ -106,7 +106,7 @@ class RecordRow(NamedTuple):
         return found
 
     def without_moments(self) -> "RecordRow":
-        """Return the row that the commit has once its moments are dropped."""
+        """Return the commit's row after its moments are dropped."""
         entries = self.entries().values()
         return self._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
@@ -120,7 +120,7 @@ def _unpacked(versions: bytes) -> _Packed:
 
 
 def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
-    """Pack *entries* as a row keeps them; what many layers have in common is written once."""
+    """Pack *entries* for a row; values that many layers share are written once."""
     entries = tuple(entries)
     kinds: dict[tuple[Plain, ...], int] = {}
     kind: list[Plain] = []
@@ -140,7 +140,7 @@ def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
 
 
 def _digest_of(name: str) -> bytes:
-    """Return the digest that *name*, of a blob or a commit, stands for; a record may claim any name."""
+    """Return the digest in *name*, of a blob or a commit; raises if it is none, as a record may claim any name."""
     with contextlib.suppress(ValueError):
         found = bytes.fromhex(name)
         if found.hex() == name and len(found) == DIGEST_BYTES:
@@ -153,7 +153,7 @@ def row_of(commit: Commit) -> RecordRow:
     Return the row that *commit* has in every index.
 
     Raises:
-        IntegrityError: It holds what can be no id or no number.
+        IntegrityError: It holds something that cannot be an id or a number.
     """
     record = commit.record
     for hidden in record.supersedes:
@@ -175,18 +175,18 @@ def row_of(commit: Commit) -> RecordRow:
 
 
 class Manifest:
-    """An open index of the store *store_id*."""
+    """The open index of the store *store_id*."""
 
     def __init__(self, directory: Path, *, store_id: str) -> None:
         """
-        Open the index in *directory*, making it where there is none.
+        Open the index in *directory*, making it if there is none.
 
         If the folder cannot be written, the index is read as it stands and changes have no effect.
 
         Raises:
-            ManifestUnusable: It is damaged, of another store or schema, or cannot be opened here.
+            ManifestUnusable: It is damaged, belongs to another store or schema, or cannot be opened here.
         """
-        # With the format, a migration voids every index of the old one, also on other nodes.
+        # It includes the format, so that a migration invalidates all old indexes, even on other nodes.
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
         self._shared: dict[bytes, _Shared] = {}
         self._environment = Environment(directory)
@@ -197,7 +197,7 @@ class Manifest:
             raise
 
     def close(self) -> None:
-        """Release the index; twice is harmless."""
+        """Release the index; calling it twice is harmless."""
         self._environment.close()
 
     def check_process(self) -> None:
@@ -208,10 +208,10 @@ class Manifest:
 
     def rows(self, run: str) -> dict[str, RecordRow]:
         """
-        Return the rows of *run* by the names of their records' files.
+        Return the rows of *run* by record file name.
 
         Raises:
-            ManifestUnusable: One of them is not as it was written.
+            ManifestUnusable: One of them is damaged.
         """
         with self._environment.reading() as transaction:
             return dict(self._rows(transaction, run))
@@ -224,7 +224,7 @@ class Manifest:
 
     def _rows(self, transaction: IndexTransaction, run: str) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
-        for key, data in transaction.scan(_STEP + _run_key(run)):  # a long run has ten thousand: no calls in here
+        for key, data in transaction.scan(_STEP + _run_key(run)):  # a long run has ten thousand, so avoid calls here
             payload = self._opened(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)
@@ -235,7 +235,7 @@ class Manifest:
                 supersedes = tuple(CommitId(payload[end - DIGEST_BYTES : end].hex()) for end in ends)
             layer_names, lineage = self._shared.get(shared) or self._read_shared(transaction, shared)
             versions = payload[size_bytes + count * DIGEST_BYTES :]
-            # As RecordRow(…), without calling its Python __new__.
+            # RecordRow(…), but without the call of its Python __new__.
             row = tuple.__new__(
                 RecordRow,
                 (run, step, commit_id, attempt, lineage, save_number, supersedes, layer_names, versions),
@@ -256,7 +256,7 @@ class Manifest:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def add(self, rows: Iterable[RecordRow]) -> None:
-        """Add *rows*, all at once."""
+        """Add *rows* in one transaction."""
 
         def put(transaction: IndexTransaction) -> None:
             for row in rows:
@@ -271,7 +271,7 @@ class Manifest:
         self._change(put)
 
     def drop(self, names: Iterable[RecordName]) -> list[RecordName]:
-        """Drop the rows of the records *names*; return the names that had one."""
+        """Drop the rows of the records *names*; return the names that had a row."""
         found: list[RecordName] = []
 
         def delete(transaction: IndexTransaction) -> None:
@@ -305,7 +305,7 @@ class Manifest:
         return payload + digest(self._context + key + payload)
 
     def _opened(self, key: bytes, data: bytes) -> bytes:
-        """Return the payload of *data*, which lies under *key*."""
+        """Check *data*, the value at *key*, and return its payload."""
         payload = data[:-DIGEST_BYTES]
         if not data.endswith(digest(self._context + key + payload)):
             raise ManifestUnusable("the index is damaged: a checksum does not match its bytes")
@@ -327,9 +327,9 @@ def manifest_directory(layout: Layout, *, store_id: str) -> Path:
     """
     Return the folder for the index of the store *store_id*.
 
-    That is the folder that LAYERSTORE_MANIFEST_DIR names; else one inside the store, or in the user's cache if the
-    store is on a network filesystem. Outside the store it is named after the store's id and place: a copy of a store
-    has its original's id, and two stores never share an index.
+    That is a folder in LAYERSTORE_MANIFEST_DIR if that is set; else one inside the store, or in the user's cache if the
+    store is on a network filesystem. Outside the store it is named after both the store's id and its path, because a
+    copy of a store has the same id, and two stores must never share an index.
 
     Raises:
         InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
@@ -354,7 +354,7 @@ def _name(layout: Layout, store_id: str) -> str:
 
 
 def _local_folder() -> Path:
-    """Return a folder on a disk of this node: the user's cache, or the system's if that is on the network too."""
+    """Return a folder on a local disk: the user's cache, or the system's if the user's is on the network too."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
     temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
     for folder in (cache, temporary):

@@ -1,7 +1,7 @@
 """
-New objects: staged in ``tmp/``, then linked to their places together, durably, once their source has proven sound.
+New objects: staged in ``tmp/``, then published together, durably, once their source has proven sound.
 
-Write order and crashes: docs/reference/format.md, section 6.
+For the write order and crashes, see docs/reference/format.md, section 6.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from layerstore.storage.syncing import Syncing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """What another process has staged, or found in the store, for the same commit."""
+    """Objects that another process has staged, or found in the store, for the same commit."""
 
     new: tuple[tuple[BlobRef, Path], ...]
-    """Each with its file in ``tmp/``."""
+    """New objects, each with its file in ``tmp/``."""
     reused: tuple[BlobRef, ...]
     damaged: tuple[BlobRef, ...]
 
 
 class ObjectWriter:
     """
-    One commit's new objects: staged first, published together once their source has proven sound.
+    One commit's new objects: staged first, then published together once their source has proven sound.
 
-    Safe to use from several threads. *past_cache* is for bytes that nobody reads again soon.
-    With *reads_reused*, objects that the store has already are read once and compared with their names.
+    Thread-safe. *past_cache* is for bytes that nobody will reread soon. With *reads_reused*, objects that the store
+    already has are read once and checked against their names.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class ObjectWriter:
 
     @property
     def count_reused(self) -> int:
-        """How many were in the store before."""
+        """How many objects were already in the store."""
         return len(self._reused)
 
     @property
     def damaged(self) -> list[BlobRef]:
-        """Objects of the store that turned out damaged; staged ones replace them."""
+        """Objects in the store that turned out damaged; staged ones replace them."""
         return list(self._damaged.values())
 
     def reuse(self, ref: BlobRef) -> bool:
         """
-        Claim *ref* if the store has it already.
+        Claim *ref* if the store already has it.
 
-        It is touched first and looked at then; a collection renames first and looks then: one of them sees the other.
+        A writer touches first, then looks; a collection renames first, then looks. So one of them sees the other.
         """
         with self._guard:
             if ref.id in self._reused or ref.id in self._staged:
@@ -86,9 +86,9 @@ class ObjectWriter:
 
     def spares_writing(self, ref: BlobRef) -> bool:
         """
-        Claim *ref* if the store has it already; else the caller, who has its bytes, writes them.
+        Claim *ref* if the store already has it; if not, the caller must write its bytes.
 
-        With *reads_reused* the object is read here, once: a damaged one has to be written again.
+        With *reads_reused*, this reads the object once: a damaged one must be rewritten.
         """
         if not self.reads_reused:
             return self.reuse(ref)
@@ -104,7 +104,7 @@ class ObjectWriter:
             is_sound = self._store.is_sound(home, ref)
         except IntegrityError:
             if not self._files.is_file(home):
-                raise  # a link or a folder: a person has to look at it
+                raise  # a link or a folder needs a person's attention
             is_sound = False
         if not is_sound:
             with self._guard:
@@ -121,10 +121,10 @@ class ObjectWriter:
 
     def claim(self, ref: BlobRef) -> bool:
         """
-        Claim all that the version or state blob *ref* names, for a record that inherits it.
+        Claim everything that the version or state blob *ref* names, for a record that inherits it.
 
-        A collection keeps what a young blob names. False if the blob is not at its place: a collection may be taking
-        its objects, so each has to be reused for itself.
+        A collection keeps what a young blob names. False if the blob is not in its place: a collection may be removing
+        its objects, so each must be reused separately.
         """
         home = self._layout.object(ref.id)
         if not self._files.touch(home) or self._files.size(home) != ref.size_bytes:
@@ -134,14 +134,14 @@ class ObjectWriter:
         return True
 
     def put_back(self, ref: BlobRef) -> bool:
-        """Touch *ref*, and link it back if it lies aside; return whether it is at its place."""
+        """Touch *ref*, linking it back if it lies aside; return whether it is in its place."""
         home, aside = self._layout.object(ref.id), self._layout.aside / ref.id
         if not self._files.touch(home) and self._files.touch(aside):
             self._files.make_directory(home.parent)
             try:
                 self._link(aside, ref)
             except StorageIO as exc:
-                if exc.errno != errnos.ENOENT:  # gone from there, too
+                if exc.errno != errnos.ENOENT:  # gone from there too
                     raise
             self._files.sync_directory(home.parent)
         size_bytes = self._files.size(home)
@@ -151,10 +151,10 @@ class ObjectWriter:
 
     def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:
         """
-        Write and sync the bytes of *ref*, which *chunks* yields.
+        Write and sync the bytes of *ref* that *chunks* yields.
 
         Raises:
-            IntegrityError: *chunks* are not the bytes that *ref* names: they changed since they were hashed.
+            IntegrityError: *chunks* do not match *ref*: they changed since they were hashed.
         """
         with self.draft() as draft:
             hasher = NameHasher()
@@ -165,13 +165,13 @@ class ObjectWriter:
             self.keep(draft, ref)
 
     def copy(self, ref: BlobRef, objects: ObjectStore) -> None:
-        """Stage *ref* as another store has it; raises as `stage` does."""
+        """Stage *ref* from another store; raises as `stage` does."""
         with objects.open(ref) as file:
             self.stage(ref, read_chunks(file))
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Stream]:
-        """Yield a new file for bytes whose name is known only afterwards; it is removed unless it is kept."""
+        """Yield a new file for bytes whose name becomes known only afterwards; it is removed unless kept."""
         path = self._layout.tmp / secrets.token_hex(16)
         file = self._files.create(path, sync_ahead=True)
         draft = Stream(file, past_cache=self._past_cache)
@@ -187,7 +187,7 @@ class ObjectWriter:
         """
         Stage *draft* as *ref*, unless the store or another draft has that; return whether it was new.
 
-        It is synced until `publish`; this raises if one that was kept earlier could not be synced.
+        It is synced in the background until `publish`; this raises if an earlier draft could not be synced.
         """
         return not self.spares_writing(ref) and self._keep(draft, ref)
 
@@ -203,7 +203,7 @@ class ObjectWriter:
         return True
 
     def put(self, data: Bytes, ref: BlobRef) -> None:
-        """Stage the small object *data*, whose name is *ref*, unless it is there already."""
+        """Stage the small object *data*, whose name is *ref*, unless the store has it."""
         if not self.spares_writing(ref):
             with self.draft() as draft:
                 draft.write_at(0, data)
@@ -211,7 +211,7 @@ class ObjectWriter:
 
     @property
     def staged(self) -> Staged:
-        """What was staged, durably, and found in the store, so far."""
+        """Return what was staged, durably, or found in the store so far."""
         self._syncing.wait()
         with self._guard:
             return Staged(
@@ -221,7 +221,7 @@ class ObjectWriter:
             )
 
     def join(self, others: Staged) -> None:
-        """Add what another process has *staged*, to be published with the rest; its files stay that process's."""
+        """Add what another process has staged, to be published with the rest; that process still owns its files."""
         with self._guard:
             for ref, path in others.new:
                 if ref.id not in self._staged:
@@ -235,23 +235,22 @@ class ObjectWriter:
 
     def publish(self) -> None:
         """
-        Make everything staged visible and durable, together with what is reused.
+        Make everything staged visible and durable, along with what is reused.
 
-        Once this returns, a power cut cannot lose any of it. If it raises, the store has more objects that nothing
-        names.
+        Once this returns, a power cut cannot lose any of it. If it raises, the store may have more unnamed objects.
 
         Raises:
-            Overtaken: A reused object is gone: a collection or a repair has taken it.
+            Overtaken: A reused object is gone: a collection or a repair has removed it.
         """
         self._syncing.wait()
-        # Once more, right before they are named: they may have been found hours ago.
+        # Touch them again right before they are named: they may have been found hours ago.
         lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
         if lost:
             raise Overtaken(
                 f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
                 hint="repeat the command",
             )
-        # Also of reused objects: their writer may have died before its own fsync.
+        # Reused objects too: their writer may have died before its fsync.
         folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
         for folder in folders:
             self._files.make_directory(folder, durable=False)
@@ -267,7 +266,7 @@ class ObjectWriter:
     def _link(self, source: Path, ref: BlobRef) -> None:
         target = self._layout.object(ref.id)
         if not self._files.link_exclusive(source, target):
-            # Another writer was faster. Its bytes have the same name, so only their number can be wrong.
+            # Another writer was faster. Its bytes have the same name, so only their size can be wrong.
             self._files.touch(target)
             size_bytes = self._files.size(target)
             if size_bytes is None:
@@ -277,10 +276,10 @@ class ObjectWriter:
 
     def look_again(self) -> list[BlobRef]:
         """
-        Return the objects that are gone after all; those that lie aside are linked back.
+        Return the objects that are gone after all, linking back those that lie aside.
 
-        Call this once the record that names them is visible: from then on no collection takes them.
-        `claimed_elsewhere` tells of claimed blobs.
+        Call this once the record that names them is visible: from then on no collection takes them. For claimed blobs,
+        see `claimed_elsewhere`.
         """
         lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
         for ref, path in self._staged.values():
@@ -294,7 +293,7 @@ class ObjectWriter:
         return lost
 
     def claimed_elsewhere(self) -> list[BlobRef]:
-        """Return the claimed blobs that are not at their places: their objects may be on their way out, too."""
+        """Return the claimed blobs that are not in their places: their objects may be about to go too."""
         return [ref for ref in self._claimed.values() if not self.claim(ref)]
 
     def __enter__(self) -> "ObjectWriter":
@@ -304,7 +303,7 @@ class ObjectWriter:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was staged and never published. Of threads that still run, nothing is kept."""
+        """Remove what was staged but never published; anything that running threads still add is dropped."""
         with self._guard:
             self._is_over = True
         self._syncing.close()

@@ -20,11 +20,11 @@ from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
 
 Stretch = tuple[int, int]
-"""Where bytes of an object begin and end."""
+"""A stretch of an object: start and end."""
 
 
 def read_chunks(file: OpenFile, start: int = 0, size_bytes: int | None = None) -> Iterator[memoryview]:
-    """Yield the bytes of *file*, or a stretch of them, in order; each chunk is valid until the next is asked for."""
+    """Yield the bytes of *file*, or a stretch of them, in order; a chunk is valid until the next one is requested."""
     end = file.size_bytes if size_bytes is None else start + size_bytes
     buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, max(end - start, 1))))
     for offset in range(start, end, len(buffer)):
@@ -34,7 +34,7 @@ def read_chunks(file: OpenFile, start: int = 0, size_bytes: int | None = None) -
 
 
 def hashed(file: OpenFile) -> NameHasher:
-    """Read all of *file*; return what it is called."""
+    """Read all of *file*; return the hasher that gives its name."""
     hasher = NameHasher()
     for data in read_chunks(file):
         hasher.update(data)
@@ -62,7 +62,7 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
 
 
 def _missing(ref: BlobRef) -> IntegrityError:
-    """Return the error for an object that is nowhere."""
+    """Return the error for a missing object."""
     return IntegrityError(
         f"object {ref.id} ({ref.size_bytes} bytes) is missing",
         hint="ingest the same checkpoint again, or look at layerstore verify",
@@ -81,18 +81,18 @@ class ObjectStore:
 
     def find(self, ref: BlobRef) -> Path | None:
         """
-        Return where *ref* is, which must be there; None if it is nowhere.
+        Return the path of *ref*, which ought to exist; None if it is missing.
 
-        A collection may have moved it aside for a moment: then it is found there. What another host has written may be
-        seen late: then it is waited for.
+        A collection may have moved it aside for a moment, so this looks there too. An object written by another host
+        may become visible late, so this waits for it.
 
         Raises:
-            IntegrityError: Something of another size lies under its name.
+            IntegrityError: The file with its name has another size.
         """
         return self._found(ref, self.places(ref.id))
 
     def find_at_once(self, ref: BlobRef) -> Path | None:
-        """Return where *ref* is seen now, None if nowhere; raises as `find` does."""
+        """Return the path of *ref* without waiting, None if it is not visible now; raises as `find` does."""
         return self._found(ref, self._places_now(ref.id))
 
     def _found(self, ref: BlobRef, places: Iterable[Path]) -> Path | None:
@@ -104,39 +104,39 @@ class ObjectStore:
         return None
 
     def check_there(self, ref: BlobRef) -> None:
-        """Raise IntegrityError unless *ref* is at its place or aside, in full size."""
+        """Raise IntegrityError unless *ref* is in its place or aside, in full size."""
         if self.find(ref) is None:
             raise _missing(ref)
 
     def places(self, object_id: ObjectId) -> Iterator[Path]:
-        """Yield where an object may be, again and again while it may be seen late."""
+        """Yield the possible paths of an object, repeatedly for as long as it may become visible late."""
         yield from self._places_now(object_id)
         for _ in self._files.again(self._layout.object(object_id)):
             yield from self._places_now(object_id)
 
     def _places_now(self, object_id: ObjectId) -> Iterator[Path]:
-        """Yield where an object may be: at home, aside, and at home again."""
+        """Yield the possible paths of an object: home, aside, and home again."""
         home = self._layout.object(object_id)
         yield home
         yield self._layout.aside / object_id
-        # Linked back meanwhile.
+        # In case it was linked back meanwhile.
         yield home
 
     def expect(self, refs: Iterable[BlobRef]) -> None:
-        """Note that *refs* will soon be opened, in their order: where they come from afar, they set out now."""
+        """Announce that *refs* will soon be opened, in order, so that a remote can prefetch them."""
 
     def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note what a version says of *objects*: of what comes from afar, a stretch can be verified then."""
+        """Note what a version says about *objects*: a remote can then verify stretches of them."""
 
     def close(self) -> None:
-        """Give up what is on its way."""
+        """Cancel pending downloads."""
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
         """
-        Open *ref* for reading; only its size has been verified. Only *stretches* of it are needed, or all.
+        Open *ref* for reading; verifies only its size. The caller needs only *stretches* of it, or else all.
 
         Raises:
-            IntegrityError: It is missing, of another size, or not a regular file.
+            IntegrityError: It is missing, has another size, or is not a regular file.
         """
         for path in self.places(ref.id):
             try:
@@ -152,7 +152,7 @@ class ObjectStore:
         raise _missing(ref)
 
     def read(self, ref: BlobRef) -> bytes:
-        """Return the bytes of the small object *ref*, not yet verified: decoding a blob does that."""
+        """Return the bytes of the small object *ref*, unverified: decoding a blob verifies it."""
         if ref.size_bytes > BLOB_BYTES_MAX:
             raise IntegrityError(f"object {ref.id} has {ref.size_bytes} bytes, too many for a blob")
         with self.open(ref) as file:
@@ -169,18 +169,18 @@ class ObjectStore:
             check_hash(ref, hashed(file))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Verify some objects, of which *stretches* are needed, several at a time; return those that are whole."""
+        """Verify the needed *stretches* of some objects, several at a time; return the fully verified objects."""
         with ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="verify") as pool:
             for _ in pool.map(self.verify, stretches):
-                pass  # raises where one is damaged
+                pass  # raises if one is damaged
         return set(stretches)
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
-        """Whether *path* is a file with the very bytes of *ref*; it is read."""
+        """Whether *path* is a file with exactly the bytes of *ref*; reads it."""
         return self.is_whole(path, ref.id) and self._files.size(path) == ref.size_bytes
 
     def is_whole(self, path: Path, object_id: ObjectId) -> bool:
-        """Whether *path* is a file whose bytes are what the name *object_id* says, however many; it is read."""
+        """Whether *path* is a file whose bytes, of any size, match the name *object_id*; reads it."""
         try:
             with self._files.open(path) as file:
                 return hashed(file).id() == object_id
@@ -188,14 +188,14 @@ class ObjectStore:
             return False
         except StorageIO as exc:
             if exc.errno not in {errnos.ENOENT, errnos.EIO}:
-                raise  # too few descriptors, no permission: that proves nothing about the bytes
+                raise  # out of descriptors, or no permission: proves nothing about the bytes
             return False
 
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
         """
-        Return the bytes of *ref* as read-only memory, which stays when the object is removed.
+        Map the bytes of *ref* as read-only memory, which stays valid when the object is removed.
 
-        With *verify* the mapped file is read and hashed first.
+        With *verify*, the mapped file is read and hashed first.
 
         Raises:
             IntegrityError: A byte differs, or the object is missing or cut short.
@@ -206,16 +206,16 @@ class ObjectStore:
             return file.map()
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:
-        """Return which file an object at its place is, and the bytes that it takes there; None if it is gone."""
+        """Return the identity of an object's file and the bytes that it takes on disk; None if it is gone."""
         return self._files.on_disk(self._layout.object(object_id))
 
     def ids(self) -> Iterator[ObjectId]:
-        """Yield every object at its place, by id."""
+        """Yield every object that is in its place, by id."""
         for prefix in self._files.names(self._layout.objects):
             yield from self.ids_in(prefix)
 
     def ids_in(self, prefix: str) -> list[ObjectId]:
-        """Return the objects at their places whose ids begin with the two digits *prefix*, by id."""
+        """Return the objects in their places whose ids start with the two digits *prefix*, by id."""
         folder = self._layout.objects / prefix
         names = self._files.names_in_folder(folder)
         return [ObjectId(name) for name in names if OBJECT_ID.fullmatch(name) and name[:2] == prefix]

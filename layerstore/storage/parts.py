@@ -1,7 +1,7 @@
 """
-Parts on disk: what each rank of a joint save has written, until one of them commits it.
+Parts on disk: the share of each rank in a joint save, until one rank commits the save.
 
-A part is visible exactly when it is linked into its session's folder; all that it names is durable by then.
+A part is visible exactly when it is linked into its session's folder; everything that it names is durable by then.
 """
 
 import re
@@ -32,11 +32,11 @@ class PartStore:
         self._files.make_directory(self._layout.parts / session)
 
     def has_session(self, session: str) -> bool:
-        """Whether the folder of *session* is there."""
+        """Whether the folder of *session* exists."""
         return self._files.is_directory(self._layout.parts / session)
 
     def sees_session(self, session: str) -> bool:
-        """Whether the folder of *session*, which another rank has made, is there; it may be seen late."""
+        """Whether the folder of *session*, which another rank made, is there; waits, as it may become visible late."""
         again = self._files.again(self._layout.parts / session)
         return self.has_session(session) or any(self.has_session(session) for _ in again)
 
@@ -48,13 +48,13 @@ class PartStore:
         """Make *part* visible and durable."""
         target = self._path(part.session, part.save, part.rank)
         if not self.has_session(part.session):
-            self.open_session(part.session)  # a collection has removed an idle one
+            self.open_session(part.session)  # a collection removed the idle folder
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
             self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 
     def find(self, session: str, save: int, rank: int) -> Part | None:
-        """Return a part, None if it is not there; raises IntegrityError if it is damaged."""
+        """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
         data = self._files.read_if_there(self._path(session, save, rank), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return None
@@ -70,7 +70,7 @@ class PartStore:
         return [part for part in found if part is not None]
 
     def _named(self, session: str) -> Iterator[tuple[Path, int, int]]:
-        """Yield each part of *session*: where it is, and of which save and rank."""
+        """Yield each part of *session*: its path, save and rank."""
         folder = self._layout.parts / session
         for path in (folder / name for name in self._files.names(folder)):
             if (match := _NAME.fullmatch(path.name)) is not None:
@@ -85,7 +85,7 @@ class PartStore:
                 except LayerstoreError as exc:
                     yield path, exc
                 else:
-                    if found is not None:  # else joined meanwhile
+                    if found is not None:  # else it was joined meanwhile
                         yield path, found
 
     def modified_ns(self, session: str) -> int:
@@ -95,7 +95,7 @@ class PartStore:
         return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
 
     def remove_session(self, session: str, *, before_ns: int) -> None:
-        """Remove the files of *session* last changed before *before_ns*, and the folder if it is empty then."""
+        """Remove the files of *session* last changed before *before_ns*, and the folder if it is then empty."""
         folder = self._layout.parts / session
         for name in self._files.names(folder):
             modified_ns = self._files.modified_ns(folder / name)
@@ -104,26 +104,26 @@ class PartStore:
         self._files.remove_empty(folder)
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
-        """Remove a part, if it is there: something that it names is gone."""
+        """Remove a part, if it exists, because something that it names is gone."""
         self._files.unlink(self._path(session, save, rank))
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
-        """Remove the parts of one save, which was committed or given up."""
+        """Remove the parts of a save that was committed or given up."""
         for rank in range(world_size):
             self._files.discard(self._path(session, save, rank))
 
     def close_session(self, session: str, *, is_over: bool) -> None:
         """
-        Remove the folder of *session* if it is empty, or if the session *is_over*: all ranks have written everything.
+        Remove the folder of *session* if it is empty, or if the session *is_over*: all ranks have finished writing.
 
-        Until then a rank may still publish a part of a save that was given up without it.
+        Until then, a rank may still publish a part of a save that was given up without it.
         """
         folder = self._layout.parts / session
         try:
             if self._files.is_directory(folder) and (is_over or not self._files.names(folder)):
                 self._files.remove_tree(folder)
         except StorageIO:
-            pass  # a collection removes it
+            pass  # a collection will remove it
 
     def _path(self, session: str, save: int, rank: int) -> Path:
         return self._layout.root / part_name(session, save, rank)

@@ -1,4 +1,4 @@
-"""What a verb works with: the open repository of one store; making a store, and opening one."""
+"""The open repository of one store, which every verb works on; making and opening stores."""
 
 import os
 import time
@@ -46,17 +46,17 @@ class Repository:
     trash: Trash
     catalog: Catalog
     remote: str | None = None
-    """The URL of the bucket that this is a mirror of; such a store is only read."""
+    """The URL of the bucket that this mirrors; a mirror is read-only."""
     shares: Shares = ALONE
-    """The processes that work in it together."""
+    """The processes that share the work in it."""
 
     @property
     def name(self) -> str:
-        """What people call it: its folder, or the URL of the remote."""
+        """The name for people: its folder, or the URL of the remote."""
         return self.remote or str(self.layout.root)
 
     def close(self) -> None:
-        """Release what it holds open, and fetch nothing more; twice is harmless."""
+        """Release everything that it holds open, and stop fetching; calling it twice is harmless."""
         self.objects.close()
         self.catalog.close()
 
@@ -67,7 +67,7 @@ class Repository:
         return version
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
-        """Read the version that *entry* names, and make sure that it is of that layer."""
+        """Read the version that *entry* names, and make sure that it belongs to that layer."""
         version = self.version(entry.version)
         if version.layer != entry.layer:
             raise IntegrityError(
@@ -76,7 +76,7 @@ class Repository:
         return version
 
     def whole_version_of(self, entry: LayerEntry) -> LayerVersion | None:
-        """Read the version that *entry* names; None if the store has lost it, or an object of it."""
+        """Read the version that *entry* names; None if the store has lost it or one of its objects."""
         try:
             version = self.version_of(entry)
             return version if all(self.objects.find(stored.ref) for stored in version.objects) else None
@@ -107,7 +107,7 @@ class Repository:
         )
 
     def lock_gc(self) -> AbstractContextManager[HeldLock]:
-        """Hold the lock that keeps two collections apart."""
+        """Hold the lock that prevents two concurrent collections."""
         return lock(self.layout.gc_lock, what="the collection")
 
     def lock_index(self) -> AbstractContextManager[HeldLock]:
@@ -116,11 +116,11 @@ class Repository:
 
     def prepare_writing(self) -> None:
         """
-        Make the empty folders that a copy of the store may lack.
+        Make the folders that a copy of the store may lack because they were empty.
 
         Raises:
-            Unsupported: The store uses something that this layerstore might destroy unknowingly, or was migrated
-                since it was opened. Or it is a remote.
+            Unsupported: The store uses something that this layerstore might destroy unknowingly, was migrated since it
+                was opened, or is a remote.
         """
         if self.remote is not None:
             raise Unsupported(
@@ -135,13 +135,13 @@ class Repository:
 
 def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = None) -> StoreIdentity:
     """
-    Make the folder *path* a store; with *identity* a clone of that one.
+    Make the folder *path* a store; with *identity*, a clone of that store.
 
-    ``store.json`` comes last: until it is there, there is no store, and ``init`` may be repeated.
+    ``store.json`` comes last: until it exists there is no store, and ``init`` can be repeated.
 
     Raises:
-        AlreadyExists: There is a store already, or a folder with something else in it.
-        IntegrityError: There was a store, which has lost its ``store.json``.
+        AlreadyExists: There already is a store, or a folder with something else in it.
+        IntegrityError: There was a store, but its ``store.json`` is lost.
         InvalidInput: *path* is inside another store.
     """
     layout = layout_at(path)
@@ -163,7 +163,7 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
     files.make_directories(layout.root.parent)
     for folder in (layout.root, *layout.folders):
         files.make_directory(folder)
-    # Made now: on a full disk, gc could not make it.
+    # Made now, because on a full disk gc could not make it.
     os.close(open_lock_file(layout.gc_lock))
     identity = identity or new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp, encode_identity(identity)) as source:
@@ -178,20 +178,20 @@ def _is_store(folder: Path, files: Files) -> bool:
         data = files.read_if_there(layout_at(folder).identity, size_bytes_max=RECORD_BYTES_MAX)
         return data is not None and bool(decode_identity(data, what=str(folder)))
     except LayerstoreError:
-        return False  # none that can be read
+        return False  # not a readable one
 
 
 def open_repository(
     path: Path, files: Files, *, remote: str | None = None, objects: ObjectStore | None = None
 ) -> Repository:
     """
-    Open the store at *path*; nothing is written, not even an index, until a question needs one.
+    Open the store at *path*; writes nothing, not even an index until a query needs one.
 
-    A mirror of *remote* reads its *objects* from there.
+    A mirror of *remote* reads its *objects* from the remote.
 
     Raises:
         NoStore: There is none.
-        Unsupported: It is of another format, or its migration to this one was interrupted.
+        Unsupported: It has another format, or its migration to this one was interrupted.
         IntegrityError: ``store.json`` is damaged, or a folder is a link to elsewhere.
     """
     layout = layout_at(path)
@@ -230,7 +230,7 @@ def _check_folders(layout: Layout, files: Files) -> None:
     device = files.device(layout.root)
     for folder in layout.folders:
         if not files.exists(folder):
-            continue  # the first writer makes it again; a missing commits/ is reported when it is listed
+            continue  # the first writer remakes it; a missing commits/ is reported when listed
         if not files.is_directory(folder):
             raise IntegrityError(
                 f"{folder} is not a folder of the store but a link or file; nothing was read or changed",

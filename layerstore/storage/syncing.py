@@ -1,7 +1,7 @@
 """
-Files that are complete on their way to the disk: synced and closed by threads, while their writer goes on.
+Complete files on their way to disk: threads sync and close them while their writer continues.
 
-A disk takes a millisecond for an fsync, and as long for several at once: small files wait together.
+An fsync takes a disk a millisecond, and several at once take no longer, so small files wait together.
 """
 
 import threading
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class Syncing:
-    """Syncs files and folders, several at a time; *durable* says whether at all. Safe to use from several threads."""
+    """Syncs files and folders, several at a time, or not at all unless *durable*. Thread-safe."""
 
     def __init__(self, *, durable: bool = True) -> None:
         self._durable = durable
@@ -29,10 +29,10 @@ class Syncing:
 
     def add(self, files: Iterable[NewFile]) -> None:
         """
-        Take *files*, which are complete; wait if too many are under way.
+        Take *files*, which are complete; waits if too many are pending.
 
         Raises:
-            StorageIO: One that was taken earlier could not be synced.
+            StorageIO: An earlier file could not be synced.
         """
         for file in files:
             if self._durable:
@@ -47,17 +47,17 @@ class Syncing:
     def directories(self, files: Files, directories: Iterable[Path]) -> None:
         """Make the names in all *directories* durable."""
         for done in [self._begun(files.sync_directory, directory) for directory in directories]:
-            done.result()  # raises where one cannot be synced
+            done.result()  # raises if one cannot be synced
 
     def close(self) -> None:
-        """Close the files that are still under way; they are not synced any more."""
+        """Close the pending files without syncing them."""
         self._durable = False
         self._pool.shutdown()
 
     def _begun(self, work: Callable[[Item], None], item: Item) -> Future[None]:
         try:
             return self._pool.submit(work, item)
-        except RuntimeError:  # the interpreter is ending, and a save is still being written: no thread starts any more
+        except RuntimeError:  # the interpreter is exiting during a save: no new threads can start
             work(item)
             done: Future[None] = Future()
             done.set_result(None)

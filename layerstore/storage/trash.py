@@ -1,12 +1,12 @@
 """
-Where files go on their way out: ``trash/``, which can be undone, and ``gc/aside/``, where a collection looks once more.
+Places for files on their way out: ``trash/`` can be undone; in ``gc/aside/``, a collection looks once more.
 
-``trash/`` holds what users dropped or replaced, and what repairs took out of the way: dropped records at
-``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under the path that they had. One rename undoes
-either. A file's time is when it came here; a collection empties the trash by it.
+``trash/`` holds what users dropped or replaced and what repairs moved away: dropped records at
+``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under their old paths. One rename undoes either. A
+file's mtime is when it came here; collections empty the trash by it.
 
-``gc/aside/`` holds objects: a collection moves one there, looks at it once more, and only then unlinks it. Meanwhile
-readers find it there and writers link it back, so a collection needs no lock against either
+``gc/aside/`` holds objects: a collection moves an object there, looks at it once more, and only then unlinks it.
+Meanwhile readers find it there and writers link it back, so a collection needs no lock against either
 (docs/internals/durability.md). Nothing here decides what is garbage.
 """
 
@@ -26,7 +26,7 @@ from layerstore.storage.files import Files, network_filesystem
 
 
 class Trash:
-    """Files that can still be brought back."""
+    """Files that can still be restored."""
 
     def __init__(self, layout: Layout, files: Files, records: RecordStore) -> None:
         self._layout = layout
@@ -36,12 +36,12 @@ class Trash:
     # -- records -------------------------------------------------------------------------------------------------
 
     def take_record(self, name: RecordName) -> bool:
-        """Move the record *name* here, durably; return whether it was there. Its objects stay as long as it does."""
+        """Move the record *name* here, durably; return whether it existed. Its objects stay as long as it does."""
         source = self._layout.record(name.run, name.step, name.id)
         return self._move(source, self._record(name))
 
     def records(self) -> list[RecordName]:
-        """Return the records that lie here, by run and step."""
+        """Return the records in the trash, by run and step."""
         folder = self._layout.trash / "commits"
         runs = self._files.names_in_folder(folder)
         found = (name_in(run, each) for run in runs for each in self._files.names_in_folder(folder / run))
@@ -52,7 +52,7 @@ class Trash:
         Return the commit of the record *name*, checked.
 
         Raises:
-            NotFound: It is not here any more.
+            NotFound: It is no longer here.
             IntegrityError: It is damaged.
         """
         data = self._files.read_if_there(self._record(name), size_bytes_max=RECORD_BYTES_MAX)
@@ -75,12 +75,12 @@ class Trash:
     # -- what was damaged ----------------------------------------------------------------------------------------
 
     def take_damaged(self, path: Path) -> Path | None:
-        """Move *path*, whatever it is, here, durably; return its new place, None if it was gone."""
+        """Move *path* here, whatever it is, durably; return its new path, None if it was gone."""
         target = self._free(path)
         return target if self._move(path, target) else None
 
     def keep_damaged(self, path: Path) -> bool:
-        """Copy the record *path* here, since it is about to be replaced; return whether it could be read."""
+        """Copy the record *path* here before it is replaced; return whether it could be read."""
         target = self._free(path)
         self._make(target.parent)
         try:
@@ -101,15 +101,15 @@ class Trash:
         return target
 
     def damaged(self) -> Iterator[Path]:
-        """Yield the damaged files that lie here."""
+        """Yield the damaged files in the trash."""
         yield from self._leaves(self._layout.trash / "damaged")
 
     def size_of_damaged(self, path: Path) -> int:
-        """Return the size of *path*, which lies here; 0 if it is a link or a pipe."""
+        """Return the size of *path* in the trash; 0 if it is a link or a pipe."""
         return (self._files.size(path) or 0) if self._files.is_file(path) else 0
 
     def remove_damaged(self, path: Path) -> None:
-        """Remove *path*, which lies here, for good."""
+        """Remove *path* from the trash for good."""
         self._files.unlink(path)
         folder = path.parent
         while folder != self._layout.trash / "damaged":
@@ -120,14 +120,14 @@ class Trash:
 
     def _move(self, source: Path, target: Path) -> bool:
         self._make(target.parent)
-        self._files.touch(source)  # its age in the trash counts from now
+        self._files.touch(source)  # the time in the trash counts from now
         try:
             self._files.rename(source, target)
         except StorageIO as exc:
             if exc.errno == errnos.ENOENT:
                 return False
             raise
-        # The new name first: after a power cut it may be in both places, never in none.
+        # Sync the new name first: after a power cut it may be in both places, but never in none.
         self._files.sync_directory(target.parent)
         self._files.sync_directory(source.parent)
         return True
@@ -147,57 +147,57 @@ class Trash:
 
 
 class Aside:
-    """Objects that collections have moved aside, and the clock that tells which are old."""
+    """Objects that collections have moved aside, and the clock that says which are old."""
 
     def __init__(self, layout: Layout, files: Files) -> None:
         self._layout = layout
         self._files = files
 
     def make_folder(self) -> None:
-        """Make the folder."""
+        """Make the folder ``gc/aside/``."""
         self._files.make_directory(self._layout.gc)
         self._files.make_directory(self._layout.aside)
 
     def take(self, object_id: ObjectId) -> None:
-        """Move an object aside; nothing happens if it lies here too: a writer has just linked it back."""
+        """Move an object aside; does nothing if it is here as well, since a writer has just linked it back."""
         try:
-            # POSIX renames nothing where both are names of one file.
+            # POSIX: rename does nothing if both names are the same file.
             self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
         except StorageIO as exc:
             if exc.errno != errnos.ENOENT:
                 raise
 
     def ids(self) -> list[ObjectId]:
-        """Return the objects that lie aside."""
+        """Return the objects that are aside."""
         return [ObjectId(name) for name in self._files.names_unsorted(self._layout.aside) if OBJECT_ID.fullmatch(name)]
 
     def moved_ns(self, path: Path) -> int:
-        """Return when *path* came here, by the filesystem's clock: a rename sets the time of change."""
+        """Return when *path* came here, by the filesystem's clock: a rename sets the ctime."""
         state = self._files.look(path)
         return 0 if state is None else state.st_ctime_ns
 
     def sync(self) -> None:
-        """Make durable what was unlinked."""
+        """Make the unlinks durable."""
         self._files.sync_directory(self._layout.aside)
 
     @cached_property
     def is_on_network(self) -> bool:
-        """Whether another node may see an old state of the folders for a while."""
+        """Whether another node may see stale folders for a while."""
         return network_filesystem(self._layout.root) is not None
 
     # -- time ----------------------------------------------------------------------------------------------------
 
     def now_ns(self) -> int:
-        """Return the time by the clock that gives files their times."""
-        # A folder can be touched on a disk that has no room for a file. Where nothing can be written, nothing can be
-        # removed either, and this host's clock will do.
+        """Return the time by the clock that stamps files."""
+        # Touch a folder, since a full disk has no room for a file. If nothing can be written, nothing can be removed
+        # either, and this host's clock will do.
         with contextlib.suppress(StorageIO):
             self._files.touch(self._layout.tmp)
             return self._files.modified_ns(self._layout.tmp) or time.time_ns()
         return time.time_ns()
 
     def leftovers(self, *, before_ns: int) -> list[tuple[Path, int]]:
-        """Return the files in ``tmp/`` that nobody has written to since *before_ns*, with their sizes."""
+        """Return the files in ``tmp/`` that were last written before *before_ns*, with their sizes."""
         found = []
         for name in self._files.names(self._layout.tmp):
             path = self._layout.tmp / name

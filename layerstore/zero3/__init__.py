@@ -1,8 +1,8 @@
 """
-DeepSpeed's ZeRO-3 files without torch: find them, read them into plain values, and find slices that were stored.
+DeepSpeed's ZeRO-3 files without torch: find them, read them into plain values, and find stored slices.
 
 This room knows nothing of stores. It maps the bytes of a checkpoint's files to slices of parameters, and slices to
-their places in objects. ``.pt`` files have a door of their own, `layerstore.zero3.pt`.
+their positions in objects. ``.pt`` files have their own package, `layerstore.zero3.pt`.
 """
 
 from layerstore.zero3.discovery import (

@@ -1,8 +1,8 @@
 """
 Find the ZeRO-3 checkpoint in a folder: its layout, its tag and its files.
 
-Only ``latest``, ``trainer_state.json`` and the index of sharded weights are read. No step is taken from a folder's
-name. Symbolic links are refused unless asked for.
+Only ``latest``, ``trainer_state.json`` and the index of sharded weights are read. Steps are never taken from a folder's
+name. Symbolic links are refused unless the caller allows them.
 """
 
 import json
@@ -58,13 +58,13 @@ class FoundCheckpoint:
     others: tuple[Path, ...]
     """Everything else that belongs to the checkpoint, sorted."""
     stamps: Mapping[Path, tuple[int, int]]
-    """Size and time in ns of all these files; if they change later, somebody is still writing."""
+    """Size and time in ns of all these files; if they change later, somebody is still writing them."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 
     @property
     def run_name(self) -> str:
-        """The run's name by default."""
+        """The default name of the run."""
         return run_name(self.folder, flavour=self.flavour)
 
 
@@ -77,7 +77,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         Unsupported: It is a checkpoint, but not of ZeRO-3.
         InvalidInput: *path* holds several and none was chosen.
     """
-    # Resolved once: a path that ends in "..", or a link, must not name the run.
+    # Resolve once, so that a path ending in "..", or a link, does not name the run.
     given, wanted = real_path(path), tag
     folder, tag = _resolve(given, wanted)
     for inner in (folder / tag, folder / LATEST):
@@ -103,7 +103,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
 
 
 def check_unchanged(found: FoundCheckpoint) -> None:
-    """Raise SourceCheckpoint if any file is not as it was when it was found."""
+    """Raise SourceCheckpoint if any file has changed since it was found."""
     for path, stamp in found.stamps.items():
         if _stamp(path) != stamp:
             raise SourceCheckpoint(
@@ -170,7 +170,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
 
 
 def _other_tags(folder: Path, chosen: str) -> list[str]:
-    """Note that *folder* holds more tags than the one taken."""
+    """Note that *folder* holds tags besides the chosen one."""
     others = sorted((name for name in _tags(folder) if name != chosen), key=_natural)
     shown = f"{', '.join(others[:5])}{' …' if len(others) > 5 else ''}"
     note = f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
@@ -302,10 +302,10 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
 
 def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
     """
-    Yield the files in *folder*, while a trainer still writes there, that are kept byte for byte.
+    Yield the files to keep byte for byte from *folder*, where a trainer may still be writing.
 
-    Gathered weights are not kept: they follow from the masters, and compose can make them again. An adapter's
-    weights are: only their file has PEFT's names, and they are all that is trained.
+    Gathered weights are not kept: they can be derived from the masters, and compose can remake them. An adapter's
+    weights are kept: only their file has PEFT's names, and they are all that is trained.
     """
     for path in _belonging(folder, tag, flavour_of(folder, tag), False, []):
         is_weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
@@ -314,9 +314,9 @@ def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
 
 
 def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
-    """Yield the files of one checkpoint of *folder*; add to *notes* what is left out."""
+    """Yield the files of one checkpoint in *folder*; add to *notes* what is left out."""
     if flavour == "raw":
-        # A raw save folder may hold anything beside its tags: only DeepSpeed's own scripts belong to this one.
+        # A raw save folder may hold anything next to its tags; only DeepSpeed's own scripts belong to this checkpoint.
         yield from _walk(folder / tag, folder, follow, notes)
         yield from (folder / name for name in SCRIPTS if (folder / name).is_file())
         return
@@ -369,11 +369,11 @@ def _stamp(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-# -- what the files beside the shards say --------------------------------------------------------------------------
+# -- the files next to the shards ----------------------------------------------------------------------------------
 
 
 def check_companions(found: FoundCheckpoint, world_size: int) -> None:
-    """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
+    """Raise unless every rank left its random state (if any did), and every shard of an index is here."""
     others = set(found.others)
     ranks = {rank_of_file(file.name) for file in others if file.parent == found.folder} - {None}
     missing = [
@@ -406,7 +406,7 @@ def shards_of_index(path: Path) -> set[str]:
 
 
 def step_of_trainer(path: Path) -> int:
-    """Return the step in a ``trainer_state.json``; raises SourceCheckpoint where it has none."""
+    """Return the step in a ``trainer_state.json``; raises SourceCheckpoint if it has none."""
     return checked_step(_json_at(path, "global_step"), path)
 
 

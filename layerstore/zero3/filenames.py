@@ -1,5 +1,5 @@
 """
-The names of files and folders in a checkpoint: which rank's, whose layout, which run. Nothing is opened here.
+Interpret the names of files and folders in a checkpoint: their rank, layout and run. Nothing is opened here.
 """
 
 import re
@@ -19,18 +19,18 @@ SHARD_STEM = re.compile(
 SHARD = re.compile(SHARD_STEM.pattern + r"\.pt")
 FIRST_SHARD = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 RANDOM_STATE = re.compile(r"rng_state(?:_[0-9]{1,7})?\.pth|random_states_[0-9]{1,7}\.pkl")
-"""A random state: the Trainer's (without a number where there is only one rank), or Accelerate's."""
+"""A random state: the Trainer's (without a number if there is only one rank), or Accelerate's."""
 _RANKS_RANDOM_STATE = re.compile(r"(?:rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
 TRAINER_FILES = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth", "scheduler.pt"})
 INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""The Trainer leaves it when it was interrupted."""
+"""Left by an interrupted Trainer."""
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""DeepSpeed copies these beside its tags."""
-# A compose writes to such a folder, and leaves it behind when it is killed.
+"""DeepSpeed copies these next to its tags."""
+# A compose writes to such a folder, and leaves it behind if it is killed.
 UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
 
 ZERO3 = "ZeRO-3"
-# Files of other kinds of checkpoints, and what to call these.
+# Files of other kinds of checkpoints, and the names of those kinds.
 _FOREIGN = (
     (re.compile(r"mp_rank_\d+_model_states\.pt"), "ZeRO stage 0, 1 or 2"),
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
@@ -40,15 +40,15 @@ _FOREIGN = (
 )
 
 _ONE_OF_SEVERAL_SAVES = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
-# With Accelerate the user names the folder: its own examples' names, and what people make of them. Not `run1` and
-# `run2`: these may be two trainings, whose steps must not become one history.
+# With Accelerate, the user names the folder: these are its examples' names and common variations. Not `run1` and
+# `run2`: those may be two training runs, whose steps must not become one history.
 _STEP_FOLDER = re.compile(r"(?:global_?)?(?:step|epoch|iter|iteration)[-_]?\d+")
-# Where Accelerate puts its saves if it names them itself: PROJECT/checkpoints/checkpoint_N.
+# Where Accelerate puts saves that it names itself: PROJECT/checkpoints/checkpoint_N.
 _AUTOMATIC_PARENT, _AUTOMATIC = "checkpoints", re.compile(r"checkpoint_\d+")
 
 
 def folder_kind(names: Iterable[str]) -> str | None:
-    """Return ``ZeRO-3`` or another kind of checkpoint, by the *names* in its folder; None if it is none."""
+    """Return ``ZeRO-3`` or another kind of checkpoint, from the *names* in its folder; None if it is not one."""
     names = list(names)
     shards = {match["what"] for name in names if (match := SHARD.fullmatch(name))}
     foreign = next((kind for name in names for pattern, kind in _FOREIGN if pattern.fullmatch(name)), None)
@@ -56,7 +56,7 @@ def folder_kind(names: Iterable[str]) -> str | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether *name* is valid Unicode: a record can hold it, and a terminal show it."""
+    """Whether *name* is valid Unicode, so that a record can hold it and a terminal can show it."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -65,13 +65,13 @@ def is_text(name: str) -> bool:
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank whose random state the file *name* holds, None if it is no rank's own."""
+    """Return the rank whose random state the file *name* holds, None if it belongs to no rank."""
     match = _RANKS_RANDOM_STATE.fullmatch(name)
     return None if match is None else int(match["rank"])
 
 
 def owner_of_file(name: str, *, world_size: int) -> int:
-    """Return the rank that keeps the file *name*: its own random state, or the first for those of no rank."""
+    """Return the rank that keeps the file *name*: the owner of a random state, or rank 0 for files of no rank."""
     rank = rank_of_file(name)
     return rank if rank is not None and rank < world_size else 0
 

@@ -1,8 +1,9 @@
 """
-Gathered weights: the headers of safetensors files that a Trainer writes beside the shards.
+Gathered weights: the headers of safetensors files that a Trainer writes next to the shards.
 
 Headers are read strictly, and each tensor is matched by name with the parameter or buffer whose bytes it should have.
-Whether it has them, an ingest checks bit for bit. Why not with the safetensors package: docs/adr/0030-safetensors.md.
+An ingest checks bit for bit whether it has them. For why we do not use the safetensors package, see
+docs/adr/0030-safetensors.md.
 """
 
 import json
@@ -20,7 +21,7 @@ from layerstore.model import Buffer, Parameter
 from layerstore.zero3.sourcefile import open_source
 
 Suppliers = Mapping[str, Parameter | Buffer]
-"""By every name that a tensor of a weights file may have."""
+"""Parameters and buffers by every name that a tensor of a weights file may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def read_gathered(
 
 
 def suppliers_of(parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> Suppliers:
-    """Return which parameter or buffer each name means; a name without wrappers only if it fits one of them."""
+    """Return the parameter or buffer that each name means; names without wrappers only if they are unambiguous."""
     found: dict[str, Parameter | Buffer] = {}
     bare: dict[str, list[Parameter | Buffer]] = {}
     items: list[Parameter | Buffer] = [*parameters, *buffers]
@@ -96,7 +97,7 @@ def suppliers_of(parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> 
 
 
 def supplier_of(name: str, suppliers: Suppliers) -> Parameter | Buffer | None:
-    """Return which of *suppliers* the tensor *name* of a weights file should be; None if none has its name."""
+    """Return the supplier that the tensor *name* of a weights file should equal; None if none has its name."""
     return suppliers.get(name) or suppliers.get(strip_wrappers(name))
 
 
@@ -133,7 +134,7 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
             begin, end = entry["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
                 raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
-            # Checked before multiplying: thousands of numbers with thousands of digits would take hours.
+            # Check before multiplying: thousands of numbers with thousands of digits would take hours.
             if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max([end, *entry["shape"]]) >= 1 << 63:
                 raise _damaged(path, f"tensor {name!r} has sizes that no tensor has")
             elements = prod(entry["shape"])

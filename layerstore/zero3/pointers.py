@@ -1,5 +1,5 @@
 """
-Pointer files: small ``.pt`` files that stand for shards whose state is in a store.
+Pointer files: small ``.pt`` files that stand in for shards whose state is in a store.
 
 Loading one without layerstore, with ``torch.load`` or through an engine, fails with an error that says what the file
 is and how to write the checkpoint out.
@@ -16,7 +16,7 @@ from layerstore.zero3.pt import layout_pt, read_pt
 
 _KEY = "layerstore"
 _WORDS = "this file cannot be loaded"
-# A pointer has two kilobytes, plus a few hundred bytes for each layer of a mixture. Real shards have megabytes.
+# A pointer takes two kilobytes, plus a few hundred bytes per layer of a mixture. Real shards take megabytes.
 _SIZE_BYTES_MAX = 1 * MIB
 
 
@@ -34,7 +34,7 @@ class Pointer:
     is_pin: bool = False
     policy: str = "latest"
     layers: Tree = None
-    """The entry of every layer; None where all are the commit's own."""
+    """The entry of every layer; None if all are the commit's own."""
 
     @property
     def command(self) -> str:
@@ -44,12 +44,12 @@ class Pointer:
 
 
 def pointer_bytes(pointer: Pointer, *, stem: str) -> bytes:
-    """Return the bytes of a pointer file that is called *stem*."""
+    """Return the bytes of a pointer file named *stem*."""
     words = (
         f"{stem}.pt is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
-    # No device has such a name. Only this error of torch has the same words with weights_only and without.
+    # No device has this name. Only this error of torch has the same text with and without weights_only.
     tree: dict[Tree, Tree] = {
         _KEY: dict(asdict(pointer).items()),
         _WORDS: Inert(name="torch.device", arguments=(words,)),
@@ -68,7 +68,7 @@ def read_pointer(path: Path) -> Pointer | None:
             return None
         tree = read_pt(path).tree
     except (LayerstoreError, OSError):
-        return None  # not a pointer: the reader of shards will say what is wrong with it
+        return None  # not a pointer; the shard reader will say what is wrong with it
     fields = tree.get(_KEY) if isinstance(tree, dict) and _WORDS in tree else None
     if not isinstance(fields, dict):
         return None
@@ -76,7 +76,7 @@ def read_pointer(path: Path) -> Pointer | None:
         pointer = Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # looked at next
         for field in dataclasses.fields(Pointer):
             value = getattr(pointer, field.name)
-            if isinstance(field.type, type) and type(value) is not field.type:  # a tree may be anything
+            if isinstance(field.type, type) and type(value) is not field.type:  # Tree allows any type
                 raise TypeError(f"its {field.name} is a {type(value).__name__}")
     except TypeError as exc:
         raise InvalidInput(

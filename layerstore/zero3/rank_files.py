@@ -1,8 +1,8 @@
 """
-The ranks' files: read, compared with each other, and asked for the model and its optimizer.
+Read the ranks' files, compare them with each other, and extract the model and its optimizer.
 
-Errors name ranks that disagree, lengths that do not fit and settings that keep state out of the files. The engine's
-own loader would accept most of them silently.
+Errors name ranks that disagree, lengths that do not fit, and settings that keep state out of the files. The engine's
+own loader would silently accept most of these.
 """
 
 import math
@@ -36,11 +36,11 @@ from layerstore.zero3.trees import (
 MASTER = ""
 """The state name of a master's flat buffer."""
 
-# The states that Adam, Lion, SGD and the like keep for every element.
+# States that Adam, Lion, SGD and similar optimizers keep for every element.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 
 STEP = "step"
-"""The optimizer's count of updates, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
+"""The optimizer's update count, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
 _COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
 """The element types of such a tensor."""
 
@@ -78,7 +78,7 @@ class RankSource:
 
     @property
     def fragments(self) -> dict[str, TreeView]:
-        """This rank's slices of frozen parameters; none where they were left out of the checkpoint."""
+        """This rank's slices of frozen parameters; empty if they were left out of the checkpoint."""
         found = self.model.get("frozen_param_fragments")
         return {} if found is None else {str(name): fragment for name, fragment in found.children()}
 
@@ -106,29 +106,29 @@ class Common:
     optimizer_states: list[tuple[str, int, str]]
     """State, sub-group and element type of every flat buffer."""
     optimizer_steps: list[int | None]
-    """How many updates the optimizer has counted for each sub-group."""
+    """The optimizer's update count for each sub-group."""
     frozen_parameters: dict[str, tuple[Tree, str, int]]
-    """Shape, element type and slice length of those whose weights the rank holds."""
+    """Shape, element type and slice length of the frozen parameters whose weights the rank holds."""
     buffers: dict[str, Buffer]
     """In the model's order."""
 
 
 def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) -> list[RankSource]:
-    """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
+    """Read every rank's pair of files; raises Unsupported if a setting kept state out of them."""
 
     pickles = Pickles(allowed_globals)
 
     def read(pair: RankFiles) -> RankSource:
         return rank_source(pair.rank, read_pt(pair.model, pickles), read_pt(pair.optimizer, pickles))
 
-    # The first alone, as the others are like it.
+    # The first one before the others, which are copies of it.
     first = read(pairs[0])
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
         return [first, *pool.map(read, pairs[1:])]
 
 
 def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSource:
-    """Return one rank's two files with their flat buffers; raises Unsupported where state was kept out of them."""
+    """Return one rank's two files with their flat buffers; raises Unsupported if state was kept out of them."""
     model = TreeView(model_file.tree, path=model_file.path)
     optimizer = TreeView(optimizer_file.tree, path=optimizer_file.path)["optimizer_state_dict"]
     refuse_settings(model, optimizer)
@@ -138,7 +138,7 @@ def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSo
 
 
 def check_saved_as_named(ranks: list[RankSource]) -> None:
-    """Raise if a file has another file's name; only the folder inside its archive shows that."""
+    """Raise if a file was renamed to another file's name, which only the folder inside its archive shows."""
     for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
         if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
             raise LayoutMismatch(
@@ -162,7 +162,7 @@ def common_of(rank: RankSource) -> Common:
 
 
 def agreed(ranks: list[RankSource]) -> Common:
-    """Return the facts that *ranks* share; raises unless these are all ranks of one save."""
+    """Return the facts that *ranks* share; raises unless they are all the ranks of one save."""
     found = [common_of(rank) for rank in ranks]
     first, folder = found[0], ranks[0].model.path.parent
     for rank, other in zip(ranks, found, strict=True):
@@ -207,7 +207,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
     _check_states_present(states, len(masters), model)
     lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
     names = _sliced(states, lengths)
-    # Quantized moments are never slices, whatever their length: they mean nothing without their block's scale.
+    # Quantized moments are never slices, whatever their length: they are meaningless without their block's scale.
     is_whole = bool(undivided_in(states, lambda key, _: key in names))
     for group, (_, master) in enumerate(masters):
         yield Flat(state=MASTER, group=group, tensor=master.tensor())
@@ -248,7 +248,7 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 
 def _may_be_stateless(model: TreeView) -> bool:
-    """Whether the optimizer may have no state, like plain SGD: nothing was offloaded."""
+    """Whether the optimizer may have no state, like plain SGD, because nothing was offloaded."""
     zero = (config_of(model) or {}).get("zero_optimization")
     if not isinstance(zero, dict):
         return False  # unknown: refusing is better than losing moments
@@ -257,7 +257,7 @@ def _may_be_stateless(model: TreeView) -> bool:
 
 
 def check_rank(rank: RankSource, common: Common) -> None:
-    """Raise unless every flat buffer is as long as its parameters' slices, and each parameter has one place."""
+    """Raise unless every flat buffer is as long as its parameters' slices, and each parameter occurs once."""
     _check_names(rank, common.param_shapes)
     _check_flats(rank, common)
     _check_states(rank)
@@ -287,7 +287,7 @@ def _check_states(rank: RankSource) -> None:
     """
     Raise unless a state that is sliced in one sub-group is sliced in all that have it.
 
-    A moment of another length would otherwise be taken for a scalar of its sub-group and be lost to its layers.
+    Otherwise, a moment of another length would be taken for a scalar of its sub-group and lost to its layers.
     """
     lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
     states = optimizer_states(rank.optimizer)
@@ -315,7 +315,7 @@ def _check_names(rank: RankSource, groups: Groups) -> None:
         seen |= group.keys()
 
 
-# -- what the model consists of -------------------------------------------------------------------------------------
+# -- the parts of the model ------------------------------------------------------------------------------------------
 
 
 def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
@@ -376,7 +376,7 @@ def _optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
 
 
 def _count(counter: Tree) -> int | None:
-    """Return a step counter as a number; None where it is none."""
+    """Return a step counter as a number; None if it is not a counter."""
     if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS):
         return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
     content, layout = counter.storage.content, _COUNTERS[counter.storage.dtype]
@@ -397,7 +397,7 @@ def _count(counter: Tree) -> int | None:
 
 
 def counter_like(old: Tree, count: int) -> Tree:
-    """Return a step counter like *old* that says *count*; raises LayoutMismatch where it is none."""
+    """Return a step counter like *old* with the value *count*; raises LayoutMismatch if *old* is not a counter."""
     if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in _COUNTERS:
         return with_content(old, _COUNTERS[old.storage.dtype].pack(count))
     if isinstance(old, int) and not isinstance(old, bool):

@@ -1,8 +1,8 @@
 """
-Read a checkpoint's files into a `Checkpoint`: layers with the places of their slices, and each rank's state.
+Read a checkpoint's files into a `Checkpoint`: layers with the positions of their slices, and each rank's state.
 
-Nothing is guessed. Payloads are not read, except for step counters and for buffers, which ranks may share.
-A live save reads one rank at a time: see `share_of`.
+Nothing is guessed. Payloads are not read, except for step counters and for buffers, which ranks may share. A live save
+reads one rank at a time; see `share_of`.
 """
 
 import re
@@ -50,7 +50,7 @@ _KINDS = tuple(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceSource:
-    """Where one slice of a layer lies in the source."""
+    """The position of one slice of a layer in the source."""
 
     name: str
     """The parameter or buffer."""
@@ -96,12 +96,12 @@ class LayerSource:
     objects: tuple[ObjectSource, ...]
     """By kind, then by shard."""
     optimizer_step: int | None
-    """The optimizer's count of updates; None without a counter, or where counters differ."""
+    """The optimizer's update count; None if there is no counter, or if counters differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """All of a checkpoint."""
+    """A whole checkpoint."""
 
     found: FoundCheckpoint
     step: int
@@ -114,7 +114,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
     checks: tuple[tuple[str, Located], ...]
-    """Record name and place of every storage of every ``.pt`` file; its bytes must match the checksum there."""
+    """Record name and position of every storage in every ``.pt`` file; its bytes must match the checksum there."""
     notes: tuple[str, ...]
     """What was left out or looks odd, for the user."""
 
@@ -126,7 +126,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of a checkpoint: the slices that it holds, and its state."""
+    """One rank's share of a checkpoint: its slices and its state."""
 
     rank: int
     world_size: int
@@ -152,7 +152,7 @@ def read_checkpoint(
 
     Raises:
         SourceCheckpoint: A file is damaged, incomplete or untrusted.
-        LayoutMismatch: Its ranks do not fit each other, or a length does not fit its parameter.
+        LayoutMismatch: Its ranks do not match each other, or a length does not fit its parameter.
         Unsupported: A setting kept state out of the files.
     """
     ranks = read_ranks(found.ranks, allowed_globals)
@@ -177,7 +177,7 @@ def read_checkpoint(
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Note counts that differ; not an error, because an optimizer can be younger than its engine."""
+    """Note differing counts; not an error, because an optimizer can be younger than its engine."""
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
     # DeepSpeed up to 0.13.1 made an empty first update of its own.
@@ -189,7 +189,7 @@ def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
 
 
 def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
-    """Return the trainer's own step where it left one: the engine's counter may have started elsewhere."""
+    """Return the trainer's own step if it left one, since the engine's counter may have started elsewhere."""
     path = found.folder / TRAINER_STATE
     return step_of_trainer(path) if path in found.others else default
 
@@ -231,14 +231,14 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
 
 def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | None) -> Share:
     """
-    Return what *rank* alone holds; the paths of its files are below *folder*.
+    Return the share of *rank*; the paths of its files are below *folder*.
 
     The caller joins the shares of all ranks. It checks that they agree, compares their buffers, and takes the tied
-    names from the first rank, which alone records them.
+    names from rank 0, the only one that records them.
 
     Raises:
         LayoutMismatch: A length does not fit its parameter.
-        Unsupported: State of the optimizer lives elsewhere.
+        Unsupported: Part of the optimizer's state is elsewhere.
     """
     common = common_of(rank)
     check_rank(rank, common)
@@ -257,7 +257,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
 def _cut_layers(
     ranks: list[RankSource], common: Common, parameters: Mapping[str, Parameter], *, pattern: re.Pattern[str] | None
 ) -> tuple[LayerSource, ...]:
-    """Return every layer, in the model's order, with the slices that *ranks* have; *pattern* names layers."""
+    """Return every layer, in the model's order, with the slices of *ranks*; *pattern* names layers."""
     groups, buffers, world_size = common.param_shapes, common.buffers, common.dp_world_size
 
     def layer(name: str) -> str:
@@ -318,7 +318,7 @@ def _frozen_slices(
 def _slice(
     kind: Kind, tensor: Tensor, start: int, elements: int, *, name: str, state: str = ""
 ) -> Iterator[tuple[Kind, SliceSource]]:
-    """Yield the slice of *tensor* from element *start* on, or nothing where all of it is padding."""
+    """Yield the slice of *tensor* from element *start*, or nothing if all of it is padding."""
     located = tensor.storage.content
     assert isinstance(located, Located), "trees that were just read point into their files"
     if elements:
@@ -348,7 +348,7 @@ def _by_layer(
 def _buffer_objects(
     ranks: list[RankSource], buffers: Mapping[str, Buffer], layer: Callable[[str], str]
 ) -> Iterator[tuple[str, ObjectSource]]:
-    """Yield one object per layer where all ranks hold the same buffers, else one per rank."""
+    """Yield one object per layer if all ranks hold the same buffers, else one per rank."""
     by_rank = [
         dict(_by_layer(_buffer_slices(rank, buffers), layer, shard=rank.rank, shards=len(ranks))) for rank in ranks
     ]

@@ -1,8 +1,8 @@
 """
-Element types: weights from their fp32 master as the engine rounds them, and conversions for exports.
+Convert element types: round weights from their fp32 master as the engine does, and convert for exports.
 
-Rounding is to nearest, ties to even. NaNs may round differently elsewhere: a derivation is checked bit for bit
-before anything relies on it. numpy is imported with the first element, because most commands convert none.
+Rounding is to nearest, ties to even. NaNs may round differently elsewhere, so every derivation is checked bit for bit
+before anything relies on it. numpy is imported with the first conversion, because most commands need none.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Bytes = bytes | bytearray | memoryview
 
 
 def can_derive(master: str, weights: str) -> bool:
-    """Whether weights of the type *weights* may follow from a master of the type *master*."""
+    """Whether weights of the type *weights* may be derived from a master of the type *master*."""
     return master == weights or (master, weights) in _ROUNDINGS
 
 
 def can_convert(source: str, target: str) -> bool:
-    """Whether `convert` supports the type *source* as the type *target*."""
+    """Whether `convert` supports converting *source* to *target*."""
     return source == target or (source in _INFINITIES and can_derive("F32", target))
 
 
@@ -29,7 +29,7 @@ def convert(data: Bytes, *, source: str, target: str) -> memoryview:
     """
     Return the *source*-typed elements of *data* as *target*: widened, or rounded to nearest, ties to even.
 
-    As in torch, all types but fp32 become fp32 first.
+    As in torch, all types other than fp32 are first converted to fp32.
     """
     if source == target:
         return memoryview(data).cast("B")
@@ -42,7 +42,7 @@ def convert(data: Bytes, *, source: str, target: str) -> memoryview:
 
 
 def equal_bytes(left: memoryview, right: memoryview) -> bool:
-    """Whether both hold the same bytes. Python's own comparison looks at one byte at a time."""
+    """Whether both hold the same bytes; Python's own comparison looks at one byte at a time."""
     import numpy as np
 
     return np.array_equal(np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
@@ -85,7 +85,7 @@ def _to_bfloat16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
     odd += words
     # Little-endian: the upper half of each word is every second element.
     rounded = odd.view("<u2")[1::2].copy()
-    # Comparing masked bits would take two more arrays of this size, which costs more than all the rest.
+    # Comparing masked bits would take two more arrays of this size, which would cost more than everything else.
     is_nan = np.isnan(words.view("<f4"))
     if is_nan.any():
         rounded[is_nan] = 0x7FC0
@@ -95,7 +95,7 @@ def _to_bfloat16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
 def _to_float16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
     import numpy as np
 
-    with np.errstate(over="ignore", invalid="ignore"):  # to infinity, as the engine does
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as in the engine
         return words.view("<f4").astype("<f2")
 
 
@@ -104,7 +104,7 @@ _ROUNDINGS: dict[tuple[str, str], Callable[["npt.NDArray[np.uint32]"], "npt.NDAr
     ("F32", "F16"): _to_float16,
 }
 
-# The unsigned integer of each type's size, and the bits of infinity.
+# For each type, the unsigned integer of its size, and the bits of infinity.
 _INFINITIES = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
     "F32": ("<u4", 0x7F80_0000),

@@ -1,8 +1,8 @@
 """
-Slices: how ZeRO-3 cuts parameters and param groups, and where a composite's slices are stored.
+Slices: how ZeRO-3 shards parameters and param groups, and where a composite's slices are stored.
 
 Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
-Each layer may have been saved by another number of ranks. `Slices` finds any elements of any parameter.
+Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,17 +41,17 @@ def valid_elements(elements: int, world_size: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring elements of one slice."""
+    """Adjacent elements of one slice."""
 
     shard: int
     start: int
-    """The first element, counted from the beginning of the slice."""
+    """The first element, counted from the start of the slice."""
     elements: int
 
 
 def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[Stretch]:
     """
-    Yield where the elements *begin* to *end* of a parameter lie that was cut into *shards* slices, in order.
+    Yield where the elements *begin* to *end* of a parameter in *shards* slices are, in order.
 
     The second of three ranks needs these of nine elements that two ranks saved:
 
@@ -72,7 +72,7 @@ def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Bytes of an object and where they go."""
+    """Bytes of an object and their destination."""
 
     object: BlobRef
     object_offset: int
@@ -81,16 +81,16 @@ class Piece:
     offset: int
     """In the output file."""
     rounding: tuple[str, str] | None = None
-    """From which element type to which; None to copy the bytes as they are."""
+    """The source and target element types; None to copy the bytes as they are."""
     crc32: int | None = None
-    """Of a whole slice that is copied; no other bytes have a stored checksum."""
+    """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
     is_measured: bool = False
-    """Whether its checksum is unknown and wanted, so that the copy has to compute it."""
+    """Whether its checksum is wanted but unknown, so that the copy must compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSlice:
-    """One slice, and where it lies in its object."""
+    """One slice, and its position in its object."""
 
     object: StoredObject
     tensor: StoredTensor
@@ -102,7 +102,7 @@ class StoredSlice:
         return slice_bytes(self.tensor)
 
     def piece(self, offset: int, *, start: int = 0, elements: int | None = None) -> Piece:
-        """Return the piece that copies *elements* of the slice from *start* on to *offset*; all of it by default."""
+        """Return the piece that copies *elements* of the slice from *start* to *offset*; by default all of it."""
         count = self.tensor.elements if elements is None else elements
         item_bytes = by_code(self.tensor.dtype).bytes
         return Piece(
@@ -115,7 +115,7 @@ class StoredSlice:
 
 
 def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
-    """Yield the slices of an object; raises IntegrityError where they do not fill it."""
+    """Yield the slices of an object; raises IntegrityError if they do not fill it."""
     framing = frame(stored.tensors)
     if framing.size_bytes != stored.size_bytes:
         raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
@@ -143,7 +143,7 @@ class Slices:
         return sum(stored.size_bytes for stored in self._stored.values())
 
     def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> StoredSlice:
-        """Return one slice; raises LayoutMismatch where the layer has none."""
+        """Return one slice; raises LayoutMismatch if the layer lacks it."""
         stored = self._stored.get((kind, name, state, shard))
         if stored is None:
             what = f"{kind}{f' {state}' if state else ''}"
@@ -163,11 +163,11 @@ class Slices:
         as_stored: bool = False,
     ) -> Iterator[Piece]:
         """
-        Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, from *offset* on.
+        Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, starting at *offset*.
 
         Raises:
-            LayoutMismatch: They are not stored, or with *as_stored* not as *dtype*.
-            Unsupported: They are stored as a type that cannot become *dtype*.
+            LayoutMismatch: They are not stored or, with *as_stored*, not as *dtype*.
+            Unsupported: They are stored as a type that cannot be converted to *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
         for stored, stretch in self.stretches(kind, name, state=state, begin=begin, end=end):
@@ -188,7 +188,7 @@ class Slices:
         self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
     ) -> Iterator[tuple[StoredSlice, Stretch]]:
         """
-        Yield the slices that hold the elements *begin* to *end* of a parameter, and where in each.
+        Yield the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
 
         Raises:
             LayoutMismatch: They are not stored.
@@ -207,13 +207,13 @@ class Slices:
             yield stored, stretch
 
     def shards(self, kind: Kind, name: str) -> int:
-        """Return the number of slices of *name*; 0 where this kind is not stored."""
+        """Return the number of slices of *name*; 0 if this kind is not stored."""
         return self._shards.get((kind, name), 0)
 
     def weights_kind(self, name: str, dtype: str) -> Kind:
         """Return the kind to take weights of the type *dtype* from."""
-        # Stored weights are what the trainer itself would have saved: taken if they have the wanted type, or if a
-        # frozen parameter has nothing else. Otherwise the master, which is more precise.
+        # Stored weights are what the trainer itself would have saved. Take them if they have the wanted type, or if a
+        # frozen parameter has nothing else; otherwise take the master, which is more precise.
         if not self.shards(Kind.WEIGHTS, name):
             return Kind.MASTER
         is_wanted = self.find(Kind.WEIGHTS, name, shard=0).tensor.dtype == dtype
@@ -228,7 +228,7 @@ class Slices:
         return {name: shards for (kind, name), shards in self._shards.items() if kind is Kind.BUFFERS and shards > 1}
 
     def parameter(self, name: str) -> Parameter:
-        """Return the parameter *name*; raises LayoutMismatch where no layer has it."""
+        """Return the parameter *name*; raises LayoutMismatch if no layer has it."""
         if name not in self.parameters:
             raise LayoutMismatch(f"parameter {name!r} is in none of the chosen layers", name=name)
         return self.parameters[name]

@@ -1,8 +1,8 @@
 """
 Plain reads of a source checkpoint's files, and the errors that describe them.
 
-Another program owns a source: it may be missing, a pipe, unreadable, or be truncated while we read it.
-It is never mapped into memory: truncating a mapped file would kill the process that reads it (ADR 7).
+Another program owns a source, which may be missing, a pipe, unreadable, or truncated while we read it. It is never
+mapped into memory, because truncating a mapped file would kill the process that reads it (ADR 7).
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, StorageIO
 
-# Errors of the checkpoint rather than of the disk: nothing is there, or it is no regular file.
+# Errors of the checkpoint rather than of the disk: nothing is there, or it is not a regular file.
 _NO_SUCH_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 _NO_PATH_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL})
 _NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
@@ -30,10 +30,10 @@ class OpenedSource:
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
         """
-        Return exactly *size_bytes* from *offset_bytes* on.
+        Return exactly *size_bytes* from *offset_bytes*.
 
         Raises:
-            SourceCheckpoint: The file ends before that: it was cut short, perhaps just now.
+            SourceCheckpoint: The file ends before that: it was truncated, perhaps just now.
             StorageIO: The disk refused.
         """
         data = bytearray(size_bytes)
@@ -41,18 +41,18 @@ class OpenedSource:
         return bytes(data)
 
     def read_each(self, buffers: Sequence[memoryview], offset_bytes: int) -> None:
-        """Fill *buffers* one after the other with what lies from *offset_bytes* on; raises as `read_at` does."""
+        """Fill *buffers* one after another with the bytes from *offset_bytes*; raises as `read_at` does."""
         try:
             count = os.preadv(self._fd, buffers, offset_bytes)
         except OSError as exc:
             raise _refused_by_disk(self.path, exc) from exc
         for buffer in buffers:
-            if count < len(buffer):  # the system may return less than was asked for
+            if count < len(buffer):  # the system may return less than requested
                 self.read_into(buffer, offset_bytes)
             count, offset_bytes = count - len(buffer), offset_bytes + len(buffer)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        """Fill *buffer* from *offset_bytes* on; raises as `read_at` does."""
+        """Fill *buffer* from *offset_bytes*; raises as `read_at` does."""
         while buffer:
             try:
                 count = os.preadv(self._fd, [buffer], offset_bytes)
@@ -69,7 +69,7 @@ def open_source(path: Path) -> Iterator[OpenedSource]:
     Open *path* for plain reads, following symbolic links: `discover` has already refused unwanted ones.
 
     Raises:
-        SourceCheckpoint: There is nothing, or something that is not a regular file.
+        SourceCheckpoint: Nothing is there, or it is not a regular file.
         StorageIO: The disk refused; errno is kept.
     """
     # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
@@ -110,7 +110,7 @@ def stat_source(path: Path) -> os.stat_result:
 
 
 def real_path(path: Path) -> Path:
-    """Return *path* without links or dots; raises InvalidInput where it is none."""
+    """Return *path* without links or dots; raises InvalidInput if it is not a path."""
     try:
         # is_dir: only looking finds a name that is too long.
         real = path.resolve()

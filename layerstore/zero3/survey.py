@@ -1,7 +1,7 @@
 """
-Every ZeRO-3 checkpoint below a folder, in the order of their steps.
+Find every ZeRO-3 checkpoint below a folder, in step order.
 
-Incomplete checkpoints are listed too: ingesting one says what is wrong with it. Symbolic links are not followed.
+Incomplete checkpoints are listed too; ingesting one says what is wrong with it. Symbolic links are not followed.
 """
 
 import re
@@ -28,7 +28,7 @@ class FoundTag:
     tag: str
     """DeepSpeed's folder inside it."""
     step: int | None
-    """The trainer's step, else the engine's; None where neither can be read."""
+    """The trainer's step, else the engine's; None if neither can be read."""
 
     @property
     def path(self) -> Path:
@@ -41,7 +41,7 @@ class Survey:
     """The checkpoints below some folders."""
 
     found: tuple[FoundTag, ...]
-    """By step; those without one by the last number in their name."""
+    """By step; those without a step, by the last number in their name."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 
@@ -51,11 +51,11 @@ def checkpoints_below(tops: Iterable[Path]) -> Survey:
     Find every ZeRO-3 checkpoint below the folders *tops*, which may be checkpoints themselves.
 
     Raises:
-        SourceCheckpoint: One of them is no folder, or there is no checkpoint below any of them.
+        SourceCheckpoint: One of them is not a folder, or there is no checkpoint below any of them.
     """
     tops = [real_path(top) for top in tops]
     notes: list[str] = []
-    # A dict, because one of the folders may lie inside another.
+    # A dict, because one of the folders may be inside another.
     tags = dict.fromkeys(tag for top in tops for tag in _tag_folders(top, notes))
     if not tags:
         raise SourceCheckpoint(
@@ -85,7 +85,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
                 notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
             continue
         if kind is not None:
-            # Only the names say so, and an ordinary folder may have such a name: look below it all the same.
+            # Only the names say so, and an ordinary folder may have such names, so look below it anyway.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")
         if "store.json" in names and "objects" in names:
             notes.append(f"ignored {folder}: it is a store")
@@ -97,7 +97,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
 
 
 def _step(tag: Path) -> int | None:
-    """Return the trainer's step, else the engine's as rank 0 has it: good enough for sorting."""
+    """Return the trainer's step, else the engine's from rank 0, which is good enough for sorting."""
     state, model = tag.parent / TRAINER_STATE, tag / FIRST_SHARD
     if state.is_symlink() or model.is_symlink():
         return None

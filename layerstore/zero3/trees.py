@@ -1,5 +1,5 @@
 """
-Typed views into the trees of DeepSpeed's files; the settings and optimizers whose state cannot be cut into layers.
+Typed views into the trees of DeepSpeed's files; settings and optimizers whose state cannot be split by layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class TreeView:
         return found
 
     def get(self, key: str | int) -> "TreeView | None":
-        """Return the part under *key*, None where there is none."""
+        """Return the part under *key*, None if there is none."""
         holder = self.value
         if isinstance(holder, dict) and key in holder:
             return TreeView(holder[key], path=self.path, where=self._name(key))
@@ -45,7 +45,7 @@ class TreeView:
         return None
 
     def optional(self, key: str | int) -> dict[Tree, Tree]:
-        """Return the map under *key*, an empty one where there is none."""
+        """Return the map under *key*, empty if there is none."""
         found = self.get(key)
         return {} if found is None else found.mapping()
 
@@ -111,13 +111,13 @@ def optimizer_states(optimizer: TreeView) -> TreeView:
 
 
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
-    """Raise Unsupported for a stage or setting under which the files do not hold the whole state."""
+    """Raise Unsupported for a stage or setting that keeps part of the state out of the files."""
     for what, remedy in _unsupported_settings(model, optimizer):
         raise Unsupported(f"{model.path} {what}, which is not supported", hint=f"{remedy}, and save again")
 
 
 def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tuple[str, str]]:
-    """Yield what is not supported, and how to train without it."""
+    """Yield each unsupported setting, and how to train without it."""
     stage = optimizer.get("zero_stage")
     found = stage.value.arguments if stage is not None and isinstance(stage.value, Inert) else None
     if found != (STAGE_3,):
@@ -131,7 +131,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     config = config_of(model)
     zero = (config or {}).get("zero_optimization")
     if not isinstance(zero, dict):
-        return  # DeepSpeed was given a path: the files themselves are all there is to go by
+        return  # DeepSpeed was given a path, so only the files themselves can tell
     offload = zero.get("offload_param")
     if model.optional("frozen_param_fragments"):
         if isinstance(offload, dict) and offload.get("device") == "nvme":
@@ -143,7 +143,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
 
 
 def config_of(model: TreeView) -> dict[Tree, Tree] | None:
-    """Return DeepSpeed's config as it is in the file; None where it was given as a path."""
+    """Return DeepSpeed's config from the file; None if it was given as a path."""
     config = model.get("ds_config")
     return config.value if config is not None and isinstance(config.value, dict) else None
 
@@ -153,7 +153,7 @@ def undivided(state: RankState) -> str:
     Describe the first part of the optimizer's state that several parameters of a sub-group share; empty if none.
 
     8-bit optimizers keep moments in blocks whose scales belong to no layer; others keep factors of a whole matrix.
-    Such a state is kept unchanged, rank by rank, and can be used only with the save that it was part of.
+    Such a state is kept unchanged, rank by rank, and can be used only with the save that it belongs to.
     """
     return undivided_in(
         optimizer_states(TreeView.of(state.optimizer)),

@@ -13,14 +13,14 @@ import re
 from collections.abc import Mapping
 
 BEGINS = b"<!doctype html>\n<!-- layerstore report -->\n"
-"""The first bytes of every such file, which tell it from any other."""
+"""The first bytes of every report, which distinguish it from any other file."""
 
-# Mails and tickets take an attachment of this size.
+# Mail and ticket systems accept attachments of this size.
 PAGE_BYTES_MAX = 1_000_000
 
 _MARK = re.compile(r"\{\{([A-Z]+)\}\}")
 
-# What could end a script element, or begin another one.
+# Characters that could end a script element, or begin another one.
 _ESCAPED = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
 

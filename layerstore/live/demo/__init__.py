@@ -1,4 +1,4 @@
-"""``layerstore demo``: a training goes through a store and comes out bit-identical; everything is measured."""
+"""``layerstore demo``: train through a store, prove the result bit-identical, and measure everything."""
 
 from layerstore.live.demo.run import STEPS, STEPS_MIN, run_demo
 

@@ -1,8 +1,8 @@
 """
 Launch a training program on several CPU ranks of this machine, and follow its events while it runs.
 
-All output of the ranks goes to one log file; events are lines of it that begin with a mark. So no pipe can fill up,
-and everything can still be read afterwards. Only the ranks import torch.
+All output of the ranks goes to one log file; events are lines in it that start with a mark. So no pipe can fill up, and
+everything can be read afterwards. Only the ranks import torch.
 """
 
 import json
@@ -24,13 +24,13 @@ POLL_SECONDS = 0.1
 TAIL_LINES = 15
 
 Event = dict[str, Any]
-"""What a rank told: its ``kind``, and facts that JSON can hold."""
+"""A rank's message: its ``kind``, and facts that JSON can hold."""
 
 
 def tell(kind: str, **facts: object) -> None:
-    """Tell the parent of an event; called by the ranks."""
-    # A single write to a file in append mode is not torn by the other ranks' output; the first line end finishes
-    # whatever line they have begun.
+    """Report an event to the parent; called by the ranks."""
+    # Other ranks' output cannot tear a single write to a file in append mode; the first newline ends any line that they
+    # have begun.
     os.write(1, f"\n{MARK}{json.dumps({'kind': kind, **facts})}\n".encode())
 
 
@@ -38,7 +38,8 @@ def run_ranks(
     module: str, arguments: Sequence[str], *, count: int, folder: Path, log: Path, hear: Callable[[Event], object]
 ) -> None:
     """
-    Run a training program on *count* ranks to its end; *hear* gets their events. However it ends, no rank is left.
+    Run a training program on *count* ranks to its end; *hear* gets their events. However it ends, no rank is left
+    running.
 
     Raises:
         LayerstoreError: It failed. The last lines of its log are in ``facts["tail"]``.
@@ -53,14 +54,14 @@ def run_ranks(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Its own session: Ctrl-C reaches us alone, and torchrun ends the ranks in order.
+            # Its own session, so that only we get Ctrl-C, and torchrun ends the ranks cleanly.
             start_new_session=True,
         )
     try:
         status = _follow(process, log, hear)
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun ends its ranks, and kills those that do not end
+            process.terminate()  # torchrun terminates its ranks, and kills those that do not exit
             process.wait()
     if status != 0:
         reason = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
@@ -74,7 +75,7 @@ def _follow(process: "subprocess.Popen[bytes]", log: Path, hear: Callable[[Event
     with log.open("rb") as output:
         rest = b""
         while True:
-            status = process.poll()  # before reading, so that the last output is read below
+            status = process.poll()  # polled before reading, so that the last output is read below
             *lines, rest = (rest + output.read()).split(b"\n")
             for line in lines:
                 text = line.decode(errors="replace")
@@ -86,7 +87,7 @@ def _follow(process: "subprocess.Popen[bytes]", log: Path, hear: Callable[[Event
 
 
 def _tail(log: Path) -> list[str]:
-    """Return the last lines that a rank wrote, without torchrun's report of the failure."""
+    """Return the ranks' last lines, without torchrun's failure report."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line and not line.startswith(MARK)]
     for index, line in enumerate(lines):
         if "torch/distributed/elastic" in line or "failed (exitcode" in line:
@@ -100,7 +101,7 @@ def cpu_environment() -> dict[str, str]:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
-        # One thread: the order of sums changes their bits.
+        # One thread, since the order of a sum changes its bits.
         "OMP_NUM_THREADS": "1",
         # gloo would resolve the host's name, which fails without a network.
         "GLOO_SOCKET_IFNAME": "lo",

@@ -1,13 +1,13 @@
 """
-The demo: a real DeepSpeed ZeRO-3 training goes through a store, and comes out the same.
+The demo: a real DeepSpeed ZeRO-3 training run goes through a store and comes out the same.
 
 A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested under three policies. DeepSpeed resumes
 from three composites: one of a single step, after which every loss is compared bit by bit with the uninterrupted run's;
-a mixture of steps; and one for a single rank, where masters and moments are compared. Then most commits are collected,
+a mixture of steps; and one for a single rank, whose masters and moments are compared. Then most commits are collected,
 and an HTML page shows what is left.
-Losses do not depend on everything (the embedding of a byte that is not in the text), so the layers that both runs save
-at the last step are compared, too: they have the same version only if all their weights and moments are the same bytes.
-All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
+Losses do not depend on every weight (for example, the embedding of a byte that is not in the text), so the layers that
+both runs save at the last step are compared too: they have the same version only if all their weights and moments are
+the same bytes. All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
 """
 
 import math
@@ -41,7 +41,7 @@ RANKS = 2
 OTHER_RANKS = 1
 RUN = "demo"
 SAVES = 10
-"""The uninterrupted run saves so often, the last time at its last step; composites are based on the middle save."""
+"""How often the uninterrupted run saves, the last time at its last step; composites are based on the middle save."""
 
 RESUMED_RUN = "resumed"
 RESIZED_RUN = "on-one-rank"
@@ -71,7 +71,7 @@ def loss_of(step: int, *, uninterrupted: float, resumed: float) -> Facts:
 
 
 def problems_of(facts: Facts) -> list[str]:
-    """Return what differs from what it should be, in words."""
+    """Return in words every fact that is not as expected."""
     losses = sum(not loss["identical"] for loss in facts["losses"])
     layers = sum(not is_same for is_same in facts["layers"].values())
     mixture, other = facts["mixture"], facts["other_ranks"]
@@ -98,8 +98,8 @@ def run_demo(
     Train, ingest, compose, resume and compare, all below *folder*; return what ``layerstore demo --json`` prints.
 
     The store and the logs stay. Unless *keep*, checkpoints are removed once they are ingested, and composites once all
-    proved identical. *force* removes what an earlier demo left in *folder*. *say* gets lines about the progress.
-    However it ends, it leaves no rank behind; an interrupt removes everything but the logs.
+    have proved identical. *force* removes what an earlier demo left in *folder*. *say* gets progress lines. However it
+    ends, no rank is left running; an interrupt removes everything but the logs.
 
     Raises:
         Unsupported: DeepSpeed needs something that is missing; nothing was changed.
@@ -116,7 +116,7 @@ def run_demo(
     try:
         return _Demo(folder, steps=steps, keep=keep, say=say).run()
     except BaseException as exc:
-        if not isinstance(exc, Exception):  # after a failure everything stays to be looked at
+        if not isinstance(exc, Exception):  # after a failure everything stays for inspection
             for name in _RESULTS:
                 _remove(folder / name)
         raise
@@ -127,7 +127,7 @@ def check_needs() -> None:
     Check that DeepSpeed can train here, without importing anything heavy.
 
     Raises:
-        Unsupported: Packages, ninja or the C++ compiler are missing; all that is missing is named at once.
+        Unsupported: Packages, ninja or the C++ compiler are missing; the message names everything that is missing.
     """
     packages = [name for name in _PACKAGES if find_spec(name) is None]
     if not _program("ninja"):
@@ -145,7 +145,7 @@ def check_needs() -> None:
 
 
 def _program(name: str) -> str | None:
-    """Return where the ranks find *name*: on the path, or in this Python's own folder."""
+    """Return where the ranks find *name*: on the PATH, or in this Python's own folder."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
@@ -354,7 +354,7 @@ class _Demo:
 
     @contextmanager
     def _part(self, name: str, text: str) -> Iterator[None]:
-        """Announce the part *name* and take its time."""
+        """Announce the part *name*, and time it."""
         self._say(text)
         started = time.monotonic()
         yield

@@ -1,8 +1,8 @@
 """
-What the demo does with stores and measures of them, without torch.
+The demo's work on stores, and its measurements of them, without torch.
 
-Every figure is of bytes written, or of arrays compared element by element, in this very run. The facts have the names
-that ``layerstore demo --json`` prints.
+Every figure comes from bytes written, or arrays compared element by element, in this run. The facts have the names that
+``layerstore demo --json`` prints.
 """
 
 import os
@@ -16,7 +16,7 @@ from layerstore.policy import Filter, Keep, Latest, Parity, Policy
 from layerstore.store import Store, init, open_store
 
 POLICIES: dict[str, Policy] = {"full": Latest(), "parity": Parity(), "filter": Filter(first=1, last=1)}
-"""The policies by name. The model has six blocks: filter's usual two at each end would be most of them."""
+"""The policies by name. The model has six blocks, and filter's usual two at each end would be most of them."""
 
 Facts = dict[str, Any]
 
@@ -51,7 +51,7 @@ def _usage(saved_by: str, sizes: list[int], *, total_bytes: int) -> Facts:
 
 
 def mixture_of(composite: Composite, name: str, *, saved: Path) -> Facts:
-    """Compare *composite*, by the policy *name*, with the store *saved* that was filled under that policy."""
+    """Compare *composite*, made by the policy *name*, with the store *saved*, which was filled under that policy."""
     with open_store(saved) as other:
         same = same_layers(other.compose(f"{composite.run}@{composite.step}"), composite)
     steps = Counter(choice.step for choice in composite.layers.values())
@@ -86,7 +86,7 @@ def resized(expected: Composite, actual: Composite) -> Facts:
 
 
 def collect(store: Store, keep: Keep) -> Facts:
-    """Collect what *keep* does not name, and verify every byte that is left."""
+    """Remove the commits that *keep* does not name, and verify every byte that is left."""
     before = size_bytes(store.path)
     outcome = store.gc(keep, grace_seconds=0)  # nobody else writes here
     verdict = store.verify(read_data=True)

@@ -4,10 +4,10 @@ Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of th
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.live.demo.training \\
         --steps 20 --out DIR --save-at 10 20 [--resume CHECKPOINT ...]
 
-A batch depends on its step and rank alone, so equal steps see equal text, interrupted or not. The text is the source
-of Python's standard library, byte by byte: no download, no tokenizer.
-Each checkpoint to resume from gets an engine of its own, which trains to the last step. The first of them saves, too,
-also the state as loaded if its step is one of --save-at.
+A batch depends only on its step and rank, so the same step sees the same text, interrupted or not. The text is the
+source of Python's standard library, byte by byte: no download, no tokenizer. Each checkpoint to resume from gets its
+own engine, which trains to the last step. The first of these also saves, including the state as loaded if its step is
+in --save-at.
 Events are printed in lines that `layerstore.live.demo.launch` reads.
 """
 
@@ -34,7 +34,7 @@ LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 
 TEXT_BYTES_MAX = 4 * 1024 * 1024
-"""Most of the top level of the standard library; it is read in a few milliseconds."""
+"""Most of the top level of the standard library; takes a few milliseconds to read."""
 
 Engine = Any  # deepspeed ships no types
 
@@ -48,7 +48,8 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, nargs="+", default=[])
     arguments = parser.parse_args()
 
-    # As an exception, so that an interrupted compile releases its lock file: the next one would wait for it for ever.
+    # As an exception, so that an interrupted compile releases its lock file; the next compile would wait for it
+    # forever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     import deepspeed
@@ -58,7 +59,7 @@ def main() -> None:
     if not arguments.resume:
         train(build_engine(), steps=arguments.steps, out=arguments.out, saves=arguments.save_at)
     for number, checkpoint in enumerate(arguments.resume):
-        engine = build_engine(seed=number + 1)  # with other weights than the run had
+        engine = build_engine(seed=number + 1)  # with weights that differ from the run's
         load(engine, checkpoint)
         if dist.get_rank() == 0:
             tell("resumed", checkpoint=number)
@@ -68,7 +69,7 @@ def main() -> None:
         train(engine, steps=arguments.steps, out=arguments.out, saves=saves)
     dist.barrier()
     sys.stdout.flush()
-    # Everything is written. Taking down the threads of torch and gloo now and then aborts the process ("terminate
+    # Everything is written. Shutting down the threads of torch and gloo occasionally aborts the process ("terminate
     # called without an active exception"), which would make a good training look failed.
     os._exit(0)
 
@@ -114,7 +115,7 @@ def build_engine(*, layers: int = LAYERS, hidden: int = HIDDEN, seed: int = 0) -
 def load(engine: Engine, checkpoint: Path) -> None:
     """Load *checkpoint* through DeepSpeed's own loader."""
     loaded, _ = engine.load_checkpoint(str(checkpoint))
-    # If DeepSpeed finds nothing, it only warns, and would train from scratch.
+    # If DeepSpeed finds nothing, it only warns and would train from scratch.
     if loaded is None or engine.global_steps == 0:
         raise SystemExit(f"DeepSpeed loaded nothing from {checkpoint}")
 
@@ -142,7 +143,7 @@ def train(engine: Engine, *, steps: int, out: Path, saves: Container[int]) -> No
 
 
 def tag_of(step: int) -> str:
-    """Return the tag that DeepSpeed would choose for *step*."""
+    """Return DeepSpeed's default tag for *step*."""
     return f"global_step{step}"
 
 

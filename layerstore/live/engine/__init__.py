@@ -1,7 +1,7 @@
 """
-DeepSpeed's engine: what is captured from it, how it is filled, and how it saves and loads through a store.
+DeepSpeed's engine: capture its state, fill it, and let it save and load through a store.
 
-Only ``deepspeed.py`` uses DeepSpeed's names. Savers are known here by what the engine calls of them, nothing more.
+Only ``deepspeed.py`` uses DeepSpeed's names. This room knows no more of savers than the methods that the engine calls.
 """
 
 from layerstore.live.engine.capture import Captured, capture, check_client_state

@@ -1,4 +1,4 @@
-"""What an engine holds now, as one rank's share of a checkpoint: slices in live memory, all else copied."""
+"""Capture an engine's state as one rank's share of a checkpoint: slices in live memory, all else copied."""
 
 import re
 from collections.abc import Hashable, Mapping
@@ -18,7 +18,7 @@ from layerstore.zero3.pt import PtFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """One rank's share, and the memory that its paths lead to."""
+    """One rank's share, and the memory that its paths refer to."""
 
     share: Share
     model: Memory
@@ -65,8 +65,8 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
     """
     Describe *states*, whose paths are below *folder*.
 
-    Slices stay in place, to be copied before the next update. Counters, buffers and all else may change at any time,
-    and are copied here.
+    Slices stay in place, to be copied before the next update. Counters, buffers and everything else may change at any
+    time, so they are copied here.
     """
     model, optimizer = Memory("model"), Memory("optimizer")
     model_file = _file(states.model, states.model_path, model)

@@ -1,8 +1,8 @@
 """
-The engine's checkpoint engine: ``save_checkpoint`` and ``load_checkpoint`` go to the store.
+The engine's checkpoint engine: makes ``save_checkpoint`` and ``load_checkpoint`` use the store.
 
-A save is captured as by ``Saver.save``, and leaves pointer files in the folder. Pointers are loaded from the store;
-all other files are loaded as before.
+A save is captured as by ``Saver.save``, and leaves pointer files in the folder. Pointers are loaded from the store, all
+other files as before.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
 
 class StoreCheckpointEngine:
-    """Replaces DeepSpeed's checkpoint engine, and passes on to it all that is not a save of the whole state."""
+    """Replaces DeepSpeed's checkpoint engine, and passes on to it everything but saves of the whole state."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -62,7 +62,7 @@ class StoreCheckpointEngine:
         self._uninstall()
 
     def settle(self) -> None:
-        """Wait for all saves under way."""
+        """Wait for all pending saves."""
         if self.saver is not None:
             self.saver.wait()
 
@@ -101,8 +101,8 @@ class StoreCheckpointEngine:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def fill(self, engine: Engine, loaded: Loaded) -> None:
-        """Let *engine* load *loaded* by its own loader, as if a pointer led to it."""
-        # The engine is given empty files, and finds what was found already for "no pointer".
+        """Make *engine* load *loaded* with its own loader, as if a pointer led to it."""
+        # The engine gets empty files, which are no pointers, so preset what it will find for them.
         self._engine, self._load, self._has_begun = engine, (None, loaded), False
         try:
             engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)
@@ -118,7 +118,7 @@ class StoreCheckpointEngine:
         """
         Surround one load of the engine; without *is_whole* it leaves out the optimizer's state.
 
-        The saver continues from what was loaded; after a partial load it begins from nothing.
+        The saver continues from what was loaded; after a partial load, it starts from nothing.
         """
         self._is_whole, self._has_begun = is_whole, False
         try:
@@ -137,7 +137,7 @@ class StoreCheckpointEngine:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the content of *path*, or of what it points to."""
         if path.endswith(_MODEL):
-            self.settle()  # loading changes masters without an update, so no gate would hold it
+            self.settle()  # loading changes masters without an update, so no gate would wait for copies
             self._load = self._agreed(Path(path))
             self._has_begun = True
             note_emptied(self._raw_engine())
@@ -147,12 +147,12 @@ class StoreCheckpointEngine:
         if path.endswith(_MODEL):
             return loaded.model()
         optimizer = loaded.optimizer()
-        self._load = None  # the optimizer's state is asked for last; now it is the engine's alone
+        self._load = None  # the engine asks for the optimizer's state last, and is now its only owner
         note_filled(self._raw_engine(), loaded.store, loaded.composition)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:
-        """Return all weights of the pointer *path*, the same on all ranks; None if it is no pointer."""
+        """Return all weights behind the pointer *path*, the same on all ranks; None if it is not a pointer."""
         found = self._agreed(path)
         if found is None:
             return None
@@ -171,7 +171,7 @@ class StoreCheckpointEngine:
 
     def _agreed(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
-        Return the pointer *path* and what it leads to, the same on all ranks; None if it is no pointer.
+        Return the pointer *path* and what it leads to, the same on all ranks; None if it is not a pointer.
 
         Raises on every rank if one rank cannot load it, before the engine changes.
         """
@@ -219,7 +219,7 @@ class StoreCheckpointEngine:
 
     def _store_of(self, pointer: Pointer) -> Store:
         if self.saver is not None and self.saver.store.id == pointer.store_id:
-            return self.saver.store  # it may have been moved since the pointer was written
+            return self.saver.store  # the store may have moved since the pointer was written
         store = open_store(pointer.store)
         if store.id != pointer.store_id:
             raise Conflict(

@@ -23,7 +23,7 @@ from layerstore.zero3 import read_latest
 if TYPE_CHECKING:
     import torch
 
-# What DeepSpeed puts into a rank's model_states; all other keys are the user's client_state.
+# DeepSpeed's own keys in a rank's model_states; all others are the user's client_state.
 _ENGINE_KEYS = """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
     data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
@@ -62,10 +62,10 @@ class LoadHandler(Protocol):
 
 
 class Engine:
-    """What layerstore uses of a DeepSpeed engine under ZeRO stage 3."""
+    """The parts of a DeepSpeed engine under ZeRO stage 3 that layerstore uses."""
 
     def __init__(self, engine: Any) -> None:
-        """Raise InvalidInput if *engine* is no such engine, Unsupported if it keeps state out of reach."""
+        """Raise InvalidInput if *engine* is not such an engine, Unsupported if it keeps state out of reach."""
         stage = getattr(engine, "zero_optimization_stage", None)
         if not callable(stage) or not hasattr(engine, "checkpoint_engine"):
             raise InvalidInput(
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def ungated(self) -> str:
-        """Why updates cannot be made to wait for copies; empty if they can."""
+        """Why updates cannot wait for copies; empty if they can."""
         inner = self._zero.optimizer
         if "Muon" in type(inner).__name__ or getattr(self._zero, "use_muon", False):
             return "Muon changes its momentum before the optimizer's step begins"
@@ -175,7 +175,7 @@ class Engine:
         return undo
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Call *action* before each update of the optimizer; return a function that ends it."""
+        """Call *action* before each update of the optimizer; return a function that stops that."""
         if not hasattr(self._zero.optimizer, "register_step_pre_hook"):
             return lambda: None  # `ungated` says so
         handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
@@ -210,7 +210,7 @@ class Engine:
         )
 
     def without_frozen(self, states: SavedStates) -> SavedStates:
-        """Return *states* as the engine makes them with ``exclude_frozen_parameters``."""
+        """Return *states* as the engine would make them with ``exclude_frozen_parameters``."""
         module = copy.copy(states.model["module"])  # keeps its order and torch's metadata
         for name, parameter in self.engine.module.named_parameters():
             if not parameter.requires_grad:
@@ -287,7 +287,7 @@ class Engine:
 
     @property
     def scripts(self) -> list[Path]:
-        """The scripts that DeepSpeed puts beside its shards."""
+        """The scripts that DeepSpeed puts next to its shards."""
         import deepspeed
 
         folder = Path(os.path.dirname(deepspeed.__file__), "utils")  # noqa: PTH120  # as DeepSpeed finds them
@@ -295,7 +295,7 @@ class Engine:
 
 
 def _announced(engine: Any, own: LoadHandler) -> Callable[..., Any]:
-    """Return *engine*'s ``load_checkpoint``, wrapped so that *own* surrounds each load."""
+    """Return *engine*'s ``load_checkpoint``, wrapped so that each load runs inside *own*."""
     load = engine.load_checkpoint
     signature = inspect.signature(load)
 
@@ -328,7 +328,7 @@ def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
     def weights(folder: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
         with suppress(SourceCheckpoint):
             tag = tag or read_latest(Path(folder))
-        # Also if this rank finds no tag: the other ranks may have one, and this is collective.
+        # Even if this rank finds no tag: the other ranks may have one, and this is collective.
         found = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
         return real(folder, tag, *arguments, **named) if found is None else found
 
@@ -340,7 +340,7 @@ def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
 
 
 def engine_of(model: Any) -> Any:
-    """Return the engine that trains *model*: trainers give callbacks the bare model, which does not know its engine."""
+    """Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine."""
     return _engine_where(lambda engine: engine.module is model)
 
 
@@ -402,7 +402,7 @@ class _Catcher:
         self.state = state_dict
 
     def preserves_storage_sharing(self) -> bool:
-        """Tell that tensors need not be cloned."""
+        """Say that tensors need not be cloned."""
         return False
 
 

@@ -1,5 +1,5 @@
 """
-Live objects -> an inert tree: what reading a ``.pt`` file that ``torch.save`` wrote of them would return.
+Live objects -> an inert tree: the same tree as from reading the ``.pt`` file that ``torch.save`` would write.
 
 Nothing is written and no tensor is copied: storages point at the memory that holds their bytes.
 """
@@ -32,7 +32,7 @@ class NotPlain(TypeError):
 
 
 class Memory:
-    """The storages that trees point at, and where each one's bytes are now."""
+    """The storages that trees point to, and where the bytes of each are now."""
 
     def __init__(self, name: str) -> None:
         self._folder = Path(name)
@@ -57,7 +57,7 @@ class Memory:
             content=Located(path=place, offset_bytes=0, size_bytes=untyped.nbytes(), crc32=0),
         )
         self._storages[untyped._cdata] = node
-        self._held[place] = untyped  # while it is held, no other storage gets its address
+        self._held[place] = untyped  # while we hold it, no other storage can get its address
         # torch counts changes in place; inference tensors have no count.
         self._marks[place] = untyped.data_ptr(), 0 if tensor.is_inference() else tensor._version
         return node
@@ -167,7 +167,7 @@ def _tensor(value: "torch.Tensor", memory: Memory, where: str) -> Tensor:
 
 
 def _strange_trait(value: "torch.Tensor") -> str:
-    """Return what about a tensor no tree can express; empty if nothing."""
+    """Return the property of a tensor that no tree can express; empty if there is none."""
     import torch
 
     if value.device.type == "meta":
@@ -184,7 +184,7 @@ def _dtype_name(value: "torch.Tensor") -> str:
 
 
 def _object(value: object, memory: Memory, where: str) -> Tree:
-    """Take apart an object of a class that checkpoints may name, as pickling would."""
+    """Decompose an object of a class that checkpoints may name, as pickling would."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         raise NotPlain.at(where, value)
     name = _name_of(type(value))

@@ -1,5 +1,5 @@
 """
-What one rank loads of a composite, as live objects, and whether that fits the engine.
+Load one rank's share of a composite as live objects, and check that it fits the engine.
 
 Everything is checked before the engine's loader changes anything. DeepSpeed's loader would notice a mismatch late, with
 half of the engine filled, or never: it copies as many flat buffers as both sides have.
@@ -28,7 +28,7 @@ _PRECISION_HINT = "train in the same precision"
 
 
 class Loaded:
-    """One rank's two files of a composite, as live objects that are made when first asked for."""
+    """One rank's two files of a composite, as live objects that are made on first use."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Loaded:
         self.load = RankLoad(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
 
     def model(self) -> dict[str, Any]:
-        """Return the content of ``model_states`` in a new dict; the tensors have memory of their own."""
+        """Return the content of ``model_states`` in a new dict; the tensors have their own memory."""
         return dict(self._model)
 
     def optimizer(self) -> dict[str, Any]:
@@ -70,13 +70,13 @@ class Loaded:
 
     def check_fits(self, engine: Engine, *, is_whole: bool = True) -> tuple[str, ...]:
         """
-        Read and verify all that is loaded, and compare it with *engine*; return what does not carry over.
+        Read and verify everything to be loaded, and compare it with *engine*; return what does not carry over.
 
         Without *is_whole* the optimizer's state is not loaded, and need not fit.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
-            LayoutMismatch: It is of another model, another optimizer or another precision.
+            LayoutMismatch: It belongs to another model, optimizer or precision.
             IntegrityError: Part of it is damaged.
         """
         if not engine.is_at_boundary:
@@ -94,7 +94,7 @@ class Loaded:
         return (*notes, *schedule_notes(self.model(), states))
 
     def _check_precision(self, name: str) -> None:
-        """Raise LayoutMismatch unless *name*, the engine's own optimizer file, is of the same precision."""
+        """Raise LayoutMismatch unless *name*, the engine's own optimizer file, has the same precision."""
         saved = PurePosixPath(self.load.state.optimizer.path).name
         words = ["with" if each.startswith("bf16_") else "without" for each in (saved, name)]
         if words[0] != words[1]:
@@ -106,10 +106,10 @@ class Loaded:
 
 def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Tensor]":
     """
-    Return the masters, frozen weights and buffers of *composition* by name, each whole; all is verified.
+    Return the masters, frozen weights and buffers of *composition* by name, each whole and verified.
 
-    They are what DeepSpeed's ``zero_to_fp32`` makes of its shards, in the same order: its loader fills an engine from
-    these when the optimizer's state is not asked for. Buffers are rank 0's, floating-point ones as float32.
+    They are what DeepSpeed's ``zero_to_fp32`` makes from its shards, in the same order: its loader fills an engine from
+    these if the optimizer's state is not requested. Buffers are rank 0's, floating-point ones as float32.
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
@@ -141,7 +141,7 @@ def _tensor(tensors: Tensors, name: str) -> "torch.Tensor":
 
 
 def _age_notes(composition: Composition) -> tuple[str, ...]:
-    """Return a note on layers that are older than the commit: training never was in such a mixed state."""
+    """Return a note on layers that are older than the commit: training was never in such a mixed state."""
     base = composition.base
     older = [entry for entry in composition.layers if not entry.saved_by(base)]
     if not older:
@@ -196,7 +196,7 @@ def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, 
 def _facts(
     model: Mapping[str, Any], optimizer: Mapping[str, Any], *, frozen: Mapping[str, Iterable[int]]
 ) -> dict[tuple[str, str], Mapping[Any, object]]:
-    """Return what has to be the same on both sides, by what it is called; with the hint if it is not."""
+    """Return the facts that must be the same on both sides, by name, each with the hint for a mismatch."""
     module, groups = model["module"], model["param_shapes"]
     outer = optimizer["optimizer_state_dict"]
     flats = outer["fp32_flat_groups"]

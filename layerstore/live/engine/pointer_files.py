@@ -1,8 +1,8 @@
 """
-Pointer files: what a checkpoint folder holds instead of shards when its state is in a store.
+Pointer files, which a checkpoint folder holds instead of shards when its state is in a store.
 
-Saves write them, loads follow them, and `checkpoint` makes a folder of them for any commit, so that
-``trainer.train(resume_from_checkpoint=…)``, which wants a folder, takes a reference.
+Saves write them, loads follow them, and `checkpoint` makes a folder of them for any commit, because
+``trainer.train(resume_from_checkpoint=…)`` wants a folder, not a reference.
 """
 
 import os
@@ -34,7 +34,7 @@ def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
 
 
 def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:
-    """Return the pointer to *composition*, whose base is the pin *pin* if that is given."""
+    """Return the pointer to *composition*; its base is the pin *pin* if that is given."""
     base = composition.base
     is_mixture = pin is None and composition.policy != "latest"
     return Pointer(
@@ -83,7 +83,7 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
 
 
 def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
-    """Return the hint for a pointer to nothing: usually the job was killed before the save was complete."""
+    """Return the hint for a dangling pointer: usually the job was killed before the save was complete."""
     if saved_now(store.repo, pointer.run, [pointer.attempt]):
         return f"a job still saves attempt {pointer.attempt}: that save is not complete yet, or it failed; try again"
     if view is None or not view.visible:
@@ -108,9 +108,9 @@ def checkpoint(
     """
     Return a folder that ``resume_from_checkpoint`` takes, for the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
 
-    None if *ref* is a run that has no commit yet: so one script serves the first launch and every later one.
-    Every rank calls it. The folder is for as many ranks as there are now, whatever number has saved. It is *folder*,
-    or one of this process alone that is removed at its end. *policy* says which version of each layer is taken.
+    None if *ref* is a run that has no commit yet, so one script serves the first launch and every later one. Every rank
+    calls it. The folder is for the present number of ranks, however many saved the commit. It is *folder*, or a
+    temporary one of this process, removed at exit. *policy* says which version of each layer to take.
 
     Raises:
         NotFound: There is no such commit, or no Trainer has saved it.
@@ -168,7 +168,7 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
 
 
 def _write_files(store: Store, ranks: RankStates, folder: Path, *, tag: str) -> bool:
-    """Write the small files beside the shards; return whether a Trainer can resume from them."""
+    """Write the small files next to the shards; return whether a Trainer can resume from them."""
     names = set()
     for state in ranks:
         for file in state.files:
@@ -179,7 +179,7 @@ def _write_files(store: Store, ranks: RankStates, folder: Path, *, tag: str) -> 
 
 
 def _write(files: Files, path: Path, data: bytes) -> None:
-    """Write *path* by a rename, so that it is never torn: other ranks may be writing the same file."""
+    """Write *path* with a rename, so that it is never torn: other ranks may be writing the same file."""
     files.make_directories(path.parent)
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     with files.create(partial) as file:

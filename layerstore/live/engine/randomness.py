@@ -1,5 +1,5 @@
 """
-The random number generators of one rank: saved as a file beside its state, and restored when that rank resumes.
+The random number generators of one rank: saved as a file with its state, and restored when that rank resumes.
 
 The file has the Trainer's own form and name, so that a composed folder serves a Trainer as well.
 """
@@ -20,7 +20,7 @@ from layerstore.zero3.pt import read_pt
 
 
 def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
-    """Return the state of this process's generators as a file, whose bytes go to *memory*."""
+    """Return the state of this process's generators as a file; its bytes go to *memory*."""
     import numpy as np
     import torch
 
@@ -39,7 +39,7 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
 
 def read_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> dict[str, Any] | None:
     """Return the generators' states in *state*; None if there are none."""
-    # Accelerate may have left a file of its own form, which Accelerate loads itself.
+    # Accelerate may have left a file in its own format, which Accelerate loads itself.
     ours = (each for each in state.files if each.path.startswith("rng_state"))
     file = next((each for each in ours if RANDOM_STATE.fullmatch(each.path)), None)
     if file is None:
@@ -60,7 +60,7 @@ def _fill(storage: Storage) -> Any:
 
 
 def set_random_state(states: dict[str, Any]) -> bool:
-    """Set this process's generators; False if CUDA's is in *states* and not here, or the other way round."""
+    """Set this process's generators; False if only one of *states* and this process has CUDA's."""
     import numpy as np
     import torch
 

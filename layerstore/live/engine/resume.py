@@ -1,8 +1,8 @@
 """
 Resume: fill a live engine from the store, with no shards written to disk.
 
-The engine's own loader does the work, fed from memory, so that persistent parameters, half-precision copies and all
-else that depends on the masters come out right. A query says which version of each layer is taken.
+The engine's own loader does the work, fed from memory, so that persistent parameters, half-precision copies and
+everything else that depends on the masters come out right. A query says which version of each layer to take.
 """
 
 from contextlib import closing
@@ -60,18 +60,18 @@ def resume(
     """
     Fill *engine* from run *run* of *store*, at the engine's own world size; None if the run has no commit yet.
 
-    Every rank calls it. A saver attached afterwards continues the newest attempt if this was its newest step, and
-    opens the next attempt if not. *policy* says which version of each layer is taken, seen from *step*.
+    Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its newest step;
+    otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from *step*.
 
     Raises:
-        NotFound: There is no such step, or with *must_exist* no commit at all.
+        NotFound: There is no such step or, with *must_exist*, no commit at all.
         Conflict: *run* is the name of a pin.
-        LayoutMismatch: The layers are not this engine's.
+        LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
     loader = checkpoint_engine_of(known)
-    loader.settle()  # first: the step asked for may still be on its way
+    loader.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
         with exchange.together():
             opened = as_store(store)
@@ -104,7 +104,7 @@ def check_run(store: Store, run: str) -> None:
     Make sure that *run* can be a run's name.
 
     Raises:
-        InvalidInput: It is a reference to a step, or no name at all.
+        InvalidInput: It is a reference to a step, or not a name at all.
         Conflict: It is the name of a pin.
     """
     if not isinstance(run, str):
@@ -142,7 +142,7 @@ def _composite(
 
 
 def _commit_of(composite: Composite | NotFound | None) -> str:
-    """Return what ranks compare: the commit, and nothing where there is none."""
+    """Return the text that ranks compare: the commit, or nothing if there is none."""
     return composite.commit if isinstance(composite, Composite) else ""
 
 

@@ -1,7 +1,7 @@
 """
 An inert tree -> live objects, for an engine to load.
 
-Only what is listed here is ever made: containers, tensors, and the few small classes in an engine's own state.
+Only classes listed here are ever instantiated: containers, tensors, and the few small classes in an engine's own state.
 Everything else is refused by name; no name from a tree is ever looked up.
 """
 
@@ -136,7 +136,7 @@ def _numpy_makers() -> dict[str, Callable[..., Any]]:
 
 
 def _check_numpy_type(dtype: Any) -> None:
-    """Refuse types that would read bytes as pointers or outside of an element: a forged state can do both."""
+    """Refuse types that would read bytes as pointers, or outside an element: a forged state can do both."""
     if dtype.hasobject:
         raise Unsupported("the state holds a numpy array of objects, which is not made here")
     for kind, offset, *_ in (dtype.fields or {}).values():

@@ -1,4 +1,4 @@
-"""What the engine's side knows of savers: which ones are open, and which commit an engine's next saves follow."""
+"""Savers as the engine's side sees them: which are open, and which commit an engine's next saves follow."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from layerstore.zero3 import Pointer
 
 
 class AttachedSaver(Protocol):
-    """A saver, as a checkpoint engine and a load use it."""
+    """A saver, as checkpoint engines and loads use it."""
 
     store: Store
     run: str
@@ -29,7 +29,7 @@ class AttachedSaver(Protocol):
         """Return the pointer to the next save."""
 
     def wait(self) -> None:
-        """Return once no save is under way. Collective."""
+        """Return once no save is pending. Collective."""
 
     def publish(self, seconds: float) -> None:
         """Wait up to *seconds* until this rank's commits are visible. Not collective."""
@@ -49,7 +49,7 @@ def wait_for_saves(store_id: str, run: str) -> None:
     Only the rank that commits waits.
 
     Raises:
-        Locked: A save is still under way after `LOAD_WAIT_SECONDS`.
+        Locked: A save is still pending after `LOAD_WAIT_SECONDS`.
     """
     for saver in OPEN_SAVERS:
         if (saver.store.id, saver.run) == (store_id, run):
@@ -57,7 +57,7 @@ def wait_for_saves(store_id: str, run: str) -> None:
 
 
 _FILLED: "WeakKeyDictionary[Any, tuple[str, Composition]]" = WeakKeyDictionary()
-"""What each engine's next save follows: what it was filled with, or has saved since; with the store's id."""
+"""The commit that each engine's next save follows: it was filled with it, or has saved it; with the store's id."""
 
 _HALF_LOADED: "WeakSet[Any]" = WeakSet()
 """Engines whose last load has failed after it began."""
@@ -70,7 +70,7 @@ def note_filled(engine: Any, store: Store, composition: Composition) -> None:
 
 
 def note_emptied(engine: Any) -> None:
-    """Note that a load of *engine* begins: until it is complete, or if it is of no store, no commit is known."""
+    """Note that a load of *engine* begins: no commit is known until it completes, or ever if it is not from a store."""
     _HALF_LOADED.discard(engine)
     _FILLED.pop(engine, None)
 
@@ -91,7 +91,7 @@ def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
 
 
 def note_left(engine: Any) -> None:
-    """Note that a saver of *engine* was left by an error: which of its saves became commits is not known."""
+    """Note that an error ended a saver of *engine*: which of its saves became commits is unknown."""
     _FILLED.pop(engine, None)
 
 
@@ -105,13 +105,13 @@ def check_not_half_loaded(engine: Any) -> None:
 
 
 def filled_with(engine: Any, store: Store | None = None) -> Composition | None:
-    """Return what the next save of *engine* follows; None if nothing, or with *store* if that is of another store."""
+    """Return what the next save of *engine* follows; None if nothing or, given *store*, if it is in another store."""
     store_id, composition = _FILLED.get(engine, (None, None))
     return composition if store is None or store.id == store_id else None
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
-    """Return where saves go after an engine was filled with *composition*; None: from no commit."""
+    """Return the place of saves after an engine was filled with *composition*; None means from no commit."""
     if composition is None:
         return place_begun(view)
     base = composition.base

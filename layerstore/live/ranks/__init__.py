@@ -1,7 +1,7 @@
 """
-What the ranks of a job tell each other: small all-gathers over gloo, in the main thread alone.
+Messages between the ranks of a job: small all-gathers over gloo, only in the main thread.
 
-Knows torch.distributed and no engine.
+This room knows torch.distributed, but no engine.
 """
 
 from layerstore.live.ranks.agreement import (

@@ -1,7 +1,7 @@
 """
-What all ranks agree on at a save: that it is the same save, that it can be made, and how earlier saves ended.
+Agreement at a save: all ranks want the same save, can make it, and know how earlier saves ended.
 
-One small all-gather; every rank draws the same conclusions from the same reports.
+It takes one small all-gather; every rank draws the same conclusions from the same reports.
 """
 
 import json
@@ -27,9 +27,9 @@ class RankReport:
     number: int
     """The number of the next save."""
     is_at_boundary: bool = True
-    """Whether no gradients are accumulated for an update to come."""
+    """Whether no gradients are being accumulated for a coming update."""
     is_pressed: bool = False
-    """Whether so much is still to be written that another save would hold training up."""
+    """Whether so much is still unwritten that another save would hold training up."""
     free_bytes: int = 0
     """Free space in the host buffer."""
     failed: tuple[int, ...] = ()
@@ -37,21 +37,21 @@ class RankReport:
     outcomes: dict[int, bool]
     """From the rank that commits: whether each resolved save became visible."""
     has_lost_base: bool = False
-    """From the rank that commits: whether a layer was collected that the next commits would inherit."""
+    """From the rank that commits: whether a layer that the next commits would inherit was collected."""
     is_mistyped: bool = False
-    """Whether *problem* is a type in client_state that cannot be kept."""
+    """Whether *problem* is that client_state holds a type that cannot be kept."""
     problem: str = ""
     """Why this save cannot be made; empty if it can."""
 
 
 def exchange_reports(exchange: Exchange, report: RankReport) -> RankReport:
-    """Send *report* to all ranks; return what all of them report together."""
+    """Send *report* to all ranks; return all reports merged."""
     return _merged(_exchanged(exchange, report))
 
 
 def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
     """
-    Make sure that all ranks want the same save, and that it can be made; return what they report together.
+    Make sure that all ranks want the same save and can make it; return all reports merged.
 
     Raises:
         TypeError: A rank's client_state cannot be kept.
@@ -79,7 +79,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     """
     Return the layers that are *due* under *policy*, the same on every rank.
 
-    Our own policies decide alike everywhere; the answers of a user's policy are compared.
+    Our own policies give every rank the same answer; a user's policy may not, so its answers are compared.
 
     Raises:
         Conflict: The policy's answers differ.
@@ -111,7 +111,7 @@ def open_session(exchange: Exchange, repo: Repository) -> str:
 def _exchanged(exchange: Exchange, report: RankReport) -> list[RankReport]:
     facts = asdict(report) | {"outcomes": list(report.outcomes.items())}
     problem = facts.pop("problem")
-    # The problem comes last: only that may be cut. JSON keys are strings, so the outcomes are pairs.
+    # The problem comes last, because only it may be truncated. JSON keys are strings, so the outcomes are pairs.
     head = json.dumps(facts)
     assert len(head) < TEXT_BYTES_MAX, "outcomes of so many saves fit"
     return [_parsed(text) for text in exchange.texts(f"{head}\n{problem}")]

@@ -1,8 +1,8 @@
 """
-Which attempt a job saves: one that no other job is saving.
+Choose the attempt that a job saves: one that no other job is saving.
 
-Two jobs that save one attempt would mix their commits. The second job therefore opens the next attempt, and both
-continue. The lock is released by whatever ends the process.
+If two jobs saved one attempt, their commits would mix. So the second job opens the next attempt, and both continue.
+However the process ends, the lock is released.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
 PlaceFinder = Callable[[RunView | None], Place]
-"""Returns where a job saves, given the commits of its run, if no other job holds that attempt."""
+"""Returns a job's place, given the commits of its run, before checking whether another job holds that attempt."""
 
 _TRIES = 10
 
@@ -35,9 +35,9 @@ class AttemptLock:
 
     def acquire(self, wish: PlaceFinder) -> Place:
         """
-        Return the place where all ranks save from now on: the one wished for, or the next that is free.
+        Return the place where all ranks save from now on: the wished one, or the next free one.
 
-        If it raises, the lock is as it was.
+        If it raises, the lock is unchanged.
 
         Raises:
             Conflict: The ranks see different commits.
@@ -47,7 +47,7 @@ class AttemptLock:
                 with self._exchange.together():
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
-                # Looked up again: the attempt's last holder may have committed just before its lock was released.
+                # Look it up again: the attempt's last holder may have committed just before releasing its lock.
                 place, said = self._exchange.looked(
                     partial(self._place_at, wish, attempt),
                     lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
@@ -70,7 +70,7 @@ class AttemptLock:
         return place_at(view, wish(view), attempt)
 
     def warn_if_not_resumed(self, place: Place) -> None:
-        """At the first save at *place*, warn if the run has commits that training was not resumed from."""
+        """At the first save at *place*, warn if the run has commits but training was not resumed from them."""
         if self._has_saved:
             return
         self._has_saved = True
@@ -86,7 +86,7 @@ class AttemptLock:
             )
 
     def release(self) -> None:
-        """Let other jobs save this attempt."""
+        """Release the attempt, so that other jobs may save it."""
         self._hold(0, ExitStack())
 
     def _hold(self, attempt: int, lock: ExitStack) -> None:
@@ -95,7 +95,7 @@ class AttemptLock:
             self._lock, self._held = lock, attempt
 
     def _reserved(self, wish: PlaceFinder, lock: ExitStack) -> int:
-        """Lock the attempt wished for, or the next that is free, until *lock* closes; return it."""
+        """Lock the wished attempt, or the next free one, until *lock* closes; return its number."""
 
         def placed(taken: Collection[int]) -> Place:
             view = self._repo.catalog.find(self._run)

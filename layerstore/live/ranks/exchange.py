@@ -1,7 +1,7 @@
 """
 Messages between ranks: one small all-gather on the host, called by the main thread of every rank.
 
-It uses a gloo group of its own, which does not wait for the accelerator's work.
+It uses its own gloo group, which does not wait for the accelerator's work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ class Exchange:
         problem: Exception | None = None
         try:
             yield
-        except Exception as exc:  # noqa: BLE001  # the other ranks wait for the message; it is raised below
+        except Exception as exc:  # noqa: BLE001  # the other ranks wait for our message; raised below
             problem = exc
         texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
         if problem is not None:
@@ -58,9 +58,9 @@ class Exchange:
         self, look: Callable[[], Found], words: Callable[[Found], str], *, may_be_late: bool
     ) -> tuple[Found, list[str]]:
         """
-        Return what *look* finds on this rank, and in *words* what it finds on each, by rank.
+        Return what *look* finds on this rank, and the *words* for what it finds on each rank.
 
-        Where they differ, and it *may be late* what a host sees, all look again for a while.
+        If they differ and hosts may see changes late (*may_be_late*), all ranks look again for a while.
         """
         again = pauses()
         while True:
@@ -70,14 +70,14 @@ class Exchange:
             said = [text[1:] for text in texts]
             if len(set(said)) == 1 or all(text[0] == "0" for text in texts):
                 return found, said
-            # The first rank waits for all: each other one's clock might end this a moment sooner or later.
+            # Only rank 0 does the timing: with their own clocks, ranks might stop at different times.
             if self.first((next(again, "over") or "") if self.rank == 0 else ""):
                 return found, said
             if self.rank == 0:
                 LOG.warning("the hosts do not see the same yet, and look again: %s", "; ".join(sorted(set(said))))
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Return the sum over all ranks of each of *values*, to the same bit on every rank."""
+        """Return the sum of each of *values* over all ranks, bit-identical on every rank."""
         import torch
 
         found = self._gathered(torch.tensor(values, dtype=torch.float64))

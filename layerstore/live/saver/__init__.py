@@ -1,7 +1,7 @@
 """
-The saver: checkpoints of a running engine go into a store while training goes on.
+The saver: saves checkpoints of a running engine to a store while training continues.
 
-What the ranks agree on is in ``live/ranks``, and what is known of DeepSpeed in ``live/engine``.
+``live/ranks`` has the agreement between ranks, and ``live/engine`` all knowledge of DeepSpeed.
 """
 
 from layerstore.live.saver.attach import attach

@@ -1,4 +1,4 @@
-"""``layerstore.attach``: check what the ranks want, and give the engine a saver."""
+"""``layerstore.attach``: check that the ranks want the same, and give the engine a saver."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -44,24 +44,23 @@ def attach(
     Return a saver of *engine*, a DeepSpeed engine under ZeRO stage 3, into *store* as run *run*.
 
     Every rank calls it. *policy* says which layers are due at each save; see docs/guides/policies.md.
-    With *mode* ``sync`` every ``save`` waits until it is durable. *host_buffer* bounds the memory for copies on this
+    With *mode* ``sync``, every ``save`` waits until it is durable. *host_buffer* limits the memory for copies on this
     host, in bytes or as ``"8GB"``. *on_pressure* says what to do when the disk does not keep up: ``wait`` for it,
     ``skip`` a save, or ``degrade`` it to as many layers as fit. *frozen* weights are written ``once``, or left out.
-    *keep* says which commits of the run to keep: after each save the others are collected in the background.
-    *push* names a remote, or is its URL: after each save the run is pushed there in the background, and *keep* removes
-    only what is there. With *durable* ``remote`` a save counts as safe once it is there: ``wait`` and ``sync`` saves
-    return then.
-    *on_saved* is called on rank 0, in its training thread, with the timing of each finished save.
+    *keep* says which commits of the run to keep: after each save, the others are collected in the background. *push* is
+    a remote's name or URL: after each save, the run is pushed there in the background, and *keep* removes only what the
+    remote has. With *durable* ``remote``, a save counts as safe only once the remote has it, and ``wait`` and ``sync``
+    saves return then. *on_saved* is called on rank 0, in its training thread, with the timing of each finished save.
 
-    On a run that has commits this begins a new attempt, whose first save is full. To continue a run, call
+    On a run that has commits, this begins a new attempt, whose first save is full. To continue a run, call
     ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
-    continues from the newest commit of that one; if an error has ended its ``with`` block, a new attempt begins.
-    If another job is saving the attempt that would continue, the next one begins, and a warning says who that is.
-    An engine has one saver at a time, which also gets what the engine saves by itself.
+    continues from that saver's newest commit; if an error ended its ``with`` block, a new attempt begins. If another
+    job is saving the attempt to be continued, the next attempt begins, and a warning names that job. An engine has one
+    saver at a time, which also gets the engine's own saves.
 
     Raises:
-        InvalidInput: *engine* is no DeepSpeed engine, or the ranks do not see the same store.
-        Conflict: *engine* has a saver already, or the ranks see different commits.
+        InvalidInput: *engine* is not a DeepSpeed engine, or the ranks do not see the same store.
+        Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
     """
     settings = Settings(

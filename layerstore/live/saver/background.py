@@ -1,5 +1,5 @@
 """
-The threads behind a saver: one copies, one writes, and on rank 0 one commits. None of them calls a collective.
+The threads behind a saver: one copies, one writes and, on rank 0, one commits. None of them calls a collective.
 
 An error here never reaches training: it is noted with the save, which is then given up.
 """
@@ -30,14 +30,14 @@ from layerstore.publish import (
 from layerstore.storage import Repository
 
 POLL_SECONDS = 0.02
-"""How often rank 0 looks for the other ranks' parts, which come over a filesystem."""
+"""How often rank 0 looks for the other ranks' parts, which arrive through the filesystem."""
 
 
 EXIT_SECONDS_MAX = 600.0
-"""How long an ending process waits until its own share is on disk."""
+"""How long an exiting process waits for its own share to reach the disk."""
 
 PATIENCE_SECONDS = 10.0
-"""How long rank 0 then waits for the others' parts, or longer if its own share took longer to write."""
+"""How long rank 0 then waits for the others' parts, or as long as writing its own share took if that is more."""
 
 
 def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
@@ -58,7 +58,7 @@ class _Worker:
     def __init__(self, name: str, work: Callable[[Job], None]) -> None:
         self._work = work
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # A daemon: it does not keep a process alive that ends without closing its saver.
+        # A daemon, so that it does not keep a process alive that exits without closing its saver.
         self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
         self._thread.start()
 
@@ -92,7 +92,7 @@ class Background:
         self._writing = _Worker("write", self._write)
         self._committing = _Worker("commit", self._commit) if commits else None
         self.has_lost_base = False
-        """Whether a layer was collected that the next commit would inherit: all have to be saved again."""
+        """Whether a layer that the next commit would inherit was collected, so that all must be saved again."""
 
     def add(self, job: Job) -> None:
         """Start *job*."""
@@ -102,7 +102,7 @@ class Background:
             self._committing.add(job)
 
     def begin_at(self, place: Place) -> None:
-        """Continue from *place*, with no save under way; frozen weights are read again."""
+        """Continue from *place*, with no pending saves; frozen weights are read again."""
         self._inherited = dict(place.inherited)
         self._frozen.clear()
 
@@ -126,7 +126,7 @@ class Background:
     def _write(self, job: Job) -> None:
         try:
             job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen)
-        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+        except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = words_of(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
             self._report_failure(job)
@@ -140,7 +140,7 @@ class Background:
     def _report_failure(self, job: Job) -> None:
         try:
             fail_share(self._repo, job.joint, job.failure)
-        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says it
+        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says so
             LOG.warning("could not record the failure in the store: %s", exc)
 
     def _commit(self, job: Job) -> None:
@@ -150,7 +150,7 @@ class Background:
             self._pin(job.commit, job.joint)
             if self._collector is not None:
                 self._collector.wake()
-        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+        except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = job.failure or words_of(exc)
             LOG.error("%s", job.failure)  # one line
             if isinstance(exc, InheritedLayerLost):
@@ -185,5 +185,5 @@ class Background:
     def _remove_parts(self, joint: JointCommit) -> None:
         try:
             self._repo.parts.remove(joint.session, joint.save, world_size=joint.share.world_size)
-        except Exception as exc:  # noqa: BLE001  # the thread must live on; a collection removes them
+        except Exception as exc:  # noqa: BLE001  # the thread must survive; a collection will remove them
             LOG.warning("parts of step %d are left for a collection: %s", joint.step, exc)

@@ -1,10 +1,10 @@
 """
-What follows commits behind a saver: they are pushed, and commits that the run need not keep are removed.
+After each commit of a saver: push it, and remove commits that the run need not keep.
 
-A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc`, at the lowest
+A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc` at the lowest
 priority. A thread alone would hold training up, because marking a store takes Python's interpreter lock: on a store of
-100,000 objects, training steps of 10 ms became 270 ms for the 17 s of a collection in a thread, and stayed at 9 ms
-beside a process.
+100,000 objects, training steps of 10 ms took 270 ms for the 17 s of a collection in a thread, but 9 ms with a separate
+process.
 """
 
 import json
@@ -28,7 +28,8 @@ from layerstore.store import Store
 GRACE_SECONDS: float | None = None
 """The age from which unneeded objects are removed; None for the library's own."""
 
-# The process imports layerstore from where this one did, however training finds its modules; last: it shadows nothing.
+# The process imports layerstore from the same place as this one, however training finds its modules; the path goes
+# last, so that it shadows nothing.
 _PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
@@ -38,7 +39,7 @@ answer_question()
 
 
 class Collector:
-    """Pushes and collects after commits; several commits meanwhile cause this once more, not once each."""
+    """Pushes and collects after commits; several commits in the meantime cause one more run, not one each."""
 
     def __init__(self, store: Store, keep: Keep | None, *, run: str, push: str | None) -> None:
         self._store = store
@@ -48,9 +49,9 @@ class Collector:
         self._wishes: SimpleQueue[bool] = SimpleQueue()
         self._ends_at_once = False
         self.error = ""
-        """Why the last one failed; empty if it worked, or none has run."""
+        """Why the last run failed; empty if it succeeded, or none has run."""
         self.push_error = ""
-        """Why the last push failed, whatever the collection after it has done."""
+        """Why the last push failed, regardless of the collection after it."""
         self.pushed_step: int | None = None
         """The newest step that was pushed."""
         self._warned = ""
@@ -67,12 +68,12 @@ class Collector:
         self._wishes.put(True)
 
     def retry(self) -> None:
-        """Try again soon what could not be pushed."""
+        """Retry a failed push soon."""
         if self.push_error:
             self.wake()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether all that was asked for so far was tried, after at most so many *seconds*."""
+        """Return whether all requests so far were tried, after at most *seconds*."""
         with self._is_answered:
             asked = self._asked
             return self._is_answered.wait_for(lambda: self._answered >= asked, seconds)
@@ -131,11 +132,11 @@ class Collector:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the helper process to *question*."""
-        # Files, not pipes: a child that training forks meanwhile would hold a pipe open.
+        # Files, not pipes: a child that training forks meanwhile would keep a pipe open.
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
             asked.write(json.dumps(question).encode())
             asked.seek(0)
-            # -P: modules are not looked for in the folder that training runs in.
+            # -P: do not look for modules in training's working folder.
             command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[3])]
             self._process = subprocess.Popen(command, stdin=asked, stdout=said, stderr=subprocess.STDOUT)
             if self._ends_at_once:  # since a moment ago
@@ -163,7 +164,7 @@ class Collector:
 
     def _warn(self, why: str) -> None:
         self.error = why
-        # Once: before the first evaluation, say, there is no best commit after every save.
+        # Only once: before the first evaluation, for example, every save would warn that there is no best commit.
         if why != self._warned:
             LOG.warning("not all was %s: %s", "pushed and collected" if self._push else "collected", why)
         self._warned = why
@@ -172,7 +173,7 @@ class Collector:
 def answer_question() -> None:
     """Push and collect as the question on stdin says, and print the answer: the helper process."""
     question = json.load(sys.stdin)
-    os.nice(19)  # it computes when training does not
+    os.nice(19)  # use only the CPU time that training leaves
     answer: dict[str, Any] = {}
     try:
         with Store(question["store"]) as store:

@@ -1,7 +1,7 @@
 """
-How far each layer has moved since it was last saved, for policies that decide by it.
+Measure how far each layer has moved since its last save, for policies that use it.
 
-It is measured from a fixed sample of the masters, chosen by place in the whole parameter, so it is the same for any
+The measure uses a fixed sample of the masters, chosen by position in the whole parameter, so it is the same for any
 number of ranks. Each rank samples what it holds; one small all-gather adds up the sums.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The sampled elements of the masters at one moment, of one storage after another."""
+    """The sampled elements of the masters at one moment, storage by storage."""
 
     share: Share
     values: "torch.Tensor"
@@ -59,7 +59,7 @@ class MovementWatch:
             held = captured.memory(path).bytes_of(path).view(getattr(torch, by_code(dtypes[path]).torch_name))
             self._places[path] = places.to(held.device)  # where it stays
             found.append(held[self._places[path]].to(torch.float64))
-        # One transfer for all: each transfer waits for everything that the device has begun.
+        # A single transfer, since each one waits for everything that the device has begun.
         return Sample(captured.share, torch.cat(found).to("cpu") if found else torch.empty(0, dtype=torch.float64))
 
     def movements(self, sample: Sample) -> dict[str, float]:

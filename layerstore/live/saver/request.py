@@ -1,4 +1,4 @@
-"""What one save is asked for, and the files that it keeps byte for byte: the user's, DeepSpeed's, and a trainer's."""
+"""One save's request, and the files that it keeps byte for byte: the user's, DeepSpeed's, and a trainer's."""
 
 import operator
 import threading
@@ -20,7 +20,7 @@ _STEP_END = 10**18
 """Records are named with 18 digits."""
 
 FILE_BYTES_MAX = 2 * GIB
-"""Files beside the shards are held in memory, up to this size each."""
+"""Files next to the shards are held in memory, up to this size each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class SaveRequest:
     """The user's extra files, by their names in the folder."""
     pin: str | None = None
     is_complete: bool
-    """Whether no more files come: a trainer that saves to *folder* may still write beside the shards."""
+    """Whether no more files will come: a trainer that saves to *folder* may still write next to the shards."""
 
 
 def read_request(
@@ -53,8 +53,8 @@ def read_request(
     Return what ``save`` was called with.
 
     Raises:
-        NotPlain: *client_state* is no mapping.
-        Exception: Something else is wrong, in any way: the caller reports it to the other ranks.
+        NotPlain: *client_state* is not a mapping.
+        Exception: Anything else is wrong; the caller reports it to the other ranks.
     """
     if not isinstance(client_state, Mapping | None):
         raise NotPlain(f"client_state is a {type(client_state).__name__}, no dictionary")
@@ -100,7 +100,7 @@ class SaveFiles:
         self._engine = engine
         self._memory = memory
         self.request = request
-        # Now, not when the folder is complete: training goes on drawing random numbers.
+        # Now, not when the folder is complete: training keeps drawing random numbers.
         self._random = random_state(memory, rank=engine.rank, world_size=engine.world_size)
         extra = request.files.items() if engine.rank == 0 else ()
         self._extra = [self._read(name, path) for name, path in extra]
@@ -119,14 +119,14 @@ class SaveFiles:
         return SourceLayout(flavour=self._flavour, tag=self.request.tag, layer_pattern=layer_pattern)
 
     def seal(self) -> None:
-        """Read the files as they are now. The main thread calls it before training goes on."""
+        """Read the files as they are now. The main thread calls it before training continues."""
         if self._is_sealed.is_set():
             return
         try:
             found = {file.name: file for file in (self._random, *self._beside(), *self._extra)}
             self._kept = tuple(sorted(found.values(), key=lambda file: file.name))
         finally:
-            self._is_sealed.set()  # in any case: a thread waits for it
+            self._is_sealed.set()  # always: a thread waits for it
 
     def _beside(self) -> list[KeptFile]:
         """Return DeepSpeed's scripts and the files in the folder; the first rank keeps those that belong to no rank."""

@@ -1,4 +1,4 @@
-"""What became of saves: how long each held training up, the status of all, and the timings."""
+"""The results of saves: how long each held training up, the overall status, and the timings."""
 
 import threading
 import time
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     import torch
 
 ERRORS_MAX = 256
-"""How many failures a status tells."""
+"""How many failures a status lists."""
 
 
 class Hold:
-    """A stretch of time in which training is held up, beginning now. As a context manager it ends on leaving."""
+    """A period in which training is held up, starting now; as a context manager, it ends on exit."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._ended: float | None = None
 
     def end(self) -> None:
-        """Let training go on."""
+        """End the hold, so that training continues."""
         self._ended = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """How long it took, or has taken so far."""
+        """Return how long it took, or has taken so far."""
         return (time.monotonic() if self._ended is None else self._ended) - self._begun
 
     def __enter__(self) -> "Hold":
@@ -54,13 +54,13 @@ class CudaHold(Hold):
         self._to: torch.cuda.Event | None = None
 
     def end(self) -> None:
-        """Let training go on."""
+        """End the hold, so that training continues."""
         self._to = self._mark()
         super().end()
 
     @property
     def seconds(self) -> float:
-        """The stream's time between the events; until it has reached the second one, the host's time."""
+        """Return the stream's time between the events or, until it has reached the second one, the host's time."""
         if self._to is None or not self._to.query():  # type: ignore[no-untyped-call]
             return super().seconds
         return float(self._from.elapsed_time(self._to)) / 1e3
@@ -80,14 +80,14 @@ def hold_training(device: "torch.device") -> Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What ``save`` has begun."""
+    """A save that ``save`` has started."""
 
     step: int
     number: int
     layers_due: tuple[str, ...]
     skipped: bool
     blocked_seconds: float
-    """Inside ``save``; the wait before the next update comes on top."""
+    """Time inside ``save``; the wait before the next update comes on top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,26 +102,26 @@ class Status:
     newest_step: int | None = None
     """The newest step that this rank has written."""
     blocked_seconds: float = 0.0
-    """Of training, in all saves and before updates; on CUDA by the device's clock."""
+    """How long training was blocked, in all saves and before updates; on CUDA by the device's clock."""
     copied_bytes: int = 0
     written_bytes: int = 0
     errors: tuple[str, ...] = ()
-    """Of the newest saves that failed."""
+    """The errors of the newest saves that failed."""
     pushed_step: int | None = None
-    """The newest step that the remote has; on rank 0."""
+    """The newest step that the remote has; only on rank 0."""
     collection_error: str = ""
-    """Why the last push or collection behind this saver failed; empty if it worked, or none has run."""
+    """Why this saver's last background push or collection failed; empty if it succeeded, or none has run."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One save of this rank, under way."""
+    """One pending save of this rank."""
 
     joint: JointCommit
     snapshot: Snapshot
     files: SaveFiles
     queued: int
-    """Earlier saves that were still under way when this one began."""
+    """Earlier saves that were still pending when this one began."""
     held: list[Hold] = field(default_factory=list)
     """Training's waits for it: inside ``save`` and before updates."""
     begun: float = field(default_factory=time.monotonic)
@@ -132,10 +132,10 @@ class Job:
     durable_seconds: float | None = None
     """From ``save`` until this rank's share was on disk."""
     visible_seconds: float | None = None
-    """From ``save`` until the commit was visible; on the rank that commits."""
+    """From ``save`` until the commit was visible; only on the rank that commits."""
     failure: str = ""
     is_given_up: bool = False
-    """Whether a rank has reported that it could not write its share: no part of it will come."""
+    """Whether a rank has reported that it could not write its share, so that its part will never come."""
     commit: Commit | None = None
     """Set on the rank that commits."""
     is_visible: bool | None = None
@@ -168,13 +168,13 @@ def with_job(status: Status, job: Job) -> Status:
 
 
 class LastSave:
-    """The last save, or the step that the engine was filled from: the next save has to come after it."""
+    """The last save, or the step that the engine was filled from; the next save must come after it."""
 
     def __init__(self, after: int | None) -> None:
         self.begin_at(after, updates=0)
 
     def begin_at(self, after: int | None, *, updates: int) -> None:
-        """Continue behind the step *after*, which the store has; None if there is none."""
+        """Continue after the step *after*, which the store has; None if there is none."""
         self._saved: Saved | None = None
         self._after = after
         self._updates = updates
@@ -185,14 +185,14 @@ class LastSave:
         self._saved, self._after, self._updates, self._is_lost = saved, saved.step, updates, False
 
     def note_lost(self, number: int) -> None:
-        """Note that the save *number* was given up: if it is the last one, its step may be saved again."""
+        """Note that the save *number* was given up; if it is the last one, its step may be saved again."""
         self._is_lost |= self._saved is not None and self._saved.number == number
 
     def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool) -> Saved | None:
         """
-        Return the last save if this one would be the same: trainers save twice at the end of training.
+        Return the last save if this one would repeat it: trainers save twice at the end of training.
 
-        If there is a *pin*, or client_state or files, a warning says that the first save stays as it is.
+        If this one has a *pin*, client_state or files, warn that the first save stays as it is.
 
         Raises:
             Conflict: *step* is not after the last one.
@@ -214,7 +214,7 @@ class LastSave:
 
 
 def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
-    """Write the timing of *job*, which is finished, to the store, and pass it to *on_saved*. On rank 0 alone."""
+    """Write the timing of the finished *job* to the store, and pass it to *on_saved*; on rank 0 only."""
     joint = job.joint
     assert job.durable_seconds is not None
     timing = SaveTiming(
@@ -239,5 +239,5 @@ def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveT
     try:
         if on_saved is not None:
             on_saved(timing)
-    except Exception as exc:  # noqa: BLE001  # the user's own code, on rank 0 alone: the other ranks wait
+    except Exception as exc:  # noqa: BLE001  # the user's own code, on rank 0 only, while the other ranks wait
         LOG.warning("on_saved failed at step %d: %s", joint.step, exc)

@@ -1,5 +1,5 @@
 """
-The saver: a running engine's checkpoints go into the store while training goes on.
+The saver: saves a running engine's checkpoints to the store while training continues.
 
     with layerstore.attach(engine, "runs/store", run="sft", policy="parity") as saver:
         for batch in data:
@@ -8,9 +8,9 @@ The saver: a running engine's checkpoints go into the store while training goes 
             if engine.global_steps % 100 == 0:
                 saver.save()
 
-``save`` is collective: every rank calls it, and all ranks agree there on what is saved. The rest happens in the
-background: slices are copied until the next update, which waits for the copies that remain; then each rank writes its
-own share.
+``save`` is collective: every rank calls it, and there all ranks agree on what to save. The rest happens in the
+background: slices are copied until the next update, which waits for the remaining copies; then each rank writes its own
+share.
 """
 
 import atexit
@@ -66,7 +66,7 @@ from layerstore.store import Store, StrPath
 from layerstore.zero3 import Pointer, Share, undivided
 
 JOBS_MAX = 2
-"""Saves under way at once; with ``on_pressure="wait"`` the next one waits until the oldest is on disk."""
+"""The most pending saves; with ``on_pressure="wait"``, the next one waits until the oldest is on disk."""
 
 _SILENT_SECONDS_MAX = 60.0
 
@@ -111,13 +111,13 @@ class Saver:
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
         self._saves = 0
         self._jobs: deque[Job] = deque()
-        """Saves whose outcome is not known yet."""
+        """Saves whose outcome is still unknown."""
         self._over = Status()
-        """Of the saves whose outcome is known: memory stays bounded, however many a job makes."""
+        """The summed status of the saves whose outcome is known, so that memory stays bounded."""
         self._last = LastSave(place.after)
         self._updates = 0
         self.step_of: Callable[[], int] = lambda: engine.step
-        """Returns the step of a save that the engine makes by itself; trainers count their own steps."""
+        """Returns the step for a save that the engine itself makes; trainers count their own steps."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
         self._checkpoint_engine = checkpoint_engine_of(engine)
         self._checkpoint_engine.attach(self, engine)
@@ -141,7 +141,7 @@ class Saver:
         for byte, under the names that they get in a composed folder. *pin* names the commit.
 
         Raises:
-            TypeError: *client_state* holds something else than plain values, tensors and numpy's.
+            TypeError: *client_state* holds something other than plain values, tensors and numpy's types.
             InvalidInput: Gradients are being accumulated for an update that is still to come; or a file does not
                 exist, *step* is no step, or *pin* is taken.
             Conflict: *step* is not after the last one, or the ranks do not want the same.
@@ -165,7 +165,7 @@ class Saver:
         """
         Save the *states* that the engine itself was about to write to *folder*.
 
-        Files that are added to *folder* until training goes on are kept, too.
+        Files that are added to *folder* before training continues are kept too.
         """
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         request = SaveRequest(step=self.step_of(), client_state=client_state, folder=folder, tag=tag, is_complete=False)
@@ -179,7 +179,7 @@ class Saver:
         try:
             captured, files, sample = self._take_stock(read, states)
         except Exception as exc:
-            # Raises on all ranks: no rank saves what another one cannot.
+            # This raises on all ranks: no rank saves what another one cannot.
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
         request, share, step = files.request, captured.share, files.request.step
@@ -188,7 +188,7 @@ class Saver:
         has_extras = request.is_complete and bool(request.client_state or request.files)
         repeated = self._last.same(step, updates=self._updates, pin=request.pin, has_extras=has_extras)
         if repeated is not None:
-            return repeated  # the save before is not sealed: more files may come into its folder
+            return repeated  # leave the previous save unsealed: more files may come into its folder
         self._seal()
         if self._settings.on_pressure == "wait":
             while len(running := self._running()) >= JOBS_MAX:
@@ -203,7 +203,7 @@ class Saver:
             sizes=captured.bytes_by_layer,
         )
         due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
-        # A rank's report has room for the outcomes of SAVES_MAX saves, however small these are.
+        # A rank's report has room for the outcomes of only SAVES_MAX saves, however small the saves are.
         if (agreed.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             number = self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
@@ -230,7 +230,7 @@ class Saver:
 
     def wait(self) -> None:
         """
-        Return once every save is visible and durable, or given up; with ``remote``, pushed. Every rank calls it.
+        Return once every save is visible and durable, or given up; with ``remote``, also pushed. Every rank calls it.
 
         Raises:
             StorageIO: With ``remote``, the last push failed.
@@ -239,7 +239,7 @@ class Saver:
             return
         self._seal()
         self._await(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
-        # Rank 0 has to hear first who has failed: until then it waits for a part that will not come.
+        # Tell rank 0 first who has failed: until then, it waits for a part that will never come.
         self._learn(exchange_reports(self.exchange, self._report()))
         self._await(lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs))
         if self._settings.durable == "remote":
@@ -255,23 +255,23 @@ class Saver:
 
     def _await(self, wait: Callable[[float], bool]) -> None:
         """
-        Let every rank *wait* until that returns True; it may take as long as it takes.
+        Call *wait* on every rank until it returns True on all of them, however long that takes.
 
-        Ranks that are done sooner hear from the others all the while: gloo gives up a rank that is silent for half an
-        hour, and a first push may take longer.
+        Ranks exchange a message every minute: gloo aborts after half an hour of silence, and a first push may take
+        longer.
         """
         while any(self.exchange.sums([0.0 if wait(_SILENT_SECONDS_MAX) else 1.0])):
             pass
 
     def status(self) -> Status:
-        """Return how this rank's saves are doing; asks no other rank."""
+        """Return the status of this rank's saves; asks no other rank."""
         found, behind = reduce(with_job, self._jobs, self._over), self._collector
         return (
             found if behind is None else replace(found, collection_error=behind.error, pushed_step=behind.pushed_step)
         )
 
     def close(self) -> None:
-        """Wait for the saves under way, and release the engine. Every rank calls it; twice is harmless."""
+        """Wait for the pending saves, and release the engine. Every rank calls it; calling it twice is harmless."""
         if self._is_closed:
             return
         try:
@@ -296,7 +296,7 @@ class Saver:
     # -- before an update ----------------------------------------------------------------------------------------
 
     def _gate(self) -> None:
-        """Hold the update until nothing of the state before it is left to copy; with ``sync``, until it is durable."""
+        """Hold the update until the state before it is fully copied or, with ``sync``, durable."""
         self._updates += 1
         self._seal()
         if self._settings.mode == "sync" and self._jobs:
@@ -330,7 +330,7 @@ class Saver:
         )
 
     def _new_outcomes(self) -> dict[int, bool]:
-        """Return, on the rank that commits, whether saves became visible whose outcome not all ranks know yet."""
+        """Return, on the rank that commits, whether saves became visible whose outcome some ranks do not know yet."""
         resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
         return {job.joint.save_number: job.commit is not None for job in resolved if job.is_visible is None}
 
@@ -360,7 +360,7 @@ class Saver:
     def _take_stock(
         self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]
     ) -> tuple[Captured, SaveFiles, Sample | None]:
-        """Return what this rank has to save, and what movements are measured by, if the policy asks for them."""
+        """Return this rank's state to save and, if the policy uses movements, the sample to measure them by."""
         request = read()
         check_client_state(request.client_state)
         captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
@@ -373,7 +373,7 @@ class Saver:
         return captured, files, sample
 
     def _check_cuttable(self, share: Share) -> None:
-        """Raise LayoutMismatch if some layers alone are to be saved of a state that cannot be cut into layers."""
+        """Raise LayoutMismatch if only some layers are to be saved of a state that cannot be split by layer."""
         kept = undivided(share.state)
         if kept and (self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"):
             raise LayoutMismatch(
@@ -409,7 +409,7 @@ class Saver:
         return job
 
     def _seal(self) -> None:
-        """Read the files that have come into the folders of earlier saves, which are complete from here on."""
+        """Read the files that were added to the folders of earlier saves, which are complete from now on."""
         for job in self._jobs:
             job.files.seal()
 
@@ -420,7 +420,7 @@ class Saver:
             if job.failure:
                 raise StorageIO(job.failure, errno=None, filename=str(self._repo.layout.root))
 
-    # -- what the checkpoint engine and loads ask for ------------------------------------------------------------
+    # -- for the checkpoint engine and for loads -----------------------------------------------------------------
 
     def pointer(self) -> Pointer:
         """Return the pointer to the next save."""
@@ -456,13 +456,13 @@ class Saver:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        """Wait until this rank's saves are on disk: the process ends without having closed this saver."""
+        """Wait until this rank's saves are on disk: the process is exiting without having closed this saver."""
         if not self._is_closed:
             self._seal()
             wait_at_exit(self._jobs, commits=self._is_first)
 
     def _leave(self) -> None:
-        """End without asking the other ranks, which may never come to where they could be waited for."""
+        """End without the other ranks, which may never reach a collective."""
         note_left(self._engine.engine)
         self._at_exit()
         self._end(at_once=True)

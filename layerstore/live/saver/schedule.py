@@ -1,7 +1,7 @@
 """
-Which layers are due at the next save, given the outcomes of the earlier ones.
+Decide which layers are due at the next save, given the outcomes of the earlier ones.
 
-Every rank keeps a schedule and feeds it with the same facts, so all decide alike without asking each other.
+Every rank keeps a schedule and feeds it the same facts, so all ranks decide alike without asking each other.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from layerstore.zero3 import Share
 
 @dataclass(slots=True)
 class Schedule:
-    """The policy of a saver, and what it decides by."""
+    """A saver's policy, and the facts that it decides by."""
 
     policy: Policy
     number: int
@@ -25,13 +25,13 @@ class Schedule:
     visible: dict[str, int] = field(default_factory=dict)
     """The number of each layer's newest visible save."""
     foreign: frozenset[str] = frozenset()
-    """Layers inherited from another run: they need not be saved, and have no age."""
+    """Layers inherited from another run, which need not be saved and have no age."""
     had_moments: dict[str, bool] = field(default_factory=dict)
     """Whether the optimizer had updated each layer when it was last saved."""
     owed: set[str] = field(default_factory=set)
     """Layers of saves that were given up, skipped or cut: they are due at the next one."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
-    """What is due in each save whose outcome is not known yet, by number."""
+    """The layers due in each save whose outcome is still unknown, by number."""
 
     @classmethod
     def after(cls, place: Place, policy: Policy, *, run: str) -> Self:
@@ -75,14 +75,14 @@ class Schedule:
         )
 
     def begin_anew(self) -> None:
-        """Note that nothing can be inherited any more: every layer is due until it is saved."""
+        """Note that nothing can be inherited any more, so that every layer is due until it is saved."""
         self.visible, self.foreign = {}, frozenset()
-        # Pending saves will be given up, too: none of them has every layer.
+        # Pending saves will be given up too, since none of them has every layer.
         self.pending = dict.fromkeys(self.pending, frozenset())
 
     @property
     def open_for(self) -> int:
-        """How many saves ago the oldest pending one began."""
+        """How many saves ago the oldest pending save began."""
         return self.number - min(self.pending, default=self.number)
 
     def last_saved(self) -> dict[str, int]:
@@ -111,9 +111,9 @@ class Schedule:
         self, due: frozenset[str], sizes: Mapping[str, int], room: int, *, has_moments: Mapping[str, bool]
     ) -> frozenset[str]:
         """
-        Return those of *due* that fit into *room*, the oldest first, and at least one; the others are owed.
+        Return those of *due* that fit into *room*, oldest first, and at least one; the others are owed.
 
-        Layers that cannot be inherited are always among them: a first save is full.
+        Layers that cannot be inherited are always included, so a first save is full.
         """
         last = self.last_saved()
         chosen = set(self._needed(due, has_moments))
@@ -137,7 +137,7 @@ class Schedule:
 
 
 def policy_use(policy: Policy, share: Share, due: frozenset[str], movements: Mapping[str, float]) -> PolicyUse:
-    """Return what the record says of *policy*: which layers were due, and the movements that it decided by."""
+    """Return the record's entry on *policy*: which layers were due, and the movements that it decided by."""
     said: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(due) < len(share.layers):
         said["due"] = [layer.layer for layer in share.layers if layer.layer in due]

@@ -18,7 +18,7 @@ Pressure = Literal["wait", "skip", "degrade"]
 Frozen = Literal["once", "exclude"]
 Durable = Literal["local", "remote"]
 
-# Padding between slices, and what is lost where the ring begins again.
+# Padding between slices, and what is lost where the ring wraps around.
 _SLACK_BYTES = 16 * MIB
 _BUFFER_BYTES_MIN = 1_000_000
 
@@ -29,7 +29,7 @@ class SmallBuffer(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of ``layerstore.attach``, which explains them."""
+    """The settings of ``layerstore.attach``, which documents them."""
 
     mode: Mode
     host_buffer: int | str
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def of_all_ranks(self) -> str:
-        """The settings that have to be the same on all ranks."""
+        """The settings that must be the same on all ranks."""
         names = ("mode", "on_pressure", "frozen", "push", "durable")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
@@ -64,7 +64,7 @@ def pool_bytes(engine: Engine, wanted: int | str) -> int:
     Return the size of one rank's host buffer; for ``auto`` its largest save, capped by the free memory.
 
     Raises:
-        InvalidInput: *wanted* is no size.
+        InvalidInput: *wanted* is not a size.
     """
     if wanted != "auto":
         size = size_in_bytes(wanted)

@@ -1,5 +1,5 @@
 """
-The lazy copy: layers that are due go from the engine's memory to a host buffer while forward and backward run.
+The lazy copy: due layers move from the engine's memory to a host buffer while forward and backward run.
 
 One thread copies, in the order in which the writing thread reads, so a slice of any size streams through a buffer of
 any size. The saver holds the next update until nothing is left to copy.
@@ -22,12 +22,12 @@ from layerstore.zero3 import ObjectSource, SliceSource
 if TYPE_CHECKING:
     import torch
 
-# Large enough for a transfer at full speed, small enough that the writer soon begins.
+# Large enough for a transfer at full speed, small enough that the writer starts soon.
 COPY_BYTES = 4 * MIB
 
 
 class PoolClosed(Exception):
-    """The ring was closed: nobody empties it any more."""
+    """The ring was closed, and nobody empties it any more."""
 
 
 class Pool:
@@ -37,7 +37,7 @@ class Pool:
         import torch
 
         self.size_bytes = size_bytes
-        # Pages count once they are touched: a buffer that is used little takes little memory.
+        # Pages take memory only once they are touched, so a little-used buffer is cheap.
         self._memory: torch.Tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._given: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()
@@ -45,7 +45,7 @@ class Pool:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that wait for the disk."""
+        """The bytes that are waiting for the disk."""
         with self._changed:
             return sum(end - begin for begin, end in self._given)
 
@@ -67,7 +67,7 @@ class Pool:
         raise PoolClosed
 
     def _free_at(self, size_bytes: int) -> int | None:
-        """Return where *size_bytes* bytes are free in one piece; None if nowhere yet."""
+        """Return an offset with *size_bytes* contiguous free bytes; None if there is none yet."""
         if not self._given:
             return 0
         oldest, newest = self._given[0][0], self._given[-1][1]
@@ -78,7 +78,7 @@ class Pool:
         return newest if oldest - newest > size_bytes else None
 
     def give_back(self) -> None:
-        """Free the bytes that were taken first."""
+        """Free the bytes that were taken first (FIFO)."""
         with self._changed:
             self._given.popleft()
             self._changed.notify_all()
@@ -113,7 +113,7 @@ class Snapshot:
         self._lazy = {(part.path, part.offset_bytes) for part in slices}
         self.size_bytes = sum(part.size_bytes for part in slices)
         self.copied = threading.Event()
-        """Set once the engine's memory is not needed any more."""
+        """Set once the engine's memory is no longer needed."""
         self.error: BaseException | None = None
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._is_over = False
@@ -134,7 +134,7 @@ class Snapshot:
                     try:
                         ready = copy.begin(data, source[at : at + len(data)])
                     except BaseException as exc:
-                        # The reader gives pieces back in order, so it has to get this one, too.
+                        # The reader gives pieces back in order, so it must get this one too.
                         self.error = exc
                         self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=self._failed))
                         raise
@@ -142,7 +142,7 @@ class Snapshot:
             copy.finish()
         except PoolClosed:
             pass  # the saver ends at once: nobody reads the rest
-        except BaseException as exc:  # noqa: BLE001  # it is raised where the slices are awaited
+        except BaseException as exc:  # noqa: BLE001  # raised where the slices are awaited
             self.error = exc
         finally:
             self._chunks.put(None)
@@ -154,7 +154,7 @@ class Snapshot:
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the next slice, or of something that was copied at the save itself."""
+        """Yield the bytes of the next slice, or of something that was copied by the save itself."""
         if (path, offset) not in self._lazy:
             yield self.captured.memory(path).bytes_of(path)[offset : offset + size_bytes].cpu().numpy().data
             return
@@ -184,7 +184,7 @@ class Snapshot:
         """Discard the rest, so that the copying thread does not wait for a writer that has given up."""
         while (chunk := self._next()) is not None:
             assert self._pool is not None
-            with suppress(Exception):  # a failed copy does not write to that memory any more
+            with suppress(Exception):  # a failed copy no longer writes to that memory
                 chunk.ready()
             self._pool.give_back()
 
@@ -204,10 +204,10 @@ class Copier:
     """Copies bytes from the engine's memory to the host's."""
 
     def follow(self) -> None:
-        """Order the next copies behind what the engine has begun."""
+        """Order the next copies after the work that the engine has begun."""
 
     def begin(self, target: "torch.Tensor", source: "torch.Tensor") -> Callable[[], None]:
-        """Begin to copy *source* to *target*; return a function that waits for the end."""
+        """Start to copy *source* to *target*; return a function that waits for the end."""
         target.copy_(source)
         return lambda: None
 
@@ -216,7 +216,7 @@ class Copier:
 
 
 class CudaCopier(Copier):
-    """Copies on a stream of its own, behind what the engine had begun at the save."""
+    """Copies on its own stream, after the work that the engine had begun at the save."""
 
     def __init__(self, device: "torch.device") -> None:
         import torch

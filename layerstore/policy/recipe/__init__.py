@@ -1,8 +1,8 @@
 """
 Recipes: a YAML file that says which step each layer comes from, in our own grammar or in LLMTailor's.
 
-This room goes from text to a checked plan. Which commits exist is for the caller to find out (`Spot.located` lets its
-errors begin with the place in the recipe).
+This room turns text into a checked plan. The caller finds out which commits exist (`Spot.located` makes its errors
+begin with the place in the recipe).
 """
 
 from layerstore.policy.recipe import llmtailor, own

@@ -1,9 +1,9 @@
 """
 Read YAML as plain nodes that know their place in the file, and check the type of each.
 
-Only the library's parser is used, never its constructors: every value stays the text that was written, so ``on``,
-``0100`` or ``1:30`` cannot turn into something else. Tags, several documents, repeated keys, keys that are not text and
-aliases of lists or mappings (which could refer to themselves, or expand without end) are refused.
+It uses only the library's parser, never its constructors: every value stays the text that was written, so ``on``,
+``0100`` or ``1:30`` cannot turn into something else. It refuses tags, several documents, repeated keys, keys that are
+not text, and aliases of lists or mappings (which could refer to themselves, or expand without end).
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Spot:
 
     @contextlib.contextmanager
     def located(self) -> Iterator[None]:
-        """Let our errors in this block begin with this place; class, hint and facts stay as they are."""
+        """Make our errors in this block begin with this place; class, hint and facts stay the same."""
         try:
             yield
         except LayerstoreError as problem:
@@ -89,7 +89,7 @@ class MapNode:
         return None if isinstance(found, Scalar) and found.is_null else found
 
     def key_spot(self, key: str) -> Spot:
-        """Return the place of *key*, or of the mapping if it has no such key."""
+        """Return the place of *key*, or of the mapping if it lacks the key."""
         return next((name.spot for name, _ in self.entries if name.text == key), self.spot)
 
 
@@ -118,11 +118,12 @@ def read_document(text: str, *, name: str) -> Node:
     Return the one document in *text*; *name* is what errors call the file.
 
     Raises:
-        InvalidInput: It is not YAML, or uses a feature of YAML that recipes may not; with line and column.
+        InvalidInput: It is not YAML, or uses a YAML feature that recipes may not; states line and column.
     """
     _check_size(len(text.encode(errors="surrogatepass")), name=name)
     if yaml.__with_libyaml__:
-        # Ten times as fast. The Python parser reads again what it refuses: all messages and places are that parser's.
+        # The C parser is ten times as fast. If it refuses the text, the Python parser rereads it, so all messages and
+        # places come from the latter.
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return _Reader(text, name=name, parser=yaml.CSafeLoader).document()
     return _Reader(text, name=name, parser=yaml.SafeLoader).document()
@@ -142,7 +143,7 @@ def _spot_of_index(text: str, index: int, *, name: str) -> Spot:
 
 
 class _Reader:
-    """Turn the parser's events into nodes."""
+    """Turns the parser's events into nodes."""
 
     def __init__(self, text: str, *, name: str, parser: Callable[[str], Any]) -> None:
         self._name = name
@@ -204,7 +205,7 @@ class _Reader:
             if event.anchor is not None:
                 self._scalars[event.anchor] = found
             return found
-        self._scalars.pop(event.anchor, None)  # an anchor of that name stands for this from here on
+        self._scalars.pop(event.anchor, None)  # from here on, an anchor of that name means this node
         if isinstance(event, yaml.SequenceStartEvent):
             items = tuple(self._node(item, depth=depth + 1) for item in self._until(yaml.SequenceEndEvent))
             return ListNode(items=items, spot=spot)
@@ -259,7 +260,7 @@ def as_scalar(node: Node, *, what: str) -> Scalar:
 
 
 def as_integer(node: Node, *, what: str) -> int:
-    """Return the whole number that *node* is, in decimal."""
+    """Return *node*, a whole number in decimal."""
     value = as_scalar(node, what=what)
     if _OCTAL.fullmatch(value.text):
         raise value.spot.error(f"{what} is {value.text!r}, which YAML may read as octal", hint="drop the leading zeros")

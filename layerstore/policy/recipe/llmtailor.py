@@ -1,7 +1,7 @@
 """
-Read LLMTailor's grammar, with every check that needs no model; its meaning is in `llmtailor_plan`.
+Read LLMTailor's grammar, with every check that needs no model; `llmtailor_plan` interprets it.
 
-A setting that would change tensors is refused; one that has no effect on a checkpoint of whole layers is noted.
+Settings that would change tensors are refused; settings without effect on a checkpoint of whole layers are noted.
 """
 
 import posixpath
@@ -29,7 +29,7 @@ from layerstore.policy.recipe.plan import Choice
 
 _BODIES = ("slices", "models", "modules")
 _WEIGHTS = ("pre_weights", "post_weights")
-# Keys without effect, of the recipe and of a slice.
+# Keys without effect, in the recipe and in a slice.
 _INERT = ("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template")
 _INERT_OF_SLICE = ("base_model", "residual_weight")
 KEYS = (*_BODIES, *_WEIGHTS, "merge_method", "base_model", "parameters", *_INERT)
@@ -131,7 +131,7 @@ def _inert(node: MapNode, keys: Iterable[str]) -> list[str]:
 
 
 def _check_tokenizer(document: MapNode) -> None:
-    """Refuse a tokenizer that would need new embeddings; else it is the base's."""
+    """Refuse a tokenizer that would need new embeddings; any other means the base's."""
     if (tokenizer := document.get("tokenizer")) is not None:
         inner = as_map(tokenizer, what="tokenizer", keys=("source", "tokens", "pad_to_multiple_of"))
         for key in ("tokens", "pad_to_multiple_of"):

@@ -1,13 +1,13 @@
 """
-What an LLMTailor recipe means for a model, with every check that needs the model.
+Interpret an LLMTailor recipe for a model, with every check that needs the model.
 
 Our layers are whole: weights, master and optimizer state travel together. LLMTailor takes the weights of auxiliary
 layers from ``pre_weights`` and ``post_weights``, or by default from its first or last slice, and their optimizer state
-from the slices with empty ranges. Here those slices decide; the weights that are listed must agree, and a note says
-where a default would have differed.
+from the slices with empty ranges. Here, those slices decide; any listed weights must agree, and a note says where a
+default would have differed.
 
-LLMTailor's group ids number 0 the norm, 1 to L the blocks, then the head and the embedding; tied models have no head.
-There they are positions in an optimizer; here they stand for layers, found by names and order in the model.
+In LLMTailor's group ids, 0 is the norm, 1 to L are the blocks, then come the head and the embedding; tied models have
+no head. There they are positions in an optimizer; here they stand for layers, found by name and order in the model.
 """
 
 import re
@@ -33,7 +33,7 @@ class LayerRange:
     start: int
     stop: int
     spot: Spot
-    """Of the range."""
+    """The place of the range."""
 
     @property
     def is_group(self) -> bool:
@@ -51,12 +51,12 @@ class WeightEntry:
     name: str
     checkpoint: Choice
     spot: Spot
-    """Of the name."""
+    """The place of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightList:
-    """``pre_weights`` or ``post_weights``; unless it is empty it replaces LLMTailor's default."""
+    """``pre_weights`` or ``post_weights``; unless empty, it replaces LLMTailor's default."""
 
     key: str
     entries: tuple[WeightEntry, ...]
@@ -84,20 +84,20 @@ class LayerGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LLMTailorRecipe:
-    """A recipe in LLMTailor's grammar, not yet held against a model."""
+    """A recipe in LLMTailor's grammar, not yet matched with a model."""
 
     name: str
     """What errors call the file."""
     base: Choice
     """``base_model``, else the newest step of the recipe."""
     run_hint: str | None
-    """What ``ingest`` would have called the run of the recipe's folders."""
+    """The run name that ``ingest`` would have given to the recipe's folders."""
     slices: tuple[LayerRange, ...]
     """In file order; at least one."""
     pre_weights: WeightList
     post_weights: WeightList
     spot: Spot
-    """Of ``slices``."""
+    """The place of ``slices``."""
     notes: tuple[str, ...]
     grammar: str = "llmtailor"
 
@@ -155,7 +155,7 @@ def groups_of(model: ModelOutline) -> LayerGroups:
     embedding = _one(tied or _embeddings(before), what="embedding")
     before, after = ([name for name in side if name != embedding] for side in (before, after))
     heads = [name for name in after if name.rpartition(".")[2] == "lm_head"]
-    # After the blocks in most models, before them where the code creates it first.
+    # After the blocks in most models; before them if the code creates it first.
     named = norms(after) or norms(before) or set(after) - set(heads)
     norm = _one([name for name in before + after if name in named], what="norm")
     if not tied and not heads:
@@ -169,7 +169,7 @@ def groups_of(model: ModelOutline) -> LayerGroups:
 
 
 def _embeddings(before: list[str]) -> list[str]:
-    """Return what may be the embedding of an untied model, which may also have positions, norms, projectors there."""
+    """Return candidates for an untied model's embedding; positions, norms and projectors may be there too."""
     others = [name for name in before if name not in norms(before)]
     named = [name for name in others if _EMBEDDING.search(name) and not _OTHER_EMBEDDING.search(name)]
     return others if len(others) == 1 else named or others
@@ -234,7 +234,7 @@ def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -
                 hint="keep one of the two slices",
             )
         owner[layer] = part
-    # LLMTailor has no group for a frozen layer, which has no optimizer state.
+    # LLMTailor has no group for frozen layers, since they have no optimizer state.
     missing = {group: layer for group, layer in auxiliary.items() if layer not in owner and layer not in frozen}
     if missing:
         lines = " and ".join(f"layer_range: [{group}, {group}]" for group in missing)
@@ -270,10 +270,10 @@ def _notes_of_defaults(
     recipe: LLMTailorRecipe, groups: LayerGroups, decided: dict[str, Choice], named: set[str]
 ) -> list[str]:
     """
-    Note where LLMTailor's default would take weights of a layer from another step than its slice.
+    Note layers whose weights LLMTailor's default would take from a step other than their slice's.
 
     Raises:
-        InvalidInput: A list is given, which replaces the default, and leaves out a layer of its side.
+        InvalidInput: A list is given, which replaces the default, but it leaves out a layer of its side.
     """
     notes = []
     output_side = [groups.norm, *([] if groups.head is None else [groups.head])]

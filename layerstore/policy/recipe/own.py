@@ -1,8 +1,8 @@
 """
 Our own grammar: ``base``, ``layers`` and ``rest``.
 
-Every layer is named exactly once: two entries that fit one layer are an error, and so is a layer that no entry fits,
-unless ``rest`` says where such layers come from. So the order of entries has no meaning.
+Every layer is named exactly once: it is an error if two entries fit one layer, or if no entry fits a layer, unless
+``rest`` says where such layers come from. So the order of entries does not matter.
 """
 
 import re
@@ -20,16 +20,16 @@ _STEP = re.compile(r"@(?P<step>[0-9]{1,18})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRecipe:
-    """A recipe in our own grammar, not yet held against a model."""
+    """A recipe in our own grammar, not yet matched with a model."""
 
     name: str
     """What errors call the file."""
     base: Choice
     entries: tuple[tuple[Pattern, Choice], ...]
     rest: Choice | None
-    """Where layers come from that no entry fits; None if there must be none."""
+    """Where layers that no entry fits come from; None if there must be none."""
     spot: Spot
-    """Of ``layers``."""
+    """The place of ``layers``."""
     grammar: str = "layerstore"
     run_hint: str | None = None
 

@@ -1,5 +1,5 @@
 """
-Patterns of layer names: read from a recipe, and written in messages for lists of layers.
+Patterns of layer names, read from recipes and used in messages for lists of layers.
 
 ``*`` stands for any text, ``?`` for one character, and ``[…]`` for one whole number:
 ``[0-3]``, ``[0-3,8]``, ``[28-]`` (to the end), ``[even]``, ``[odd]``. Unlike in a shell, ``[10-20]`` is 10 to 20.
@@ -41,7 +41,7 @@ _Token = str | _Indices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Which layers an entry means."""
+    """The layers that an entry means."""
 
     text: str
     tokens: tuple[_Token, ...]
@@ -118,7 +118,7 @@ def _indices(text: str, key: Scalar) -> _Indices:
 
 
 def _fits(tokens: Iterable[_Token], name: str) -> bool:
-    # All places that the tokens so far can lead to: without backtracking, the time is bounded by the pattern's length
+    # Track all places that the tokens so far can lead to: without backtracking, time is bounded by the pattern's length
     # times the name's.
     places = {0}
     for token in tokens:
@@ -178,7 +178,7 @@ def _brackets(indices: list[int]) -> str:
 
 def listed(names: Iterable[str]) -> str:
     """
-    Return *names* gathered, in one line, long lists cut short.
+    Return *names* gathered on one line, truncating long lists.
 
     >>> listed(f"extra_{letter}" for letter in "abcdefghijk")
     'extra_a, extra_b, extra_c, extra_d, extra_e, extra_f, extra_g, extra_h and 3 more'
@@ -189,9 +189,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def near(name: str, names: Iterable[str], *, what: str) -> str:
-    """Return a hint for *name*: those of *names* that look like it, else all of them."""
+    """Return a hint for *name*: those of *names* that resemble it, else all of them."""
     known = list(names)
-    # The index of a block hides how near the rest is, so both spellings are compared.
+    # The index of a block hides how similar the rest is, so compare both spellings.
     plain = {spelling: shown for shown in gathered(known) for spelling in (shown, shown.partition("[")[0])}
     close = dict.fromkeys(plain[spelling] for spelling in nearest(name, plain))
     return did_you_mean(close, else_="" if close else f"{what}: {listed(known)}")

@@ -1,4 +1,4 @@
-"""What a recipe is planned against, and the plan: plain values that know nothing of the disk."""
+"""The model outline that a recipe is planned for, and the plan: plain values that know nothing of the disk."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from layerstore.policy.recipe.patterns import listed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlineLayer:
-    """What a recipe has to know of one layer."""
+    """The facts about one layer that a recipe needs."""
 
     name: str
     parameters: tuple[str, ...]
     ties: tuple[str, ...]
-    """Names under which other layers use its parameters: a tied ``lm_head.weight``."""
+    """Names under which other layers use its parameters, such as a tied ``lm_head.weight``."""
     frozen: bool
     """Whether nothing in it is trained."""
 
@@ -29,7 +29,7 @@ class ModelOutline:
     names: tuple[str, ...]
     """The layers' names, in the model's order."""
     look: Callable[[], Iterable[OutlineLayer]]
-    """Read the layers themselves; our own grammar needs only the names."""
+    """Reads the layers themselves; our own grammar needs only the names."""
 
     @cached_property
     def layers(self) -> tuple[OutlineLayer, ...]:
@@ -38,7 +38,7 @@ class ModelOutline:
 
 
 def outline_of(version: LayerVersion) -> OutlineLayer:
-    """Return what a recipe has to know of the layer *version*."""
+    """Return the facts about the layer *version* that a recipe needs."""
     parameters = version.parameters
     return OutlineLayer(
         name=version.layer,
@@ -101,7 +101,7 @@ class RecipePlan:
     layers: Mapping[str, Choice]
     """In the model's order."""
     notes: tuple[str, ...]
-    """For the user: settings that have no effect here, and defaults that were taken."""
+    """For the user: settings without effect here, and defaults that were used."""
 
 
 def notes_of_later_layers(base: Choice, layers: Mapping[str, Choice]) -> list[str]:

@@ -1,8 +1,8 @@
 """
-``.pt`` files without torch: the door of the only package that reads or writes them.
+``.pt`` files without torch: the only package that reads or writes them.
 
-This is the security boundary. A pickle is described, never run: globals become names, calls become nodes, and what
-is on no list is refused. No module here imports ``pickle``.
+This is the security boundary. A pickle is described, never run: globals become names, calls become nodes, and anything
+that is not on a list is refused. No module here imports ``pickle``.
 """
 
 from layerstore.zero3.pt.picklenames import INERT, VALUES

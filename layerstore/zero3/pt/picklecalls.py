@@ -16,7 +16,7 @@ from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, T
 from layerstore.zero3.pt import picklenames as names
 from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, view_end
 
-# Early releases of Python 3.11 (3.11.2 among them) pickle an enum by the name of its member, all others by value.
+# Early releases of Python 3.11 (including 3.11.2) pickle an enum by member name, all others by value.
 _ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 # torch counts in signed 64-bit integers.
@@ -76,7 +76,7 @@ class Calls:
         """Return the tensor that ``name(*arguments)`` describes."""
         for part in arguments:
             if isinstance(part, Unreadable) and not isinstance(part, StorageReference):
-                return part  # it says more than the call around it
+                return part  # more specific than the call around it
         match name, arguments:
             case names.REBUILD_TENSOR, (StorageReference() as storage, *view, hooks) if _is_empty(hooks):
                 return self._view(storage, by_storage_class, storage.storage_class, view)
@@ -151,7 +151,7 @@ class Calls:
 
 
 def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911  # one line a case
-    """Return what a call of a type of Python or torch makes, as protocol 2 spells it."""
+    """Return the value of a call to a type of Python or torch, as protocol 2 spells it."""
     match name, arguments:
         case names.ORDERED_DICT, ():
             return OrderedMap()

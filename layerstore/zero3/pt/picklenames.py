@@ -1,7 +1,7 @@
 """
 The allow-list: every global that a checkpoint's pickle may name, and how it is read.
 
-These are names; nothing is imported or called. A global that is on no list is refused.
+These are only names; nothing is imported or called. Globals that are not on a list are refused.
 The names come from DeepSpeed's loss scalers and stages, torch's functions that rebuild tensors, the containers
 of learning-rate schedulers, and numpy, whose generator states DeepSpeed's data sampler keeps.
 """
@@ -40,10 +40,10 @@ REBUILDS: Final = frozenset(
     }
 )
 
-# Calls of these become tree nodes; on their own they are refused.
+# Calls to these become tree nodes; on their own, they are refused.
 CALLED: Final = REBUILDS | {ORDERED_DICT, SIZE, SET, BYTES, ENCODE, GETATTR}
 
-# collections.defaultdict is left out: it carries a function to call, and no known writer puts one here.
+# collections.defaultdict is left out: it carries a function to call, and no known writer uses it.
 INERT: Final = frozenset(
     {
         ZERO_STAGE,
@@ -65,14 +65,14 @@ STORAGE_CLASSES: Final = frozenset(
     {*(f"torch.{row.storage_class}" for row in DTYPES if row.storage_class), UNTYPED_STORAGE}
 )
 
-# Element types that no tensor here may have.
+# Element types that are not supported here.
 _OTHER_DTYPES = (
     *("complex128", "complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )
 
-# Arguments of calls that may also stand alone, such as a dtype in a loss scaler.
+# Call arguments that may also stand alone, such as a dtype in a loss scaler.
 VALUES: Final = frozenset(
     {
         *(TENSOR, PARAMETER, "numpy.ndarray", *STORAGE_CLASSES),
@@ -82,7 +82,7 @@ VALUES: Final = frozenset(
 
 KNOWN: Final = CALLED | INERT | VALUES
 
-# What torch names for tensors alone: element types, storages, quantization schemes, functions that rebuild a tensor.
+# torch's names that occur only for tensors: element types, storages, quantization schemes, rebuild functions.
 _OF_TENSORS = re.compile(
     r"torch\.((complex|float|q?u?int)[0-9]\w*|per_\w+|\w+Storage|_utils\._rebuild_\w+|serialization\._get_layout)"
 )
@@ -92,14 +92,14 @@ _RENAMED_MODULES = {"__builtin__": "builtins"}
 
 
 def dotted(module: str, name: str) -> str | None:
-    """Return a global's canonical spelling; None if the two parts cannot be names."""
+    """Return a global's canonical name; None if its two parts cannot be names."""
     module = _RENAMED_MODULES.get(module, module)
     parts = (*module.split("."), name)
     return f"{module}.{name}" if all(part.isidentifier() for part in parts) else None
 
 
 def is_unsupported(name: str) -> bool:
-    """Whether *name* is harmless but without a node: it makes a kind of tensor that is not supported."""
+    """Whether *name* is harmless but has no node, because it makes an unsupported kind of tensor."""
     return name not in KNOWN and _OF_TENSORS.fullmatch(name) is not None
 
 

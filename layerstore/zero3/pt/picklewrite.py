@@ -1,9 +1,9 @@
 """
 Write an inert tree as the pickle that ``torch.save`` would write: protocol 2, torch's own names.
 
-Loading it with torch gives live objects of the original classes. Equal trees give equal bytes:
-only texts and globals are memorised, by value; storages are numbered by first use; sets are sorted.
-The ``pickle`` module is not used. A list or dict that occurs twice in a tree is written twice.
+Loading it with torch gives live objects of the original classes. Equal trees give equal bytes: only texts and globals
+are memoized, by value; storages are numbered by first use; sets are sorted. The ``pickle`` module is not used. A list
+or dict that occurs twice in a tree is written twice.
 """
 
 import struct
@@ -40,10 +40,10 @@ _STOP = b"."
 
 def write_pickle(tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
     """
-    Return *tree* as a pickle, and the storages that it names: the first lies in ``data/0``.
+    Return *tree* as a pickle, and the storages that it names: the first is in ``data/0``.
 
     Raises:
-        InvalidInput: The tree contains itself, or a part that cannot be written; names the key path.
+        InvalidInput: The tree contains itself, or a part that cannot be written; the message states the key path.
     """
     _check(tree)
     writer = _Writer()
@@ -52,13 +52,13 @@ def write_pickle(tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
 
 
 class WrittenPickles:
-    """Writes trees of which many are copies of each other, as those of all ranks of a save are: the first alone."""
+    """Writes trees; copies of a recent tree, such as those of a save's other ranks, reuse its pickle."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[Template, bytes]] = []
 
     def write(self, tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
-        """Return what `write_pickle` does; it raises the same."""
+        """Return and raise what `write_pickle` does."""
         for template, pickled in self._latest:
             storages = template.storages_of(tree)
             if storages is not None:
@@ -108,7 +108,7 @@ class _Writer:
             case str():
                 self._text(node)
             case bytes():
-                # Protocol 2 has no bytes; latin-1 maps each of them to the character of its number.
+                # Protocol 2 has no bytes; latin-1 maps each byte to the character with its number.
                 self._call(names.ENCODE, node.decode("latin-1"), "latin1")
             case Size():
                 self._call(names.SIZE, tuple(node))
@@ -127,7 +127,7 @@ class _Writer:
                 self._emit(_EMPTY_DICT)
                 self._set_items(node)
             case set():
-                # The order of a set changes from process to process, so its elements are sorted by their own pickles.
+                # The order of a set differs between processes, so sort its elements by their own pickles.
                 self._call(names.SET, sorted(node, key=_sort_key))
             case Global():
                 self._global(node)
@@ -214,7 +214,7 @@ class _Writer:
 
     def _tensor(self, item: Tensor) -> None:
         if item.is_parameter:
-            # A parameter stands around its plain data, which never requires a gradient itself.
+            # A parameter wraps its plain data, which never itself requires a gradient.
             data = replace(item, is_parameter=False, requires_grad=False, attributes=None)
             parts = (data, item.requires_grad, OrderedMap())
             if item.attributes is None:

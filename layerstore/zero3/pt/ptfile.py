@@ -1,9 +1,9 @@
 """
-``.pt`` files: read as a tree and the places of its tensors' bytes, or laid out from one. No torch is imported.
+``.pt`` files: read one as a tree and the positions of its tensors' bytes, or lay one out. No torch is imported.
 
-Reading takes milliseconds: the pickle becomes an inert tree, and each storage holds the place of its bytes.
-Writing starts from a layout: it says where each payload goes and which bytes surround them; callers write both.
-This module reads no payload and writes no file. The format is one zip archive, as ``torch.save`` makes it.
+Reading takes milliseconds: the pickle becomes an inert tree, and each storage holds the position of its bytes. Writing
+starts from a layout, which says where each payload goes and which bytes surround them; callers write both. This module
+reads no payloads and writes no files. The format is one zip archive, as ``torch.save`` makes it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
 _STORAGE_FOLDER = "data/"
 
-# torch's own alignment, for all that is not a payload.
+# torch's own alignment, for everything that is not a payload.
 _RECORD_ALIGNMENT_BYTES = 64
 
 # The length that torch gives its own serialization ids.
@@ -37,7 +37,7 @@ class PtFile:
     """What a ``.pt`` file describes."""
 
     path: Path
-    """Where it was read."""
+    """The file that was read."""
     tree: Tree
     """Inert; each tensor's storage holds a `Located` as its content."""
     storages: tuple[Storage, ...]
@@ -48,14 +48,14 @@ class PtFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtLayout:
-    """Where everything of a ``.pt`` file goes."""
+    """The layout of a ``.pt`` file."""
 
     size_bytes: int
     """Size of the whole file."""
     storages: tuple[tuple[Storage, int], ...]
     """Each storage with the absolute offset of its payload, in file order; empty ones included."""
     _contents: tuple[bytes | Storage, ...]
-    """Of all records but the last, the serialization id, in file order."""
+    """The contents of all records but the last (the serialization id), in file order."""
     _zip: ZipLayout
 
     def skeleton(self, crc32: Mapping[Storage, int]) -> list[tuple[int, bytes]]:
@@ -78,14 +78,14 @@ class PtLayout:
 
 def read_pt(path: Path, pickles: Pickles | None = None) -> PtFile:
     """
-    Return what *path* describes, without reading any tensor's bytes and without running anything.
+    Return what *path* describes, without reading any tensor's bytes or running anything.
 
-    The layout, the pickle and its CRC are checked; the payloads' CRCs are only passed on.
-    Whoever reads many files gives each the same *pickles*, which know equal ones and which globals are allowed.
+    The layout, the pickle and its CRC are checked; the payloads' CRCs are only passed on. To read many files, pass the
+    same *pickles* each time: it recognizes equal pickles and holds the allowed globals.
 
     Raises:
-        SourceCheckpoint: Missing, cut short, damaged, of another format, or untrusted.
-        Unsupported: A tensor of a kind or element type that is not supported; big-endian bytes.
+        SourceCheckpoint: The file is missing, truncated, damaged, of another format, or untrusted.
+        Unsupported: It has a tensor of an unsupported kind or element type, or big-endian bytes.
         StorageIO: The disk refused.
     """
     with open_source(path) as source:
@@ -105,17 +105,17 @@ def layout_pt(
     tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES, pickles: WrittenPickles | None = None
 ) -> PtLayout:
     """
-    Lay *tree* out as a ``.pt`` file whose archive folder is *name*: the file's stem, as torch does it.
+    Lay out *tree* as a ``.pt`` file whose archive folder is *name*: the file's stem, as in torch.
 
-    Every payload that is not empty starts at a multiple of *alignment_bytes*, so that whole pages can be
-    copied or shared by the kernel. Whoever lays out many trees gives each the same *pickles*.
+    Every non-empty payload starts at a multiple of *alignment_bytes*, so that the kernel can copy or share whole pages.
+    To lay out many trees, pass the same *pickles* each time.
 
     Raises:
-        InvalidInput: A tree or a name that cannot be written.
+        InvalidInput: The tree or the name cannot be written.
     """
     pickled, storages = (pickles or WrittenPickles()).write(tree)
-    # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
-    # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
+    # torch's order. We leave out its .format_version and .storage_alignment: they promise that offsets can be computed
+    # from sizes the way torch pads, and some loaders would then ignore our headers.
     contents: tuple[bytes | Storage, ...] = (pickled, b"little", *storages, b"3\n")
     keys = (f"{_STORAGE_FOLDER}{key}" for key in range(len(storages)))
     records = [
@@ -124,7 +124,7 @@ def layout_pt(
     ]
     identity = (".data/serialization_id", _ID_DIGITS, _RECORD_ALIGNMENT_BYTES)
     placed = layout_archive([*records, identity], root=name)
-    pairs = zip(contents, placed.records, strict=False)  # the serialization id has a place, but no content yet
+    pairs = zip(contents, placed.records, strict=False)  # the serialization id has a position, but no content yet
     return PtLayout(
         size_bytes=placed.size_bytes,
         storages=tuple((content, at.offset_bytes) for content, at in pairs if isinstance(content, Storage)),
@@ -141,7 +141,7 @@ def _record(name: str, content: bytes | Storage, alignment_bytes: int) -> tuple[
 
 
 def _serialization_id(contents: Sequence[bytes | Storage], crcs: list[int]) -> bytes:
-    """Return an id made from the contents; torch's own depends on chance and time."""
+    """Return an id derived from the contents; torch's own is random and depends on the time."""
     digest = hashlib.blake2b(next(part for part in contents if isinstance(part, bytes)), digest_size=16)
     digest.update(b"".join(crc.to_bytes(4, "little") for crc in crcs))
     return str(int.from_bytes(digest.digest(), "big")).zfill(_ID_DIGITS).encode()

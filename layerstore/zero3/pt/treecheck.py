@@ -1,5 +1,5 @@
 """
-Check an inert tree before other code walks it: after reading and before writing.
+Check an inert tree before other code walks it, both after reading and before writing.
 
 A few bytes of pickle can describe a tree that contains itself, is nested deeper than the stack, or expands to
 gigabytes. One walk visits each shared part once, refuses these, and reports the key paths of globals and of parts
@@ -16,7 +16,7 @@ from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor
 _Path: TypeAlias = "tuple[_Path, object] | None"
 """A key path as a chain from the leaf up; only reported paths are rendered."""
 
-# What one node costs in the expanded measure, whatever it is.
+# The cost of any node in the expanded size.
 _NODE_BYTES = 16
 
 # Tuples as keys are rare and flat; hashing deep ones would recurse outside Python's own guard.
@@ -28,7 +28,7 @@ _STEPS_SHOWN_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in a tree for a part that cannot be represented, so that errors can name its key path."""
+    """Stands in for a part of a tree that cannot be represented, so that errors can name its key path."""
 
     what: str
     """For people."""
@@ -50,7 +50,7 @@ class MalformedPickleError(Exception):
 
 def check_tree(root: object) -> TreeReport:
     """
-    Walk *root* once and report its globals and what cannot be represented.
+    Walk *root* once; report its globals and the parts that cannot be represented.
 
     Raises:
         MalformedPickleError: It contains itself, is nested too deeply or too large once expanded.
@@ -74,7 +74,7 @@ def check_key(key: object) -> None:
 
 
 def view_end(tensor: Tensor) -> int:
-    """Return how many elements the storage of *tensor* must have at least."""
+    """Return the minimum number of elements that the storage of *tensor* must have."""
     if tensor.elements == 0:
         return 0  # an empty view touches nothing, wherever it starts
     steps = zip(tensor.shape, tensor.stride, strict=True)
@@ -107,7 +107,7 @@ class _Walk:
             return 0, leaf_bytes
         key = id(node)  # the root keeps every node alive, so ids stay unique during the walk
         if key not in self._measured:
-            self._measured[key] = None  # in progress: meeting it again means that it contains itself
+            self._measured[key] = None  # in progress; meeting it again means that it contains itself
             self._measured[key] = self._measure_children(node, path, depth)
         known = self._measured[key]
         if known is None:
@@ -128,7 +128,7 @@ class _Walk:
 
     def _leaf_size(self, node: object, path: _Path) -> int | None:
         """Return the size of a leaf, None for a container; note what must be reported."""
-        kind = type(node)  # exactly: an enum that is an int could not be written as one
+        kind = type(node)  # the exact type: an IntEnum could not be written as an int
         if kind in _LEAF_SIZES:
             return _NODE_BYTES + _LEAF_SIZES[kind](node)
         if isinstance(node, Global | Inert):
@@ -164,7 +164,7 @@ _CONTAINERS = frozenset({list, tuple, dict, set, OrderedMap, Size, Tensor, Inert
 
 
 def _children(node: object) -> Iterator[tuple[object, object]]:
-    """Yield the parts of *node*, each with its step in the key path; None where the path stays the same."""
+    """Yield the parts of *node*, each with its step in the key path; None if the path stays the same."""
     match node:
         case dict():
             yield from _dict_children(node)
@@ -199,7 +199,7 @@ def _too_deep(path: _Path) -> MalformedPickleError:
 
 
 def render(path: _Path) -> str:
-    """Write a key path for people, such as ``optimizer_state_dict.state[0].exp_avg``."""
+    """Format a key path for people, such as ``optimizer_state_dict.state[0].exp_avg``."""
     steps: list[str] = []
     while path is not None:
         path, step = path
@@ -210,11 +210,11 @@ def render(path: _Path) -> str:
 
 
 def _short(step: object) -> str:
-    # Other keys may be huge; an integer's decimal form even costs quadratic time.
+    # Other keys may be huge, and an integer's decimal form costs quadratic time.
     return repr(step) if isinstance(step, int) and step.bit_length() < 64 else type(step).__name__
 
 
 def _readable(text: str) -> str:
-    # A key is shown in a terminal: no control characters, and not too long.
+    # The key is shown in a terminal, so allow no control characters and limit its length.
     shown = text if len(text) <= _KEY_SHOWN_MAX else text[:_KEY_SHOWN_MAX] + "…"
     return shown if shown.isprintable() else ascii(shown)

@@ -1,9 +1,9 @@
 """
 Read the pickle inside a ``.pt`` file as an inert tree. Nothing is imported, looked up or called.
 
-A small stack machine with one handler per opcode that ``torch.save`` emits with its protocol 2; every other opcode is
-refused. Globals become names, calls become nodes (`layerstore.zero3.pt.picklecalls`).
-Every count is bounded before memory is spent on it. Neither ``pickle`` nor ``pickletools``, which imports it, is used.
+This is a small stack machine with one handler for each opcode that ``torch.save`` emits with protocol 2; it refuses
+every other opcode. Globals become names, calls become nodes (`layerstore.zero3.pt.picklecalls`). Every count is bounded
+before memory is spent on it. Neither ``pickle`` nor ``pickletools``, which imports it, is used.
 """
 
 import struct
@@ -28,7 +28,7 @@ from layerstore.zero3.pt.picklecalls import Calls, DamagedPickleError
 from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, check_tree
 from layerstore.zero3.sourcefile import damaged, untrusted
 
-# How many names one message lists; the error's facts have all of them.
+# How many names a message lists; the error's facts have all of them.
 _NAMES_SHOWN_MAX = 20
 
 _UINT16 = struct.Struct("<H")
@@ -51,22 +51,22 @@ def read_pickle(
     A global in *allowed_globals* becomes an inert object, unless the allow-list treats it otherwise.
 
     Raises:
-        SourceCheckpoint: Damaged, or untrusted: all unknown globals at once, each with its key path.
-        Unsupported: A tensor of a kind or element type that is not supported.
+        SourceCheckpoint: It is damaged, or untrusted; the message lists all unknown globals with their key paths.
+        Unsupported: It has a tensor of an unsupported kind or element type.
     """
     tree, storages = _read(payload, path, records, allowed_globals)
     return tree, tuple(storages.values())
 
 
 class Pickles:
-    """Reads pickles of which many may be equal, as those of all ranks of a save are: the first of them alone."""
+    """Reads pickles; a pickle that equals an earlier one, as in a save's other ranks, reuses its tree."""
 
     def __init__(self, allowed_globals: frozenset[str] = frozenset()) -> None:
         self._allowed_globals = allowed_globals
         self._known: dict[bytes, tuple[Template, dict[str, Storage]]] = {}
 
     def read(self, payload: bytes, *, path: Path, records: Mapping[str, Located]) -> tuple[Tree, tuple[Storage, ...]]:
-        """Return what `read_pickle` does; it raises the same."""
+        """Return and raise what `read_pickle` does."""
         template, storages = self._known.get(digest(payload), (None, {}))
         if template is None or not all(_is_like(of, records.get(key)) for key, of in storages.items()):
             tree, storages = _read(payload, path, records, self._allowed_globals)
@@ -77,7 +77,7 @@ class Pickles:
 
 
 def _is_like(storage: Storage, record: Located | None) -> bool:
-    """Whether *record*, of another file, can be what *storage* holds, too."""
+    """Whether *record*, of another file, could also be the content of *storage*."""
     assert isinstance(storage.content, Located)
     return record is not None and record.size_bytes == storage.content.size_bytes
 
@@ -92,13 +92,13 @@ def _read(
         tree = machine.run()
         found = check_tree(tree)
     except (MalformedPickleError, DamagedPickleError) as exc:
-        # An unknown global is reported first: it matters more than a malformed pickle.
+        # Report unknown globals first: they matter more than a malformed pickle.
         _refuse_globals(path, machine.globals_named, trusted, places={})
         if isinstance(exc, DamagedPickleError):
             raise damaged(path, str(exc)) from exc
         raise untrusted(path, f"its pickle is not one that torch.save writes: {exc}") from exc
     _refuse_globals(path, machine.globals_named, trusted, places=found.names)
-    strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them of tensors
+    strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them belong to tensors
     for place, what in (*found.unreadable, *sorted(strange)):
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
     for name in sorted(found.names.keys() & picklenames.CALLED):
@@ -132,7 +132,7 @@ class _Machine:
     def __init__(self, payload: bytes, calls: Calls) -> None:
         self.calls = calls
         self.globals_named: set[str] = set()
-        """Every global of the pickle, known or not."""
+        """Every global in the pickle, known or not."""
         self._payload = payload
         self._position = 0
         self._stack: list[object] = []
@@ -201,7 +201,7 @@ class _Machine:
         self._stack.append(value)
 
     def _push_object(self, made: object) -> None:
-        """Push what takes much more memory than its opcode."""
+        """Push an object that takes much more memory than its opcode."""
         self._objects_left -= 1
         if self._objects_left < 0:
             raise MalformedPickleError(f"it makes more than {PICKLE_OBJECTS_MAX} objects")
@@ -218,7 +218,7 @@ class _Machine:
         return value
 
     def _mark(self) -> None:
-        # A tensor needs three marks, so real trees stay far below their depth in nodes.
+        # A tensor needs three marks, so in real trees this depth stays far below the depth in nodes.
         if len(self._outer) >= PICKLE_DEPTH_MAX:
             raise self._malformed(f"it is nested more than {PICKLE_DEPTH_MAX} deep")
         self._outer.append(self._stack)
@@ -257,7 +257,7 @@ class _Machine:
         if type(target) is list:
             target.extend(items)
         elif isinstance(target, Inert) and not target.has_state:
-            # The inert object was made here and its lists are typed for those who read it.
+            # We made the inert object; its lists are typed for readers.
             cast("list[object]", target.appended).extend(items)
         else:
             raise self._malformed("elements have no list")
@@ -313,14 +313,14 @@ class _Machine:
             case Inert(has_state=False):
                 target.state, target.has_state = cast(Tree, state), True
             case Unreadable():
-                pass  # it is reported for what it is
+                pass  # it is reported as unreadable
             case _:
                 raise self._malformed("a state has no object")
 
 
 _STOP = ord(".")
 
-# The opcodes of other protocols, extension registries, out-of-band buffers and recursive tuples are absent.
+# Left out are the opcodes of other protocols, extension registries, out-of-band buffers and recursive tuples.
 _HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
     ord("("): _Machine._mark,
     ord("N"): lambda machine: machine._push(None),

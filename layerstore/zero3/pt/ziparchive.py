@@ -1,12 +1,12 @@
 """
-The zip archive that is a ``.pt`` file: find the records of one, or lay out a new one.
+The zip archive format of ``.pt`` files: find an archive's records, or lay out a new archive.
 
-Reading checks the whole layout against what ``torch.save`` writes before it touches a payload: records stored
-uncompressed, one root folder, plain names, no overlap. Memory and time follow the size of the directory, never
-the sizes that a hostile archive claims. CRCs are passed on, not verified.
+Reading checks the whole layout against what ``torch.save`` writes before it touches a payload: uncompressed records,
+one root folder, plain names, no overlap. Memory and time depend on the size of the directory, never on the sizes that a
+hostile archive claims. CRCs are passed on, not verified.
 
-A layout follows from names and sizes alone, so payloads can be copied into place in any order and the headers
-written once the CRCs are known. Equal input gives equal bytes: timestamps are fixed.
+A layout depends only on names and sizes, so payloads can be copied into place in any order, and the headers written
+once the CRCs are known. Equal input gives equal bytes: timestamps are fixed.
 """
 
 import struct
@@ -55,11 +55,11 @@ _ZIP64_LOCAL_BYTES = _EXTRA_HEAD_BYTES + 16
 _VERSION = 20
 _VERSION_ZIP64 = 45
 
-# 1980-01-01 00:00, the earliest that the format can say: outputs differ only where contents do.
+# 1980-01-01 00:00, the earliest time that the format can express, so that outputs differ only if contents do.
 _DOS_TIME = 0
 _DOS_DATE = (1 << 5) | 1
 
-# Flags, method (stored), time and date of every header that is written.
+# Flags, method (stored), time and date of every header that we write.
 _COMMON = (_FLAG_UTF8, 0, _DOS_TIME, _DOS_DATE)
 
 _HEADS_BYTES = 4096
@@ -88,12 +88,12 @@ class _Listed:
 
 def read_archive(source: OpenedSource) -> tuple[str, dict[str, Located]]:
     """
-    Return the one folder that all records of *source* lie in, and where each record's bytes are, by its name below.
+    Return the root folder of all records in *source*, and the position of each record's bytes by its name below that.
 
-    The whole layout was checked, the CRCs were not. The order is the directory's.
+    The whole layout is checked, the CRCs are not. The order is the directory's.
 
     Raises:
-        SourceCheckpoint: Not a zip, cut short, or not something that ``torch.save`` writes.
+        SourceCheckpoint: It is not a zip, is truncated, or is not something that ``torch.save`` writes.
         StorageIO: The disk refused.
     """
     _refuse_other_formats(source)
@@ -113,7 +113,7 @@ def _refuse_other_formats(source: OpenedSource) -> None:
     head = source.read_at(0, 4)
     if head == _LOCAL_MAGIC.to_bytes(4, "little"):
         return
-    # The legacy stream starts with a pickled magic number: PROTO 2 and nothing else can stand there.
+    # The legacy stream starts with a pickled magic number, so with PROTO 2.
     found = "the legacy stream of torch.save" if head[:2] == b"\x80\x02" else "not a file of torch.save"
     raise SourceCheckpoint(
         f"{source.path}: {found}, where its zip format is needed",
@@ -124,7 +124,7 @@ def _refuse_other_formats(source: OpenedSource) -> None:
 
 
 def _read_directory(source: OpenedSource) -> tuple[int, bytes, int]:
-    """Return the directory's offset, its bytes and how many entries it announces."""
+    """Return the directory's offset, its bytes, and its stated number of entries."""
     # torch.save writes no comment, so the end records are the last bytes of the file.
     end_offset = source.size_bytes - _END_RECORD.size
     end = _read_struct(source, _END_RECORD, end_offset) if end_offset > 0 else None
@@ -138,7 +138,7 @@ def _read_directory(source: OpenedSource) -> tuple[int, bytes, int]:
         wide = _read_struct(source, _END64_RECORD, end_offset) if locator[2] == end_offset >= 0 else None
         if wide is None or wide[:2] != (_END64_MAGIC, _END64_RECORD.size - 12):
             raise untrusted(source.path, "the ZIP64 end record is malformed, or not where the archive ends")
-        # An archive with two directories would look different to 32-bit and to 64-bit readers.
+        # 32-bit and 64-bit readers would see an archive with two directories differently.
         pairs = zip(fields, wide[4:], (0, 0, _MAX16, _MAX16, _MAX32, _MAX32), strict=True)
         if any(short not in (long, full) for short, long, full in pairs):
             raise untrusted(source.path, "its two end records contradict each other")
@@ -190,7 +190,7 @@ def _parse_central(path: Path, raw: bytes, position: int) -> tuple[_Listed, int]
 
 
 def _widen(path: Path, narrow: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
-    """Replace each full 32-bit field by its 64-bit form; the ZIP64 extra field lists those in this order."""
+    """Replace each saturated 32-bit field by its 64-bit form; the ZIP64 extra field lists those in this order."""
     if _MAX32 not in narrow:
         return narrow
     wide = _find_extra(extra, _ZIP64_TAG)
@@ -254,7 +254,7 @@ def _check_sizes(source: OpenedSource, listed: list[_Listed]) -> None:
 
 
 class _Heads:
-    """The starts of records. A rank's file has hundreds of empty ones in a row: they are read at once."""
+    """Reads the starts of records; a rank's file has hundreds of empty records in a row, which are read in one call."""
 
     def __init__(self, source: OpenedSource) -> None:
         self.source = source
@@ -262,7 +262,7 @@ class _Heads:
         self._data = b""
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Return *size_bytes* from *offset_bytes* on, which lie in the file."""
+        """Return *size_bytes* from *offset_bytes*, which must be inside the file."""
         start = offset_bytes - self._begin
         if not 0 <= start <= len(self._data) - size_bytes:
             count = min(max(size_bytes, _HEADS_BYTES), self.source.size_bytes - offset_bytes)
@@ -282,7 +282,7 @@ def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
         raise damaged(source.path, f"the local header of the entry {name!r} is not there")
     crc32, stored_bytes, size_bytes = fields[6:9]
     sizes_agree = {stored_bytes, size_bytes} <= {item.size_bytes, _MAX32}
-    # With a descriptor behind the data, which is not needed, the local numbers are zero.
+    # If a descriptor follows the data, which we do not need, the local numbers are zero.
     numbers_agree = item.flags & _FLAG_DESCRIPTOR or (crc32 == item.crc32 and sizes_agree)
     if (fields[2], fields[3]) != (item.flags, item.method) or not numbers_agree:
         raise damaged(source.path, f"the two headers of the entry {name!r} contradict each other")
@@ -309,10 +309,10 @@ def _read_struct(source: OpenedSource, layout: struct.Struct, offset_bytes: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A record and its place."""
+    """A record and its position."""
 
     raw_name: bytes
-    """The whole name, root folder included."""
+    """The full name, including the root folder."""
     size_bytes: int
     header_offset: int
     """Where its local header starts."""
@@ -322,17 +322,17 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZipLayout:
-    """The places of all records and the size of the whole."""
+    """The positions of all records, and the size of the file."""
 
     records: tuple[Placed, ...]
     """In file order."""
     directory_offset: int
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
     def framing(self, crc32: Sequence[int]) -> list[tuple[int, bytes]]:
         """
-        Return all bytes that are not payload, as (absolute offset, bytes), in file order.
+        Return all bytes other than payloads, as (absolute offset, bytes), in file order.
 
         *crc32* holds one CRC per record, in the records' order.
         Framing and payloads together cover the file, without gap or overlap.
@@ -347,10 +347,10 @@ class ZipLayout:
 
 def layout_archive(records: Sequence[tuple[str, int, int]], *, root: str) -> ZipLayout:
     """
-    Place *records* in the folder *root*, in their order; each is a name, a size, and what its payload is aligned to.
+    Place *records* in the folder *root*, in order; each is a name, a size, and its payload's alignment.
 
     Raises:
-        InvalidInput: A name that is too long, or more records than a reader accepts.
+        InvalidInput: A name is too long, or there are more records than a reader accepts.
     """
     if len(records) > ZIP_ENTRIES_MAX:
         raise InvalidInput(f"{len(records)} records are more than one file may hold ({ZIP_ENTRIES_MAX})")
@@ -371,7 +371,7 @@ def layout_archive(records: Sequence[tuple[str, int, int]], *, root: str) -> Zip
 def _place(raw_name: bytes, size_bytes: int, alignment_bytes: int, *, header_offset: int) -> Placed:
     if len(raw_name) > ZIP_NAME_BYTES_MAX:
         raise InvalidInput(f"the archive name {raw_name.decode()!r} is too long: at most {ZIP_NAME_BYTES_MAX} bytes")
-    # Room for the padding's own head is always left, so that any remainder can be padded away.
+    # Always leave room for the padding's own header, so that any remainder can be padded.
     earliest = header_offset + _LOCAL_HEADER.size + len(raw_name) + _EXTRA_HEAD_BYTES
     earliest += _ZIP64_LOCAL_BYTES if size_bytes >= _MAX32 else 0
     return Placed(
@@ -401,7 +401,7 @@ def _local_header(record: Placed, crc32: int) -> bytes:
 
 def _central_header(record: Placed, crc32: int) -> bytes:
     size_field, offset_field = min(record.size_bytes, _MAX32), min(record.header_offset, _MAX32)
-    # Exactly the full fields get a 64-bit form, in this order.
+    # Exactly the saturated fields get a 64-bit form, in this order.
     values = [record.size_bytes] * 2 * (size_field == _MAX32) + [record.header_offset] * (offset_field == _MAX32)
     extra = struct.pack(f"<HH{len(values)}Q", _ZIP64_TAG, 8 * len(values), *values) if values else b""
     version = _VERSION_ZIP64 if values else _VERSION
