@@ -434,7 +434,7 @@ def test_what_is_collected_before_it_is_read_is_left_out(
     """Between the look at what there is and the reading of a record."""
     saved.into(store, 2, 4, 6)
 
-    module = sys.modules["layerstore.remote.push"]
+    module = sys.modules["layerstore.remote.identity"]
     found = module.records_in
 
     def names(bucket: Bucket) -> object:
