@@ -452,8 +452,6 @@ SYSTEMS: tuple[type[System], ...] = (
 )
 """All systems, in the order of the table."""
 
-_NEEDS_GPU = (
-    "needs a GPU: it pins memory by torch, and DeepSpeed has no CPU build of an operator that it uses (UtilsBuilder)"
-)
+_NEEDS_GPU = "needs a GPU: DeepSpeed 0.19.8 has no CPU build of an operator that its writer loads (UtilsBuilder)"
 IMPOSSIBLE = {"DeepSpeed, fast writer": _NEEDS_GPU, "DeepSpeed, decoupled": _NEEDS_GPU}
 """What cannot run in a training on CPUs, and why."""
