@@ -13,11 +13,14 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
     python -m tests.bench quality [--seeds 3] [--tiny] [--rows DIR]    # what a mixture costs a fine-tuning
     python -m tests.bench quality --rows DIR --table [--plots DIR]    # of rows that are there
+    python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
+    python -m tests.bench peers --rows FILE --table | --page    # of rows that are there; into docs/benchmarks.md
 
 The first three compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
 command's time, interpreter's start included, stands beside it. ``query`` asks a store with a long history.
 ``loop`` trains under DeepSpeed ZeRO-3 with every way to save; ``drift`` under several policies, fails, and resumes from
-each. ``quality`` keeps what it has in a folder, --dir or one of the system's, and goes on from there.
+each. ``quality`` keeps what it has in a folder, --dir or one of the system's, and goes on from there. ``peers`` saves,
+loads and composes the same state with other tools, those that are installed.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from pathlib import Path
 from tests.bench import drift, loop, query, remote, scale, scale_model, shares, worlds
 from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
+from tests.bench.peers import run as peers
 from tests.bench.quality import run as quality
 from tests.bench.quality.settings import REAL, TINY
 from tests.bench.verbs import COPY, DURABLE_COPY, VERBS, Workplace, warm_up
@@ -41,7 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift", "quality"]
+    verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
+    verbs += ["quality", "peers"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
@@ -52,19 +57,24 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
     parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
-    parser.add_argument("--rounds", type=int, default=3, help="of loop, each with all variants (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of loop and peers, each with all variants (default: 3)")
     parser.add_argument("--seeds", type=int, default=3, help="of drift and quality, a run for each (default: 3)")
-    parser.add_argument("--saves", type=int, help="of each job (default: 3; drift: 100, after the first)")
+    parser.add_argument("--saves", type=int, help="of each job (default: 3; drift: 100, after the first; peers: 10)")
     parser.add_argument("--every", type=int, help="steps from one to the next (default: 3; drift: 10)")
-    parser.add_argument("--tiny", action="store_true", help="quality, so small that it ends in a minute")
-    parser.add_argument("--rows", type=Path, help="folder for what quality finds, a file for each job")
-    parser.add_argument("--table", action="store_true", help="only print what quality has found, and draw it")
-    parser.add_argument("--plots", type=Path, help="folder for pictures of what quality has found")
+    parser.add_argument("--tiny", action="store_true", help="quality or peers, so small that it ends in a minute")
+    parser.add_argument("--rows", type=Path, help="where results are kept: a folder for quality, a file for peers")
+    parser.add_argument("--table", action="store_true", help="only print what quality or peers has found, and draw it")
+    parser.add_argument("--plots", type=Path, help="folder for pictures of what quality or peers has found")
+    parser.add_argument("--page", action="store_true", help="only write what peers has found into docs/benchmarks.md")
+    parser.add_argument("--llmtailor", type=Path, help="a clone of LLMTailor, for peers to run its merge")
     options = parser.parse_args()
     if options.verb == "quality":
         size = TINY if options.tiny else REAL
         is_run, plots = not options.table, options.plots
         quality.run(size, folder=options.dir, rows=options.rows, seeds=options.seeds, is_run=is_run, plots=plots)
+        return
+    if options.verb == "peers":
+        _run_peers(options)
         return
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     print(f"{os.cpu_count()} processors, {platform.platform()}", flush=True)
@@ -92,6 +102,24 @@ def main() -> None:
             _run_verbs(folder, options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_peers(options: argparse.Namespace) -> None:
+    if options.page:
+        peers.write_page(options.rows)
+    elif options.table:
+        peers.show(options.rows or peers.COMMITTED, plots=options.plots)
+    else:
+        peers.run(
+            options.dir,
+            gb=0.02 if options.tiny else options.gb or 1.0,
+            saves=2 if options.tiny else options.saves or 10,
+            rounds=1 if options.tiny else options.rounds,
+            is_patient=not options.tiny,
+            rows=options.rows,
+            plots=options.plots,
+            llmtailor=options.llmtailor,
+        )
 
 
 def _run_verbs(folder: Path, options: argparse.Namespace) -> None:

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,6 +23,7 @@ from typing import Self
 _QUIET_WAIT_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 0.2
 _QUIET_BUSY_SHARE_MAX = 0.1
+_CHILD_SIGHTINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,61 @@ def anonymous_bytes(process: "int | str" = "self") -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+class FamilyPeak:
+    """
+    Watch how much memory this process and its children hold, or another one and its children.
+
+    Counted are its anonymous memory, what its children do not share with it, and the largest memory that they do share.
+    """
+
+    def __init__(self, process: int | None = None) -> None:
+        self._process = os.getpid() if process is None else process
+        self._sightings = Counter[int]()
+        self.size_bytes = self._now()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.01):
+            self.size_bytes = max(self.size_bytes, self._now())
+
+    def _now(self) -> int:
+        # Until a new child has begun a program of its own, its memory is its parent's.
+        self._sightings.update(_descendants(self._process))
+        old = [child for child, times in self._sightings.items() if times >= _CHILD_SIGHTINGS]
+        own = _kilobytes(self._process, "status", "RssAnon", "RssShmem")
+        children = [_kilobytes(child, "smaps_rollup", "Private_Dirty", "Pss_Shmem") for child in old]
+        private = sum(each[0] for each in (own, *children))
+        return 1024 * (private + max(each[1] for each in (own, *children)))
+
+
+def _descendants(process: int) -> Iterator[int]:
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))
+
+
+def _kilobytes(process: int, file: str, *names: str) -> list[int]:
+    """Return what a file of /proc says about *process*; zeros if it has ended."""
+    found = dict.fromkeys(names, 0)
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/{file}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.split()[0])
+    return list(found.values())
 
 
 def peak_bytes_of(*words: str) -> int:

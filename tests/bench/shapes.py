@@ -13,7 +13,7 @@ from typing import Literal
 from layerstore.layers import block_index, layer_of
 from layerstore.zero3 import slice_length
 
-Grouping = Literal["two", "layerwise", "layerwise_blocks_first"]
+Grouping = Literal["two", "layerwise", "layerwise_blocks_first", "llmtailor"]
 GROUPINGS: tuple[Grouping, ...] = ("two", "layerwise", "layerwise_blocks_first")
 
 _GIB = 1 << 30
@@ -109,14 +109,18 @@ def group_parameters(
     """Return the optimizer's param groups of the *trained* parameters."""
     layers = list(dict.fromkeys(layer_of(parameter.name) for parameter in trained))
 
-    def place(parameter: Parameter) -> tuple[bool, int, bool]:
+    def place(parameter: Parameter) -> tuple[int, ...]:
         layer = layer_of(parameter.name)
-        is_late = grouping == "layerwise_blocks_first" and block_index(layer) is None
-        return is_late, 0 if grouping == "two" else layers.index(layer), not parameter.decays
+        is_block, index = block_index(layer) is not None, layers.index(layer)
+        if grouping == "llmtailor":  # norm, norms of the blocks; head, embedding, matrices of the blocks
+            return parameter.decays, is_block, index if is_block else -index
+        is_late = grouping == "layerwise_blocks_first" and not is_block
+        return is_late, 0 if grouping == "two" else index, not parameter.decays
 
+    placed = (list(members) for _, members in groupby(sorted(trained, key=place), key=place))
     return tuple(
-        Group(decays=not is_bare, sub_groups=tuple(split(tuple(members), sub_group_size, world_size)))
-        for (_, _, is_bare), members in groupby(sorted(trained, key=place), key=place)
+        Group(decays=members[0].decays, sub_groups=tuple(split(tuple(members), sub_group_size, world_size)))
+        for members in placed
     )
 
 

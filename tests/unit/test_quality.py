@@ -13,8 +13,8 @@ from tests.bench.quality.arms import FULL, NOISE, RARE, DriftByBudget, arms
 from tests.bench.quality.intervals import interval
 from tests.bench.quality.job import RUN, movements
 from tests.bench.quality.plots import draw
-from tests.bench.quality.rows import Row, Rows
 from tests.bench.quality.settings import REAL, TASKS, TINY
+from tests.bench.rows import Row, Rows
 from tests.generated import generate
 
 FUNCTION = 'def {name}(side: int) -> int:\n    """Return {name}, with enough words to count.\n\n    More."""\n'

@@ -23,10 +23,10 @@ from layerstore.live.demo.training import tag_of
 from layerstore.policy import Policy
 from tests.bench.quality.arms import RARE, Arm, arms
 from tests.bench.quality.data import digest_of, task_data
-from tests.bench.quality.rows import Row, Rows
 from tests.bench.quality.settings import SIZES, TASKS, Settings, TaskName
 from tests.bench.quality.training import BASE, DATA, Trainer
 from tests.bench.ranked import begin, leave
+from tests.bench.rows import Row, Rows
 
 RUN = "job"
 _STRIDE = 1_000_003

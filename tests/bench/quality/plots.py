@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from tests.bench.chart import COLOURS, WIDTH, Chart, spanning
 from tests.bench.quality.arms import FULL, NOISE, RARE, arms
-from tests.bench.quality.chart import COLOURS, WIDTH, Chart, spanning
 from tests.bench.quality.intervals import interval, root_mean_square
-from tests.bench.quality.rows import Row
 from tests.bench.quality.settings import TASKS, Settings
 from tests.bench.quality.table import Findings
+from tests.bench.rows import Row
 
 _LEFT, _RIGHT = 70, WIDTH - 20
 _SMOOTHED = 20

@@ -11,9 +11,9 @@ from layerstore.live.demo.launch import Event, run_ranks
 from tests.bench.quality import data, table
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw
-from tests.bench.quality.rows import Row, Rows
 from tests.bench.quality.settings import TASKS, Settings, TaskName
 from tests.bench.quality.training import BASE, DATA
+from tests.bench.rows import Row, Rows
 
 _ROOT = Path(__file__).parents[3]
 

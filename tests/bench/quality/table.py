@@ -13,8 +13,8 @@ from statistics import mean
 from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.quality.arms import FULL, NOISE, RARE, arms
 from tests.bench.quality.intervals import interval, root_mean_square
-from tests.bench.quality.rows import Row
 from tests.bench.quality.settings import TASKS, Settings
+from tests.bench.rows import Row
 
 BOUNDS = {"parity": 0.01, "filter": 0.02}
 """Fixed before the first run; drift's and everybody else's is a hundredth."""

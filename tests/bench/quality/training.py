@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import layerstore
 from layerstore.live.demo.launch import tell
 from tests.bench.quality.data import ANSWERS, IGNORED, Data, data_of, digest_of
-from tests.bench.quality.rows import Rows
 from tests.bench.quality.settings import SIZES, Settings
 from tests.bench.ranked import begin, leave
+from tests.bench.rows import Rows
 
 if TYPE_CHECKING:
     import torch

@@ -26,6 +26,9 @@ _STYLE = """
     }
 """
 
+_TICK_PIXELS = 40
+"""Numbers of an axis do not stand closer."""
+
 Point = tuple[float, float]
 
 
@@ -106,6 +109,17 @@ class Chart:
         self._line([(x.begin, y.end), (x.begin, y.begin), (x.end, y.begin)], css="axis")
         self.text((x.begin + x.end) / 2, y.begin + 34, across, css="middle")
         self.text(x.begin, y.end - 8, upwards)
+
+    def across(self, x: Scale, *, top: float, bottom: float, label: str) -> None:
+        """Draw a horizontal axis alone, with a grid up to *top*: for a line of dots by name."""
+        last = -math.inf
+        for tick in x.ticks():
+            self._line([(x.at(tick), bottom), (x.at(tick), top)], css="grid")
+            if x.at(tick) - last >= _TICK_PIXELS:
+                self.text(x.at(tick), bottom + 16, f"{tick:g}", css="middle")
+                last = x.at(tick)
+        self._line([(x.begin, bottom), (x.end, bottom)], css="axis")
+        self.text((x.begin + x.end) / 2, bottom + 34, label, css="middle")
 
     def text(self, x: float, y: float, words: str, *, css: str = "") -> None:
         """Write *words*; they end or have their middle at *x* if *css* says so."""
