@@ -13,6 +13,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
     python -m tests.bench quality [--seeds 3] [--tiny] [--rows DIR]    # what a mixture costs a fine-tuning
     python -m tests.bench quality --rows DIR --table [--plots DIR]    # of rows that are there
+    python -m tests.bench chaos [--points 40] [--ranks 1] [--rows FILE]    # saves that are killed, with ckpt-chaos
     python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
     python -m tests.bench peers --rows FILE --table | --page    # of rows that are there; into docs/benchmarks.md
 
@@ -31,7 +32,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench import drift, loop, query, remote, scale, scale_model, shares, worlds
+from tests.bench import chaos, drift, loop, query, remote, scale, scale_model, shares, worlds
 from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.peers import run as peers
@@ -46,7 +47,7 @@ def main() -> None:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers"]
+    verbs += ["quality", "peers", "chaos"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
@@ -67,6 +68,8 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, help="folder for pictures of what quality or peers has found")
     parser.add_argument("--page", action="store_true", help="only write what peers has found into docs/benchmarks.md")
     parser.add_argument("--llmtailor", type=Path, help="a clone of LLMTailor, for peers to run its merge")
+    parser.add_argument("--points", type=int, default=40, help="of chaos: kills of each job, at most (default: 40)")
+    parser.add_argument("--ranks", type=int, default=1, help="of chaos (default: 1)")
     options = parser.parse_args()
     if options.verb == "quality":
         size = TINY if options.tiny else REAL
@@ -79,29 +82,36 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     print(f"{os.cpu_count()} processors, {platform.platform()}", flush=True)
     try:
-        if options.verb == "worlds":
-            warm_up(folder / "tiny", lambda path: generate(path, layout="raw"))
-            layout: Layout = options.layout or "raw"
-            worlds.run(folder, gb=options.gb or 1.5, worlds=options.world, layout=layout, rounds=options.runs)
-        elif options.verb == "query":
-            query.run(folder, commits=options.commits, layers=options.layers)
-        elif options.verb == "scale":
-            scale.run(folder, commits=options.commits)
-        elif options.verb == "scale-model":
-            scale_model.run()
-        elif options.verb == "remote":
-            remote.run(folder, gb=options.gb or 1.0, rounds=options.runs)
-        elif options.verb == "shares":
-            shares.run(folder, gb=options.gb or 1.0, rounds=options.runs)
-        elif options.verb == "loop":
-            saves, every = options.saves or 3, options.every or 3
-            loop.run(folder, gb=options.gb or 1.0, rounds=options.rounds, saves=saves, every=every)
-        elif options.verb == "drift":
-            drift.run(folder, seeds=options.seeds, saves=options.saves or 100, every=options.every or 10)
-        else:
-            _run_verbs(folder, options)
+        _run_in(folder, options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_in(folder: Path, options: argparse.Namespace) -> None:
+    """Run what needs a folder for its data, which is removed afterwards."""
+    if options.verb == "worlds":
+        warm_up(folder / "tiny", lambda path: generate(path, layout="raw"))
+        layout: Layout = options.layout or "raw"
+        worlds.run(folder, gb=options.gb or 1.5, worlds=options.world, layout=layout, rounds=options.runs)
+    elif options.verb == "query":
+        query.run(folder, commits=options.commits, layers=options.layers)
+    elif options.verb == "scale":
+        scale.run(folder, commits=options.commits)
+    elif options.verb == "scale-model":
+        scale_model.run()
+    elif options.verb == "remote":
+        remote.run(folder, gb=options.gb or 1.0, rounds=options.runs)
+    elif options.verb == "chaos":
+        chaos.run(folder, rows=options.rows, points=options.points, ranks=options.ranks)
+    elif options.verb == "shares":
+        shares.run(folder, gb=options.gb or 1.0, rounds=options.runs)
+    elif options.verb == "loop":
+        saves, every = options.saves or 3, options.every or 3
+        loop.run(folder, gb=options.gb or 1.0, rounds=options.rounds, saves=saves, every=every)
+    elif options.verb == "drift":
+        drift.run(folder, seeds=options.seeds, saves=options.saves or 100, every=options.every or 10)
+    else:
+        _run_verbs(folder, options)
 
 
 def _run_peers(options: argparse.Namespace) -> None:

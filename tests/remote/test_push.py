@@ -3,6 +3,7 @@
 import errno
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -362,7 +363,8 @@ def test_a_push_behind_a_run_sends_what_it_can(
     stop = threading.Event()
     follower = store.follow(bucket.url, stop=stop)
 
-    with pytest.warns(RemoteNotice) as told:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         assert next(follower).commits == ()
         for step in (6, 8):
             saved.into(store, step)

@@ -108,8 +108,9 @@ def test_a_lost_identity_is_put_back(pushed: Store, bucket: Bucket, tmp_path: Pa
         layerstore.open(bucket.url)
     with pytest.raises(IntegrityError, match=r"its store\.json is missing"):
         pushed.push(bucket.url)
-    with layerstore.init(tmp_path / "other") as other, pytest.raises(IntegrityError, match="does not have"):
-        saved.into(other, 2)
+    other = layerstore.init(tmp_path / "other")
+    saved.into(other, 2)
+    with pytest.raises(IntegrityError, match="does not have"):
         other.repair(remote=bucket.url)
 
     planned = pushed.repair(remote=bucket.url, dry_run=True)
