@@ -115,7 +115,9 @@ def check_report(measured: dict[str, Any]) -> None:
 
 def test_how_long_it_takes_is_said_once_the_same_way() -> None:
     """README and the command's help say the same."""
-    sentence = "It takes about a minute and a half on two cores; the first time DeepSpeed compiles for a minute or more"
+    sentence = (
+        "It takes about a minute and a half on two cores; the first time, DeepSpeed compiles for a minute or more"
+    )
 
     for text in (README.read_text(), commands()["demo"].help or ""):
         assert sentence in text
