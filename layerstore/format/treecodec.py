@@ -112,8 +112,9 @@ def _encode_scalar(value: Tree) -> Plain:
 def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
     """Turn the result of ``encode_tree`` back into a tree; raises IntegrityError if *value* is not such a result."""
     try:
-        rows, root = cast("list[Plain]", value)
-        storages = [_storage(row, content_from_plain, what) for row in cast("list[list[Plain]]", rows)]
+        rows, root = _typed(list, value)
+        # Lists, and not what Python would unpack just as well: an empty map is another spelling.
+        storages = [_storage(_typed(list, row), content_from_plain, what) for row in _typed(list, rows)]
         template = _template(_packed(root, what), len(storages))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc

@@ -97,9 +97,6 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozens
     }
     for name in here.keys() - listed.keys():
         files.discard(here[name])
-        record = repo.records.name_at(here[name])
-        if record is not None:
-            repo.catalog.forget([record])  # expected, so no warning
 
     gone: list[str] = []
 

@@ -186,8 +186,10 @@ class _Known:
 class Catalog:
     """Answers about runs and commits."""
 
-    def __init__(self, records: RecordStore, *, directory: Path, store_id: str) -> None:
+    def __init__(self, records: RecordStore, *, directory: Path, store_id: str, is_mirror: bool = False) -> None:
+        """Make them for a store; in a mirror, any process may take records away that its remote no longer has."""
         self._records = records
+        self._is_mirror = is_mirror
         self._directory = directory
         self._store_id = store_id
         self._manifest: Manifest | None = None
@@ -284,7 +286,7 @@ class Catalog:
         """Drop the rows of the records *names*, which are gone; warn of those that nobody had dropped."""
         gone = sorted(names)
         told = self._with_index(lambda manifest: manifest.drop(gone)) if gone else None
-        if told:
+        if told and not self._is_mirror:
             named = ", ".join(f"{name.run}@{name.step} ({name.id[:12]})" for name in told[:_NAMED_MAX])
             more = f" and {len(told) - _NAMED_MAX} more" if len(told) > _NAMED_MAX else ""
             are = "the commit {} is" if len(told) == 1 else "the commits {} are"

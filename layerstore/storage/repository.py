@@ -209,6 +209,7 @@ def open_repository(
         records,
         directory=manifest_directory(layout, store_id=identity.store_id),
         store_id=identity.store_id,
+        is_mirror=remote is not None,
     )
     if os.environ.get(NO_INDEX_VARIABLE, "0") not in {"", "0"}:
         catalog.index_problem = f"{NO_INDEX_VARIABLE} is set"
