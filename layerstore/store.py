@@ -7,6 +7,7 @@ The store: opens a repository and offers the verbs. Each verb imports its room w
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -405,23 +406,20 @@ class Store:
 
         if read_data and read_data_subset is not None:
             raise InvalidInput("read_data and read_data_subset were both given", hint="leave one of the two out")
-        repo = self._repo
-        if repo.remote is not None:
+        place: AbstractContextManager[Repository] = nullcontext(self._repo)
+        if self._repo.remote is not None:
             from layerstore.remote import unmirrored
 
-            repo = replaced(unmirrored(repo), shares=ALONE)  # the other processes would check their own mirrors
-        only = None if ref is None else self._resolved(ref)
-        try:
+            # Alone: the other processes would check their own mirrors.
+            place = unmirrored(replaced(self._repo, shares=ALONE))
+        with place as repo:
             return verify_store(
                 repo,
-                only=only,
+                only=None if ref is None else self._resolved(ref),
                 read_data=read_data,
                 sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
                 progress=progress or Silent(),
             )
-        finally:
-            if repo is not self._repo:
-                repo.objects.close()
 
     def repair(
         self,
@@ -442,10 +440,9 @@ class Store:
             InvalidInput: A source is not a store; or both *sources* and *remote* were given.
             Locked: A collection or another repair is running.
         """
-        from layerstore.check import execute_repair, opened_sources, plan_repair
+        from layerstore.check import Repaired, execute_repair, opened_sources, plan_repair
 
         if remote is not None:
-            from layerstore.check import Repaired
             from layerstore.remote import Bucket, heal, heal_identity
 
             if sources:

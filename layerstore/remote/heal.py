@@ -22,11 +22,8 @@ _LOOKS_MAX = 4
 
 def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
     """Check every record and every object's size in the bucket itself; with *read_data*, every byte as well."""
-    repo = unmirrored(remote.repo)
-    try:
+    with unmirrored(remote.repo) as repo:
         return verify_store(repo, read_data=read_data, progress=progress)
-    finally:
-        repo.objects.close()
 
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:

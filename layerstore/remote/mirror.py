@@ -10,6 +10,7 @@ Several processes may share it. Nothing is ever written to the bucket.
 import errno as errnos
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
@@ -164,13 +165,15 @@ def delete_pin_there(remote: Remote, name: str) -> bool | None:
     return shows
 
 
-def unmirrored(repo: Repository) -> Repository:
-    """Return the mirror *repo* as its bucket is now: rereads records, and verifies objects in the bucket."""
+@contextmanager
+def unmirrored(repo: Repository) -> Iterator[Repository]:
+    """Yield the mirror *repo* as its bucket is now: rereads records, and verifies objects in the bucket."""
     assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
     source = repo.objects.source
     source.forget()
     _refresh(repo, source.bucket, anew=True)
-    return replace(repo, objects=UnmirroredObjects(repo.layout, repo.files, source, is_mirror=True))
+    with closing(UnmirroredObjects(repo.layout, repo.files, source, is_mirror=True)) as objects:
+        yield replace(repo, objects=objects)
 
 
 class UnmirroredObjects(MirroredObjects):

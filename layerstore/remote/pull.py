@@ -206,10 +206,10 @@ class _Pull:
         No record names them yet, so a collection may take them again once they are older than its grace. While this
         process lives its drafts are links to them, and the transaction puts them back.
         """
-        most = max(_NAMED_BYTES, sum(ref.size_bytes for ref in refs) // _NAMED_TIMES_MAX)
-        for part in _parts_of(refs, size_bytes_max=most):
+        sizes = [ref.size_bytes for ref in refs]
+        for part in filter(None, cut(sizes, count=min(sum(sizes) // _NAMED_BYTES + 1, _NAMED_TIMES_MAX))):
             try:
-                in_parallel(pool, partial(self._stage, objects), part)
+                in_parallel(pool, partial(self._stage, objects), refs[part.start : part.stop])
             finally:
                 objects.publish()
 
@@ -222,19 +222,6 @@ class _Pull:
             self._bytes_received += len(data)
             self._progress.advance(len(data))
             yield data
-
-
-def _parts_of(refs: Iterable[BlobRef], *, size_bytes_max: int) -> Iterator[list[BlobRef]]:
-    """Yield *refs* in parts, each as soon as it has *size_bytes_max*."""
-    part, size_bytes = list[BlobRef](), 0
-    for ref in refs:
-        part.append(ref)
-        size_bytes += ref.size_bytes
-        if size_bytes >= size_bytes_max:
-            yield part
-            part, size_bytes = [], 0
-    if part:
-        yield part
 
 
 @contextmanager

@@ -57,6 +57,8 @@ class AnonymousPeak:
     A peak shorter than a few milliseconds can be missed.
     """
 
+    _EVERY_SECONDS = 0.005
+
     def __init__(self) -> None:
         self.size_bytes = 0
         self._stopped = threading.Event()
@@ -71,8 +73,11 @@ class AnonymousPeak:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(0.005):
-            self.size_bytes = max(self.size_bytes, anonymous_bytes())
+        while not self._stopped.wait(self._EVERY_SECONDS):
+            self.size_bytes = max(self.size_bytes, self._now())
+
+    def _now(self) -> int:
+        return anonymous_bytes()
 
 
 def anonymous_bytes(process: "int | str" = "self") -> int:
@@ -83,31 +88,20 @@ def anonymous_bytes(process: "int | str" = "self") -> int:
     return 0
 
 
-class FamilyPeak:
+class FamilyPeak(AnonymousPeak):
     """
     Watch how much memory this process and its children hold, or another one and its children.
 
     Counted are its anonymous memory, what its children do not share with it, and the largest memory that they do share.
     """
 
+    _EVERY_SECONDS = 0.01
+
     def __init__(self, process: int | None = None) -> None:
+        super().__init__()
         self._process = os.getpid() if process is None else process
         self._sightings = Counter[int]()
         self.size_bytes = self._now()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(0.01):
-            self.size_bytes = max(self.size_bytes, self._now())
 
     def _now(self) -> int:
         # Until a new child has begun a program of its own, its memory is its parent's.
