@@ -12,7 +12,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
     python -m tests.bench quality [--seeds 3] [--tiny] [--rows DIR]    # what a mixture costs a fine-tuning
-    python -m tests.bench quality --rows DIR --table [--plots DIR]    # of rows that are there
+    python -m tests.bench quality [--rows DIR] --table | --page    # of rows that are there; into docs/evidence.md
     python -m tests.bench chaos [--points 40] [--ranks 1] [--rows FILE]    # saves that are killed, with ckpt-chaos
     python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
     python -m tests.bench peers --rows FILE --table | --page    # of rows that are there; into docs/benchmarks.md
@@ -66,15 +66,15 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="where results are kept: a folder for quality, a file for peers")
     parser.add_argument("--table", action="store_true", help="only print what quality or peers has found, and draw it")
     parser.add_argument("--plots", type=Path, help="folder for pictures of what quality or peers has found")
-    parser.add_argument("--page", action="store_true", help="only write what peers has found into docs/benchmarks.md")
+    parser.add_argument(
+        "--page", action="store_true", help="only write what was found into docs/benchmarks.md or evidence.md"
+    )
     parser.add_argument("--llmtailor", type=Path, help="a clone of LLMTailor, for peers to run its merge")
     parser.add_argument("--points", type=int, default=40, help="of chaos: kills of each job, at most (default: 40)")
     parser.add_argument("--ranks", type=int, default=1, help="of chaos (default: 1)")
     options = parser.parse_args()
     if options.verb == "quality":
-        size = TINY if options.tiny else REAL
-        is_run, plots = not options.table, options.plots
-        quality.run(size, folder=options.dir, rows=options.rows, seeds=options.seeds, is_run=is_run, plots=plots)
+        _run_quality(options)
         return
     if options.verb == "peers":
         _run_peers(options)
@@ -112,6 +112,16 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
         drift.run(folder, seeds=options.seeds, saves=options.saves or 100, every=options.every or 10)
     else:
         _run_verbs(folder, options)
+
+
+def _run_quality(options: argparse.Namespace) -> None:
+    size = TINY if options.tiny else REAL
+    if options.page:
+        quality.write_page(size, rows=options.rows or quality.COMMITTED)
+    elif options.table:
+        quality.show(size, rows=options.rows or quality.COMMITTED, plots=options.plots)
+    else:
+        quality.run(size, folder=options.dir, rows=options.rows, seeds=options.seeds, plots=options.plots)
 
 
 def _run_peers(options: argparse.Namespace) -> None:

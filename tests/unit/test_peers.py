@@ -11,10 +11,11 @@ import pytest
 from tests.bench.measure import FamilyPeak
 from tests.bench.peers import run as peers
 from tests.bench.peers.compose import TO_UNIVERSAL, parity_recipe
-from tests.bench.peers.page import BEGIN, END, filled
+from tests.bench.peers.page import BEGIN, section
 from tests.bench.peers.plots import draw
 from tests.bench.peers.systems import IMPOSSIBLE, SYSTEMS
 from tests.bench.peers.table import BASE, OURS, Findings, lines, losses, tables
+from tests.bench.report import END, filled
 from tests.bench.rows import Row, Rows
 from tests.bench.shapes import ModelShape, group_parameters
 from tests.policy.recipes import llama, plan, steps
@@ -126,19 +127,19 @@ def test_a_system_that_cannot_load_has_its_line() -> None:
 
 def test_the_page_is_filled_between_its_marks_again_and_again() -> None:
     """What is around them stays."""
-    once = filled(f"# Title\n\n{BEGIN}\n{END}\n\nThe end.\n", Findings(ROWS))
+    once = filled(f"# Title\n\n{BEGIN}\n{END}\n\nThe end.\n", section(Findings(ROWS)), begin=BEGIN)
 
     assert once.startswith("# Title\n\n")
     assert once.endswith("\n\nThe end.\n")
     assert f"| {OURS} | 40 ms | 0.020 |" in once
-    assert once == filled(once, Findings(ROWS))
+    assert once == filled(once, section(Findings(ROWS)), begin=BEGIN)
 
 
 def test_the_page_has_its_marks() -> None:
     """Else nothing could be written into it."""
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
-    assert f"| {OURS} |" in filled(page, Findings(ROWS))
+    assert f"| {OURS} |" in filled(page, section(Findings(ROWS)), begin=BEGIN)
 
 
 def test_plots_are_whole_pictures(tmp_path: Path) -> None:

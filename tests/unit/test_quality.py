@@ -158,12 +158,10 @@ def test_the_table_says_what_is_within_its_bound() -> None:
     printed = list(table.lines(TINY, rows))
 
     assert "control identical to the last bit: yes, in 12 resumes" in printed
-    summary = {
-        line.split("  ")[1]: line for line in printed[printed.index("") :] if "bound" not in line and "  " in line
-    }
-    assert tuple(summary["parity"].split()[-3:]) == ("within", "2.0x", "1.5x")
-    assert "inconclusive" in summary["filter"]
-    assert "outside" in summary["drift, 1/12"]
+    [summary, *_] = table.tables(TINY, table.Findings(rows))
+    of = {line[0]: line for line in summary.lines}
+    assert of["parity"][-2:] == ("2.0x", "1.5x")
+    assert [of[name][4] for name in ("parity", "filter", "drift, 1/12")] == ["within", "inconclusive", "outside"]
     assert "drift, 1/12 beats full saves of no more bytes: -0.3900" in printed[-1]
 
 
@@ -204,7 +202,7 @@ def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:
     draw(TINY, rows, tmp_path)
 
     drawn = {path.stem: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
-    assert drawn.keys() == {"loss", "differences", "frontier", "movements", "recovery"}
+    assert drawn.keys() == {f"quality-{name}" for name in ("loss", "differences", "frontier", "movements", "recovery")}
     assert all("nan" not in "".join(of.attrib.values()) for each in drawn.values() for of in each.iter())
 
 

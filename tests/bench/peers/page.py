@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench.peers.plots import draw
-from tests.bench.peers.table import Findings, Table, about, absent, losses, tables
+from tests.bench.peers.table import Findings, about, absent, losses, tables
+from tests.bench.report import fill
 
 BEGIN = "<!-- written by python -m tests.bench peers --page -->"
-END = "<!-- end -->"
 
 _PICTURES = (
     "![For each system two dots: the seconds that a save holds training up, and the seconds until it is on disk.]"
@@ -19,23 +19,16 @@ _PICTURES = (
 
 def write(found: Findings, *, docs: Path) -> None:
     """Write what *found* says between the two marks of the page, and draw its pictures."""
-    page = docs / "benchmarks.md"
-    page.write_text(filled(page.read_text(), found))
+    fill(docs / "benchmarks.md", section(found), begin=BEGIN)
     draw(found, docs / "pictures")
 
 
-def filled(text: str, found: Findings) -> str:
-    """Return the page *text* with what *found* says between its marks."""
-    before, rest = text.split(f"{BEGIN}\n")
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n" + "\n".join(_section(found)) + f"\n{END}{after}"
-
-
-def _section(found: Findings) -> Iterator[str]:
+def section(found: Findings) -> Iterator[str]:
+    """Yield that part of the page."""
     yield from (f"{line}." for line in about(found))
     yield ""
     for table in tables(found):
-        yield from [f"**{table.title}**", "", *_markdown(table), ""]
+        yield from [*table.markdown(), ""]
     for line in absent(found):
         yield f"- {line}"
     yield from ["", "layerstore beside the best of the others:", ""]
@@ -44,10 +37,3 @@ def _section(found: Findings) -> Iterator[str]:
     yield ""
     for picture in _PICTURES:
         yield from [picture, ""]
-
-
-def _markdown(table: Table) -> Iterator[str]:
-    yield f"| {' | '.join(table.header)} |"
-    yield "|---" + "|---:" * (len(table.header) - 1) + "|"
-    for line in table.lines:
-        yield f"| {' | '.join(line)} |"

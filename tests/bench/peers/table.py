@@ -5,11 +5,11 @@ Rows of earlier runs in the same file do not count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from tests.bench.peers.compose import COPY, TO_UNIVERSAL
 from tests.bench.peers.systems import SYSTEMS, DeepSpeed, Layerstore
+from tests.bench.report import Table
 from tests.bench.rows import Row
 
 BASE = DeepSpeed.name
@@ -18,15 +18,6 @@ COMPOSE = "layerstore compose"
 
 _TIE = 0.01
 """What differs by less is equal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table for a terminal or a page; the first column names the lines."""
-
-    title: str
-    header: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
 
 
 class Findings:
@@ -111,9 +102,7 @@ def lines(found: Findings) -> Iterator[str]:
         return
     yield from about(found)
     for table in tables(found):
-        yield ""
-        yield table.title
-        yield from _aligned([table.header, *table.lines])
+        yield from ["", *table.text()]
     yield ""
     yield from absent(found)
     yield from losses(found)
@@ -270,10 +259,3 @@ def ratio(value: float | None, base: float | None) -> str:
     if value is None or not base:
         return ""
     return f"{value / base:.2f}" if value / base >= 0.1 else f"{value / base:.3f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        rest = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        yield f"  {name.ljust(widths[0])}  {rest}".rstrip()

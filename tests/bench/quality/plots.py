@@ -33,7 +33,7 @@ def draw(settings: Settings, rows: Sequence[Row], folder: Path) -> None:
         "recovery": recovery,
     }
     for name, picture in pictures.items():
-        (folder / f"{name}.svg").write_text(picture(settings, found))
+        (folder / f"quality-{name}.svg").write_text(picture(settings, found))
 
 
 def loss(settings: Settings, found: Findings) -> str:

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from layerstore.live.demo.launch import Event, run_ranks
-from tests.bench.quality import data, table
+from tests.bench.quality import data, page, table
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import TASKS, Settings, TaskName
@@ -16,13 +16,12 @@ from tests.bench.quality.training import BASE, DATA
 from tests.bench.rows import Row, Rows
 
 _ROOT = Path(__file__).parents[3]
+COMMITTED = Path(__file__).parent / "rows"
 
 
-def run(
-    settings: Settings, *, folder: Path | None, rows: Path | None, seeds: int, is_run: bool, plots: Path | None
-) -> None:
+def run(settings: Settings, *, folder: Path | None, rows: Path | None, seeds: int, plots: Path | None) -> None:
     """
-    Run what *rows* lack, print the table, and draw the *plots*; without *is_run* only print and draw.
+    Run what *rows* lack, print the table, and draw the *plots*.
 
     *folder* is where texts, base and stores are kept, *rows* what was found. What was interrupted is begun anew there:
     the base at its newest save, a job at its trunk or at its next resume.
@@ -31,9 +30,24 @@ def run(
     # A folder of its own for other settings: texts, base and stores would be wrong for them.
     work = (folder / f"{settings.name}-{settings.digest('')[:8]}").absolute()
     rows = (rows or work / "rows").absolute()
-    made_by = _make(settings, work=work, rows=rows, seeds=seeds) if is_run else None
-    found = [row for path in sorted(rows.glob("*.jsonl")) for row in Rows(path).find()]
-    found = _of_one(found, made_by)
+    _show(settings, _of_one(_read(rows), _make(settings, work=work, rows=rows, seeds=seeds)), plots=plots)
+
+
+def show(settings: Settings, *, rows: Path, plots: Path | None) -> None:
+    """Print the table of *rows* that are there, and draw the *plots*."""
+    _show(settings, _of_one(_read(rows)), plots=plots)
+
+
+def write_page(settings: Settings, *, rows: Path) -> None:
+    """Write what *rows* say into docs/evidence.md."""
+    page.write(settings, _of_one(_read(rows)), docs=_ROOT / "docs")
+
+
+def _read(rows: Path) -> list[Row]:
+    return [row for path in sorted(rows.glob("*.jsonl")) for row in Rows(path).find()]
+
+
+def _show(settings: Settings, found: list[Row], *, plots: Path | None) -> None:
     print("\n".join(table.lines(settings, found)), flush=True)
     if plots is not None and found:
         draw(settings, found, plots)
@@ -91,7 +105,7 @@ def _hear(event: Event) -> None:
     print(f"  {event['what']}: loss {event['loss']:.4f}, after {event['seconds']:.0f} s", flush=True)
 
 
-def _of_one(rows: list[Row], made_by: str | None) -> list[Row]:
+def _of_one(rows: list[Row], made_by: str | None = None) -> list[Row]:
     """Return the rows of one experiment, that of most rows if it is not named: texts or settings of others differ."""
     if made_by is None and rows:
         [(made_by, _)] = Counter(str(row["made_by"]) for row in rows).most_common(1)

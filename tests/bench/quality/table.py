@@ -8,12 +8,14 @@ interval reaches over its bound, the line says "inconclusive".
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isinf
 from statistics import mean
 
 from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.quality.arms import FULL, NOISE, RARE, arms
-from tests.bench.quality.intervals import interval, root_mean_square
+from tests.bench.quality.intervals import Interval, interval, root_mean_square
 from tests.bench.quality.settings import TASKS, Settings
+from tests.bench.report import Table
 from tests.bench.rows import Row
 
 BOUNDS = {"parity": 0.01, "filter": 0.02}
@@ -119,24 +121,19 @@ def by_seed(values: Iterable[tuple[int, float]]) -> list[float]:
 
 
 def lines(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the report on *rows*."""
+    """Yield the report on *rows*, for a terminal."""
     found = Findings(rows)
     if not found.trunks:
         yield "nothing was run yet"
         return
-    yield from _head(settings, found)
-    jobs = len(TASKS) * len({seed for _, seed in found.trunks})
-    if len(found.keys(NOISE)) < jobs * len(settings.failures):
-        yield "not all of it was run yet: the figures below are of what there is"
-    named = [RARE, *(arm.name for arm in arms(settings))]
-    names = [name for name in named if found.keys(name)]
-    for task in TASKS:
-        for failure in settings.failures:
-            yield from _table(found, names, task=task, failure=failure)
-    yield from _summary(settings, found, names)
+    yield from about(settings, found)
+    for table in tables(settings, found):
+        yield from ["", *table.text()]
+    yield from ["", *remarks(settings, found)]
 
 
-def _head(settings: Settings, found: Findings) -> Iterator[str]:
+def about(settings: Settings, found: Findings) -> Iterator[str]:
+    """Yield what was trained, and whether all of it was."""
     if found.base is not None:
         yield (
             f"{found.base['parameters'] / 1e6:.2f} million parameters; base after {found.base['steps']} steps: "
@@ -152,30 +149,57 @@ def _head(settings: Settings, found: Findings) -> Iterator[str]:
             )
     is_identical = "yes" if found.is_identical() else "NO"
     yield f"control identical to the last bit: {is_identical}, in {len(found.keys(FULL))} resumes"
+    jobs = len(TASKS) * len({seed for _, seed in found.trunks})
+    if len(found.keys(NOISE)) < jobs * len(settings.failures):
+        yield "not all of it was run yet: the figures below are of what there is"
 
 
-def _table(found: Findings, names: Sequence[str], *, task: str, failure: int) -> Iterator[str]:
-    if not any(found.keys(name, task=task, failure=failure) for name in names):
-        return
-    yield ""
-    noise = found.noise(task=task, failure=failure)
-    yield f"{task}, failure after step {failure}; other batches alone move the loss by {noise:.4f}"
-    yield f"  {'':<22}{'loss':>10}{'90 %':>10}{'answers':>10}{'90 %':>8}{'oldest':>8}{'at once':>10}{'noise after':>13}"
+def tables(settings: Settings, found: Findings) -> list[Table]:
+    """Return all arms over everything, and then each task and failure by itself."""
+    named = [RARE, *(arm.name for arm in arms(settings))]
+    names = [name for name in named if found.keys(name)]
+    each = [(task, failure) for task in TASKS for failure in settings.failures if found.keys(FULL, task=task)]
+    return [_summary(settings, found, names), *(_table(found, names, task=of, failure=at) for of, at in each)]
+
+
+def _summary(settings: Settings, found: Findings, names: Sequence[str]) -> Table:
+    rows = list[tuple[str, ...]]()
     for name in names:
-        keys = found.keys(name, task=task, failure=failure)
-        if not keys:
-            continue
-        loss = interval(found.differences(name, keys))
-        answers = interval(found.differences(name, keys, "accuracy"))
-        resumed = [found.resumes[name, key] for key in keys]
-        yield (
-            f"  {name:<22}{loss.mean:>+10.4f}{loss.half_width:>10.4f}{answers.mean:>+10.1%}"
-            f"{answers.half_width:>8.1%}{_oldest(resumed):>8}{_at_once(found, resumed):>10}"
-            f"{_after(found, name, task, failure):>13}"
-        )
+        loss = interval(found.differences(name, found.keys(name)))
+        answers = interval(found.differences(name, found.keys(name), "accuracy"))
+        bound = BOUNDS.get(name, BOUND)
+        judged = (f"±{bound:.2f}", loss.verdict(bound))
+        rows.append((name, *_shown(loss), *judged, *_shown(answers, "+.1%"), *_fewer(settings, found, name)))
+    return Table(
+        title="All tasks and failures; fewer bytes than 12 a parameter at every save",
+        header=("", "Δ loss", "90 %", "bound", "", "Δ answers", "90 %", "later saves", "all saves"),
+        lines=tuple(rows),
+    )
+
+
+def _table(found: Findings, names: Sequence[str], *, task: str, failure: int) -> Table:
+    rows = list[tuple[str, ...]]()
+    for name in names:
+        if keys := found.keys(name, task=task, failure=failure):
+            resumed = [found.resumes[name, key] for key in keys]
+            measures = [interval(found.differences(name, keys, measure)) for measure in ("loss", "accuracy")]
+            shown = (*_shown(measures[0]), *_shown(measures[1], "+.1%"))
+            after = _after(found, name, task, failure)
+            rows.append((name, *shown, _oldest(resumed), _at_once(found, resumed), after))
+    noise = found.noise(task=task, failure=failure)
+    return Table(
+        title=f"{task}, failure after step {failure}; other batches alone move the loss by {noise:.4f}",
+        header=("", "Δ loss", "90 %", "Δ answers", "90 %", "oldest", "Δ at once", "in noise after"),
+        lines=tuple(rows),
+    )
+
+
+def _shown(of: Interval, form: str = "+.4f") -> tuple[str, str]:
+    return f"{of.mean:{form}}", "unknown" if isinf(of.half_width) else f"±{of.half_width:{form.removeprefix('+')}}"
 
 
 def _oldest(resumed: Sequence[Row]) -> str:
+    """Return the age of the oldest layer that any job resumed with, in steps."""
     ages = [age for row in resumed for age in row.get("ages", {}).values()]
     return str(max(ages)) if ages else ""
 
@@ -194,21 +218,20 @@ def _after(found: Findings, name: str, task: str, failure: int) -> str:
     if name in (FULL, RARE, NOISE):
         return ""
     steps = found.steps_until_noise(name, task=task, failure=failure)
-    return "not reached" if steps is None else str(steps)
+    return "not reached" if steps is None else f"{steps} steps"
 
 
-def _summary(settings: Settings, found: Findings, names: Sequence[str]) -> Iterator[str]:
-    """Yield one line for each arm over all tasks and failures."""
-    yield ""
-    yield "all tasks and failures; how many times fewer bytes than 12 a parameter at every save"
-    yield f"  {'':<22}{'loss':>10}{'90 %':>10}{'bound':>8}  {'':<14}{'later saves':>12}{'all saves':>11}"
-    for name in names:
-        loss = interval(found.differences(name, found.keys(name)))
-        bound = BOUNDS.get(name, BOUND)
-        yield (
-            f"  {name:<22}{loss.mean:>+10.4f}{loss.half_width:>10.4f}{bound:>8.2f}  {loss.verdict(bound):<14}"
-            + _fewer(settings, found, name)
-        )
+def _fewer(settings: Settings, found: Findings, name: str) -> tuple[str, str]:
+    if name == RARE:
+        saves = settings.steps // settings.save_every
+        taken = -(-saves // settings.fewer)
+        return f"{(saves - 1) / (taken - 1):.1f}x" if taken > 1 else "none", f"{saves / taken:.1f}x"
+    times = found.times_fewer(name)
+    return ("", "") if times is None else (f"{times[0]:.1f}x", f"{times[1]:.1f}x")
+
+
+def remarks(settings: Settings, found: Findings) -> Iterator[str]:
+    """Yield how drift compares with full saves that take no more bytes."""
     by_drift = f"drift, 1/{settings.fewer}"
     keys = set(found.keys(by_drift)) & set(found.keys(RARE))
     if keys:
@@ -216,16 +239,6 @@ def _summary(settings: Settings, found: Findings, names: Sequence[str]) -> Itera
         gain = interval(by_seed(pairs))
         words = "beats" if gain.high < 0 else "loses to" if gain.low > 0 else "is not told apart from"
         yield (
-            f"  after equal work, {by_drift} {words} full saves of no more bytes: "
+            f"after equal work, {by_drift} {words} full saves of no more bytes: "
             f"{gain.mean:+.4f} ± {gain.half_width:.4f}"
         )
-
-
-def _fewer(settings: Settings, found: Findings, name: str) -> str:
-    if name == RARE:
-        saves = settings.steps // settings.save_every
-        taken = -(-saves // settings.fewer)
-        later = f"{(saves - 1) / (taken - 1):.1f}x" if taken > 1 else "none"
-        return f"{later:>12}{saves / taken:>10.1f}x"
-    times = found.times_fewer(name)
-    return "" if times is None else f"{times[0]:>11.1f}x{times[1]:>10.1f}x"

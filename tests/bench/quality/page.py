@@ -1,0 +1,40 @@
+"""The part of docs/evidence.md that is generated: what was trained, tables, and the pictures."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.bench.quality.plots import draw
+from tests.bench.quality.settings import Settings
+from tests.bench.quality.table import Findings, about, remarks, tables
+from tests.bench.report import fill
+from tests.bench.rows import Row
+
+BEGIN = "<!-- written by python -m tests.bench quality --page -->"
+
+_PICTURES = {
+    "differences": "A line for each arm: its difference to the control, with the interval; shaded is what other "
+    "batches alone do.",
+    "frontier": "Each arm by how many times fewer bytes a run saves, and by how much its loss is higher.",
+    "recovery": "The difference to the control by steps after the resume, a curve for each arm.",
+    "movements": "A row for each layer and a column for each save; darker cells moved further.",
+    "loss": "The training loss of both tasks over 400 steps, with the range over seeds.",
+}
+
+
+def write(settings: Settings, rows: Sequence[Row], *, docs: Path) -> None:
+    """Write what *rows* say between the two marks of the page, and draw its pictures."""
+    fill(docs / "evidence.md", section(settings, rows), begin=BEGIN)
+    draw(settings, rows, docs / "pictures")
+
+
+def section(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield that part of the page."""
+    found = Findings(rows)
+    yield from (f"- {line}" for line in [*about(settings, found), *remarks(settings, found)])
+    yield ""
+    whole, *each = tables(settings, found)
+    yield from [*whole.markdown(), ""]
+    for name, words in _PICTURES.items():
+        yield from [f"![{words}](pictures/quality-{name}.svg)", ""]
+    for table in each:
+        yield from [*table.markdown(), ""]
