@@ -37,9 +37,9 @@ def main() -> None:
     """Compile all that the tests train with."""
     os.environ |= cpu_environment()
     claimed = claim()
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder, ShareMemCommBuilder
 
-    for builder in (ShareMemCommBuilder, CPUAdamBuilder, FusedAdamBuilder):
+    for builder in (ShareMemCommBuilder, CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder):
         builder().load(verbose=False)
     if claimed is not None:
         claimed.release()

@@ -20,6 +20,7 @@ FULL = (
     "live/test_asynchronous.py",
     "live/test_eight_bit.py",
     "live/test_examples.py",
+    "live/test_families.py",
     "live/test_hosts.py",
     "live/test_hugging_face.py",
     "live/test_live_alone.py",

@@ -1,4 +1,4 @@
-"""Train models of twelve families with the Trainer: one launch, each saved twice.
+"""Train models of every family with the Trainer: one launch, each saved twice.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
         -m tests.deepspeed.families --out OUT [--scenario FAMILY]…
@@ -55,7 +55,13 @@ EXPERTS = GROUPED | {"num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaForCausalLM", GROUPED),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
+    "qwen2_untied": ("qwen2", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_untied": ("qwen3", "Qwen3ForCausalLM", GROUPED | {"head_dim": 8, "tie_word_embeddings": False}),
+    "mistral": ("mistral", "MistralForCausalLM", GROUPED),
+    "gemma": ("gemma", "GemmaForCausalLM", GROUPED | {"head_dim": 8}),
     "gemma2": ("gemma2", "Gemma2ForCausalLM", GROUPED | {"head_dim": 8}),
+    "phi": ("phi", "PhiForCausalLM", TEXT),
     "phi3": ("phi3", "Phi3ForCausalLM", GROUPED),
     "gpt2": (
         "gpt2",

@@ -294,7 +294,10 @@ HUGGING_FACE_SCENARIO_OF = {scenario.name: scenario for scenario in HUGGING_FACE
 RENAMED_FAMILIES = ("mixtral", "qwen3_moe", "vit", "llava")
 """Transformers 5 holds them otherwise in memory than in their files."""
 
-FAMILIES = ("llama", "qwen2", "gemma2", "phi3", "gpt2", "gpt_neox", "bert", "t5", *RENAMED_FAMILIES)
+FAMILIES = (
+    *("llama", "qwen2", "qwen2_untied", "qwen3", "qwen3_untied", "mistral", "gemma", "gemma2", "phi", "phi3"),
+    *("gpt2", "gpt_neox", "bert", "t5", *RENAMED_FAMILIES),
+)
 
 FAMILY_VARIANTS = (
     *FAMILIES,

@@ -3,7 +3,7 @@ The pages of the reference that the code writes.
 
     python -m tests.docs.reference
 
-writes docs/reference/commands.md, errors.md and python.md anew; a test compares them.
+writes docs/reference/commands.md, errors.md, models.md and python.md anew; a test compares them.
 """
 
 import ast
@@ -21,6 +21,7 @@ from layerstore import errors
 from layerstore.cli import app as cli
 from tests.docs import python_api
 from tests.docs.pages import DOCS
+from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS
 
 FOLDER = DOCS / "reference"
 
@@ -229,11 +230,72 @@ def _value(home: python_api.Home) -> str:
     return f"### {home.name}\n\n{python_api.docstring(home.node)}\n\n{listed}\n"
 
 
+# -- models and optimizers -----------------------------------------------------------------------------------------
+
+
+_SHOWN = (
+    "a resume from its first save, which is complete, has the same losses on both ranks, and at the end the same "
+    "masters and moments, bit for bit",
+    "a mixture of the last two saves has every master and moment of each layer as they were at the step of that layer, "
+    "bit for bit, whether `layerstore.resume` fills the engine or DeepSpeed's `load_checkpoint` reads the shards that "
+    "were composed",
+    "training goes on from both alike, bit for bit",
+    "an export of the mixture loads in Transformers with no key missing or unknown, and every weight is the one that "
+    "follows from its master",
+)
+_NOTES = (
+    "DeepSpeed's Lion allocates a second moment and leaves it zero.",
+    "Under ZeRO-3 an optimizer sees flat vectors: Adafactor has nothing to factor, and keeps its second moment whole.",
+    "Muon keeps a momentum for matrices, and Adam's moments for everything else.",
+    "DeepSpeedCPUAdam is trained with betas whose powers are exact: [at the usual ones](support.md#deepspeeds-c-adam) "
+    "DeepSpeed's own resume differs from the uninterrupted run in the last bits.",
+)
+
+
+def models_page() -> str:
+    """Return which models and optimizers the tests train, as their cases have them."""
+    shown = ";\n".join(f"- {each}" for each in _SHOWN) + "."
+    notes = "\n".join(_NOTES)
+    models = "\n".join(f"| {name} | `{family}` |" for family, name in MODELS.items())
+    optimizers = "\n".join(
+        f"| {name} | {', '.join(f'`{moment}`' for moment in moments)} |" for name, moments in OPTIMIZERS.items()
+    )
+    return f"""\
+# Models and optimizers
+
+Every model below is trained under every optimizer below: {len(CASES)} trainings by real DeepSpeed ZeRO-3 on two CPU
+ranks, of models as small as their architecture allows, with random weights.
+{GENERATED}
+
+Each training saves its first {SAVES} steps by parity, and goes on to step {STEPS}. The tests then show that
+
+{shown}
+
+| model | case |
+|---|---|
+{models}
+
+| optimizer | moments that are stored for each layer |
+|---|---|
+{optimizers}
+
+{notes}
+
+<!-- not run: it takes about ten minutes -->
+```sh
+pytest -n0 -m "full or exhaustive" tests/live/test_families.py
+```
+
+What else is supported, and what is refused: [support](support.md).
+"""
+
+
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 PAGES: Mapping[Path, Callable[[], str]] = {
     FOLDER / "commands.md": commands_page,
     FOLDER / "errors.md": errors_page,
+    FOLDER / "models.md": models_page,
     FOLDER / "python.md": python_page,
 }
 
