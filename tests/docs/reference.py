@@ -246,6 +246,8 @@ _SHOWN = (
 _NOTES = (
     "DeepSpeed's Lion allocates a second moment and leaves it zero.",
     "Under ZeRO-3 an optimizer sees flat vectors: Adafactor has nothing to factor, and keeps its second moment whole.",
+    "It also notes the RMS of each rank's part, and computes it anew before using it; at another world size every rank "
+    "begins with that of rank 0, and `compose` says so.",
     "Muon keeps a momentum for matrices, and Adam's moments for everything else.",
     "DeepSpeedCPUAdam is trained with betas whose powers are exact: [at the usual ones](support.md#deepspeeds-c-adam) "
     "DeepSpeed's own resume differs from the uninterrupted run in the last bits.",

@@ -12,8 +12,10 @@ from tests.bench.quality import corpus, table, tokenizer
 from tests.bench.quality.arms import FULL, NOISE, RARE, DriftByBudget, arms
 from tests.bench.quality.intervals import interval
 from tests.bench.quality.job import RUN, movements
+from tests.bench.quality.page import BEGIN, section
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import REAL, TASKS, TINY
+from tests.bench.report import filled
 from tests.bench.rows import Row, Rows
 from tests.generated import generate
 
@@ -212,3 +214,11 @@ def test_every_arm_has_a_name_of_its_own() -> None:
 
     assert {FULL, NOISE} < set(names)
     assert len(arms(REAL)) == len({arm.name for arm in arms(REAL)})
+
+
+def test_the_page_has_its_marks() -> None:
+    """Else nothing could be written into it."""
+    text = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
+    rows = rows_of({FULL: [0.0] * 3, "parity": [0.01] * 3, NOISE: [0.001] * 3})
+
+    assert "| parity | +0.0100 | ±0.0000 |" in filled(text, section(TINY, rows), begin=BEGIN)
