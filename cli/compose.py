@@ -60,7 +60,10 @@ WithoutDamaged = Annotated[
     bool, typer.Option("--without-damaged", help="Read it all first; take an older version of what is damaged.")
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace DIR if it is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace DIR, if layerstore wrote it.")]
+ForceForeign = Annotated[
+    bool, typer.Option("--force-foreign", help="Replace DIR, even a checkpoint or export that something else wrote.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.")]
 
@@ -84,6 +87,7 @@ def compose(
     max_shard_size: MaxShardSize = None,
     no_verify: NoVerify = False,
     force: Force = False,
+    force_foreign: ForceForeign = False,
     dry_run: DryRun = False,
     out: Out = None,
     store: StorePath = None,
@@ -129,7 +133,8 @@ def compose(
             plan(composite, options, outcome, fields, as_json=as_json)
             return
         with shown_progress(as_json=as_json) as progress:
-            written = write(out, verify=not no_verify, force=force, progress=progress, **options)
+            replaces: Literal["foreign"] | bool = "foreign" if force_foreign else force
+            written = write(out, verify=not no_verify, force=replaces, progress=progress, **options)
         _say_written(composite, written, as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more

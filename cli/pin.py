@@ -77,10 +77,14 @@ def _say_deleted(name: str, shows: bool | None, *, as_json: bool) -> None:
 
 
 def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
+    from layerstore.history import mixture_of
+
     made = store.pin(name, ref)
     if as_json:
         say_json(_fields(made))
     else:
+        if mixture := mixture_of(made.record, made.record.layers):
+            say_warning(mixture)
         [name_of_base] = store.names_of([made.record])
         base = f"{name_of_base} (commit {made.base[:SHORT_ID_DIGITS]})"
         mixed_by = _mixed_by(made)

@@ -15,6 +15,7 @@ from layerstore.compose import (
     Composition,
     Exported,
     ExportPlan,
+    Force,
     Tensors,
     Written,
     check_members,
@@ -104,6 +105,11 @@ class Composite:
         return self._composition.staleness
 
     @property
+    def mixture(self) -> str | None:
+        """A sentence that says that this model never existed, if layers of several saves are mixed."""
+        return self._composition.mixture
+
+    @property
     def older_than_due(self) -> tuple[str, ...]:
         """Layers that were due at their chosen save but not written there, so that an older version is used."""
         return self._composition.older_than_due
@@ -155,7 +161,7 @@ class Composite:
         adam_step: AdamStep = "unify",
         verify: bool = True,
         durable: bool = True,
-        force: bool = False,
+        force: Force = False,
         progress: Progress | None = None,
     ) -> Written:
         """
@@ -164,7 +170,8 @@ class Composite:
         They are for *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not
         carry over to another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
         each layer's own, if a param group per layer allows that. Every byte read is verified unless *verify* is False;
-        a power cut cannot tear the folder unless *durable* is False; an existing folder is replaced only with *force*.
+        a power cut cannot tear the folder unless *durable* is False. A checkpoint at *out* is replaced only with
+        *force*, and one that layerstore did not write only if that is ``foreign``.
         """
         with losses_told(self._repo, self._composition):
             return execute_compose(
@@ -204,7 +211,7 @@ class Composite:
         max_shard_size: int | str = MAX_SHARD_SIZE,
         verify: bool = True,
         durable: bool = True,
-        force: bool = False,
+        force: Force = False,
         progress: Progress | None = None,
     ) -> Exported:
         """

@@ -18,7 +18,7 @@ from layerstore.compose.choose import (
 )
 from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
 from layerstore.compose.recipes import compose_by_recipe
-from layerstore.compose.target import checked_file, write_file
+from layerstore.compose.target import Force, checked_file, write_file
 from layerstore.compose.tensors import Tensors, open_tensors
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.compose.zero3 import RankLoad, Written, execute_compose
@@ -29,6 +29,7 @@ __all__ = [
     "Composition",
     "ExportPlan",
     "Exported",
+    "Force",
     "RankLoad",
     "RankStates",
     "Tensors",

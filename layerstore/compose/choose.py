@@ -6,6 +6,7 @@ This module also checks that the chosen versions fit together, and handles damag
 """
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from layerstore.history import (
     Past,
     Resolved,
     Staleness,
+    mixture_of,
     named_by,
     objects_of_state,
     references_to,
@@ -29,6 +31,7 @@ from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import undivided
 
+_SUMMARY_SCHEMA = 1
 _AGE_FIELDS = ("layer", "run", "attempt", "step", "steps", "saves")
 
 
@@ -60,6 +63,11 @@ class Composition:
         return staleness_of(self.base, self.layers)
 
     @property
+    def mixture(self) -> str | None:
+        """A sentence that says so, if the layers are from several saves."""
+        return mixture_of(self.base, self.layers)
+
+    @property
     def older_layers(self) -> list[LayerEntry]:
         """The layers that the base itself did not save."""
         return [entry for entry in self.layers if not entry.saved_by(self.base)]
@@ -82,6 +90,11 @@ class Composition:
             pin=None,
             time_ns=self.time_ns,
         )
+
+    def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
+        """Return the content of ``layerstore.json``, which also shows whose folder it is: the summary, and more."""
+        said = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, "notes": [*self.notes, *notes]}
+        return json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"
 
     def summary(self) -> dict[str, object]:
         """Return the facts that ``--json`` prints and ``layerstore.json`` keeps."""

@@ -32,7 +32,7 @@ from layerstore.compose.safetensors import (
     index_of,
     weights_files,
 )
-from layerstore.compose.target import appearing, checked_target
+from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.compose.weight_names import (
     ExportTensors,
     ask_transformers,
@@ -47,7 +47,7 @@ from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, Sourc
 from layerstore.progress import Progress
 from layerstore.storage import Repository
 from layerstore.units import size_in_bytes
-from layerstore.zero3 import Slices, TreeView, tensors_in
+from layerstore.zero3 import SUMMARY, Slices, TreeView, tensors_in
 
 MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""
@@ -149,11 +149,14 @@ def plan_export(
         files += made
         notes = [*chosen.notes, *_doubts(state, versions, slices), *config_notes]
         beside = [file for file in beside if file.path != CONFIG]
+    notes = [*([composition.mixture] if composition.mixture else []), *notes]
+    type_name = "mixed" if code is None else dtype_name(code)
+    summary = literal_file(SUMMARY, composition.summary_file(notes, format="hf", dtype=type_name))
     return ExportPlan(
         composition=composition,
-        dtype="mixed" if code is None else dtype_name(code),
+        dtype=type_name,
         _weights=tuple(weights),
-        files=(*files, *map(plan_source_file, beside)),
+        files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),
         model_class=model_class,
         seconds=time.monotonic() - started,
@@ -167,14 +170,14 @@ def execute_export(
     *,
     verify: bool = True,
     durable: bool = True,
-    force: bool = False,
+    force: Force = False,
     progress: Progress,
 ) -> Exported:
     """
     Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
 
     Raises:
-        AlreadyExists: *out* is there and *force* was not given.
+        AlreadyExists: *out* is there, and *force* does not allow to replace it.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
     """
     started = time.monotonic()

@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from layerstore.errors import AlreadyExists, InvalidInput
 from layerstore.storage import Repository, mapped_errors
+from layerstore.zero3 import SUMMARY
+
+Force = bool | Literal["foreign"]
+"""Whether an older one is replaced: none, one that layerstore wrote, or any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +32,12 @@ class Target:
     """Whether that is an empty folder."""
 
 
-def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: bool) -> Target:
+def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: Force) -> Target:
     """
     Check that a folder may be written at *out*, and return its target; *signs* identify an older one as *what*.
 
-    Every such folder has at least one of the files *signs*. With *force*, an older one is replaced.
+    Every such folder has at least one of the files *signs*. With *force*, an older one is replaced if layerstore wrote
+    it, and with ``foreign`` any.
 
     Raises:
         InvalidInput: It is inside the store, contains the store, or is not a path for a folder.
@@ -92,7 +98,7 @@ def _placed(repo: Repository, out: Path) -> Path:
     return path
 
 
-def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: bool) -> None:
+def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: Force) -> None:
     # A typo must not cost a home folder, with --force or without.
     if not any((path / sign).is_file() for sign in signs):
         named = " or ".join(map(repr, signs))
@@ -101,10 +107,16 @@ def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: 
             "nothing was changed",
             hint="choose another folder with -o, or remove it by hand",
         )
-    if not force:
+    is_ours = (path / SUMMARY).is_file()
+    if not force and is_ours:
         raise AlreadyExists(
             f"{path} exists and is not empty; nothing was changed",
             hint=f"choose another folder with -o, or replace {what} with --force",
+        )
+    if force != "foreign" and not is_ours:
+        raise AlreadyExists(
+            f"{path} is {what} that layerstore did not write (it has no file {SUMMARY!r}); nothing was changed",
+            hint="choose another folder with -o, or replace it all the same with --force-foreign",
         )
 
 

@@ -7,7 +7,6 @@ fills the memory of a rank with the same bytes, without files.
 """
 
 import itertools
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from layerstore.compose.assemble import (
 )
 from layerstore.compose.choose import Composition
 from layerstore.compose.peft import plan_beside
-from layerstore.compose.target import appearing, checked_target
+from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
@@ -66,8 +65,6 @@ from layerstore.zero3 import (
 )
 from layerstore.zero3.pt import WrittenPickles, layout_pt
 
-_SUMMARY_SCHEMA = 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
@@ -93,14 +90,14 @@ def execute_compose(
     adam_step: AdamStep = "unify",
     verify: bool = True,
     durable: bool = True,
-    force: bool = False,
+    force: Force = False,
     progress: Progress,
 ) -> Written:
     """
     Write *composition* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
 
     Raises:
-        AlreadyExists: *out* is there and *force* was not given.
+        AlreadyExists: *out* is there, and *force* does not allow to replace it.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
         LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to *world_size* ranks.
     """
@@ -108,14 +105,8 @@ def execute_compose(
     base, tag = composition.base, composition.base.layout.tag
     target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=force)
     ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
-    summary = {
-        "schema": _SUMMARY_SCHEMA,
-        **composition.summary(),
-        "world_size": ranks.world_size,
-        "adam_step": adam_step,
-        "notes": [*composition.notes, *ranks.notes],
-    }
-    last = {SUMMARY: json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n", LATEST: tag.encode()}
+    summary = composition.summary_file(ranks.notes, world_size=ranks.world_size, adam_step=adam_step)
+    last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
         assembling(repo, partial, verify=verify, durable=durable, last=last, progress=progress) as assembly,

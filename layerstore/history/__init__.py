@@ -20,7 +20,7 @@ from layerstore.history.place import (
 )
 from layerstore.history.pushed import PushedNotice, note_pushed, pushed_to
 from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
-from layerstore.history.staleness import Staleness, check_staleness, staleness_of
+from layerstore.history.staleness import Staleness, check_staleness, mixture_of, staleness_of
 
 __all__ = [
     "PARTS",
@@ -35,6 +35,7 @@ __all__ = [
     "has_shrunk",
     "is_mixture",
     "locate",
+    "mixture_of",
     "named_by",
     "note_pushed",
     "objects_of_state",

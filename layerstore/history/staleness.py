@@ -54,6 +54,21 @@ def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
     return Staleness(layers=tuple(_age(base, entry) for entry in layers))
 
 
+def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
+    """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
+    staleness = staleness_of(base, layers)
+    if not staleness.is_mixed:
+        return None
+    others = [
+        age for age in staleness.layers if (age.run, age.attempt, age.step) != (base.run, base.attempt, base.step)
+    ]
+    are = "older than" if all(age.steps is not None and age.steps > 0 for age in others) else "not from"
+    return (
+        f"{len(others)} of {len(layers)} layers are {are} step {base.step}: this model never existed during training "
+        "(docs/evidence.md says what that costs)"
+    )
+
+
 def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
     origin = entry.origin
     is_own = origin.run == base.run

@@ -23,7 +23,7 @@ def test_it_writes_weights_and_says_how_to_load_them(run: Run, trainers: Path, t
     outcome = run("compose", "run@2", "--format", "hf", "--dtype", "fp32", "-o", "model", "--store", trainers)
 
     assert outcome.code == 0
-    assert outcome.out.startswith(f"wrote {tmp_path / 'model'}: run@2, policy latest, fp32, 2 files, ")
+    assert outcome.out.startswith(f"wrote {tmp_path / 'model'}: run@2, policy latest, fp32, 3 files, ")
     assert "load it with LlamaForCausalLM.from_pretrained(FOLDER)" in outcome.out
     assert outcome.err == "warning: config.json is changed to say float32, as the weights are\n"
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {
@@ -105,4 +105,8 @@ def test_it_replaces_only_when_forced(run: Run, trainers: Path, tmp_path: Path) 
     ]
 
     assert codes == [0, 14, 0, 14, 0, 14]
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "layerstore.json",
+        "model.safetensors",
+    ]

@@ -1,5 +1,6 @@
 """Policies, attempts and recipes from the command line."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,24 @@ def test_a_selective_run_is_composed_without_a_policy(run: Run, saves: list[Path
     assert {layer["step"] for layer in planned["layers"].values()} == {2, 3}
     assert planned["staleness"]["oldest"]["steps"] == 1
     assert planned["staleness"]["optimizer_steps"] == {"2": 3, "3": 4}
+
+
+def test_a_mixture_says_that_its_model_never_existed(run: Run, saves: list[Path], tmp_path: Path) -> None:
+    """Before anything else, to programs too, in the folder, and when a partial save is pinned; a whole save does not."""
+    said = "3 of 7 layers are older than step 3: this model never existed during training"
+    run("ingest", *saves, "--policy", "parity")
+
+    planned, pinned = run("compose", "sft@3", "--dry-run"), run("pin", "best", "sft@3")
+    written = run("compose", "sft@3", "-o", "out", "--json")
+    whole = run("compose", "sft@1", "--dry-run")
+
+    for outcome in (planned, pinned, written):
+        assert outcome.err.startswith(f"warning: {said}")
+    assert "docs/evidence.md" in planned.err
+    noted = json.loads((tmp_path / "out" / "layerstore.json").read_text())["notes"]
+    assert noted[0].startswith(said)
+    assert written.fields["notes"] == noted
+    assert (whole.code, whole.err) == (0, "")
 
 
 def test_settings_reach_their_policy(run: Run, saves: list[Path]) -> None:

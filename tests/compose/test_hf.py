@@ -112,10 +112,10 @@ def test_what_belongs_to_the_model_goes_along(store: Store, tmp_path: Path, padd
 
     assert json.loads((exported.out / "config.json").read_text()) == config | {"dtype": "float32"}
     assert exported.notes == ("config.json is changed to say float32, as the weights are",)
-    assert set(same.files) == {"model.safetensors", "tokenizer.json", "config.json"}
+    assert set(same.files) == {"model.safetensors", "tokenizer.json", "config.json", "layerstore.json"}
     assert all(
         (source / name).read_bytes() == (same.out / name).read_bytes()
-        for name in set(same.files) - {"model.safetensors"}
+        for name in set(same.files) - {"model.safetensors", "layerstore.json"}
     )
     assert same.notes == ()
 
@@ -130,7 +130,7 @@ def test_weights_are_written_also_without_a_config(store: Store, tmp_path: Path,
 
     exported = store.compose("sft").export(tmp_path / "out")
 
-    assert exported.files == ("model.safetensors", *(["config.json"] if config else []))
+    assert exported.files == ("model.safetensors", *(["config.json"] if config else []), "layerstore.json")
     assert config is None or (exported.out / "config.json").read_text() == config
     assert note in exported.notes[0]
 

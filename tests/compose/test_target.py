@@ -85,7 +85,29 @@ def test_an_older_one_is_replaced_only_when_told_and_only_one_of_its_kind(store:
 
     composite.export(out, force=True)
     composite.write(shards, force=True)
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "layerstore.json", "model.safetensors"]
+
+
+def test_what_layerstore_did_not_write_is_replaced_only_by_name(store: Store, tmp_path: Path) -> None:
+    """A checkpoint of DeepSpeed, or an export of Transformers, may be the only one of its kind."""
+    theirs = checkpoint(tmp_path / "theirs", layout="hf")
+    store.ingest(theirs)
+    composite = store.compose("sft")
+    model = composite.export(tmp_path / "model").out
+    foreign: list[tuple[Any, Path]] = [(composite.write, theirs), (composite.export, model)]
+    (model / "layerstore.json").unlink()
+    before = digests(tmp_path)
+
+    for write, out in foreign:
+        for force in (False, True):
+            with pytest.raises(AlreadyExists, match="that layerstore did not write") as refused:
+                write(out, force=force)
+            assert "--force-foreign" in str(refused.value.hint)
+    assert before == digests(tmp_path)
+
+    for write, out in foreign:
+        write(out, force="foreign")
+        assert (out / "layerstore.json").exists()
 
 
 @pytest.mark.known_fault("llmtailor 9")

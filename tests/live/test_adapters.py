@@ -138,7 +138,7 @@ def test_an_export_is_the_folder_that_the_trainer_left(trained: Path, store: Sto
     exported = store.compose("stored@4").export(tmp_path / "out")
 
     own = trained / "stored" / "checkpoint-4"
-    assert set(exported.files) == {WEIGHTS, CONFIG, "README.md"}
+    assert set(exported.files) == {WEIGHTS, CONFIG, "README.md", "layerstore.json"}
     assert exported.notes == ()
     assert exported.dtype == "bf16"
     for name in (WEIGHTS, CONFIG):

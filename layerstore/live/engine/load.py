@@ -84,7 +84,7 @@ class Loaded:
                 "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
                 hint="resume after engine.step() at the end of an accumulation, best before training",
             )
-        notes = (*self.load.notes, *_age_notes(self.composition))
+        notes = self.load.notes
         if not is_whole:
             self.model()
             return notes
@@ -138,19 +138,6 @@ def _tensor(tensors: Tensors, name: str) -> "torch.Tensor":
         target[offset : offset + part.nbytes] = part.data.cast("B")
         offset += part.nbytes
     return made
-
-
-def _age_notes(composition: Composition) -> tuple[str, ...]:
-    """Return a note on layers that are older than the commit: training was never in such a mixed state."""
-    base = composition.base
-    older = [entry for entry in composition.layers if not entry.saved_by(base)]
-    if not older:
-        return ()
-    oldest = min(older, key=lambda entry: entry.origin.step)
-    return (
-        f"{len(older)} of {len(composition.layers)} layers are older than {base.run}@{base.step}, "
-        f"the oldest is {oldest.layer} of {oldest.origin.run}@{oldest.origin.step}",
-    )
 
 
 # -- comparing a checkpoint with an engine ---------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Resumed:
     """The step at which each layer's version was saved."""
     random_state_restored: bool
     notes: tuple[str, ...]
-    """What did not carry over."""
+    """What did not carry over; before that, how many layers are older than the base, if any are."""
 
 
 def resume(
