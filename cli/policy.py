@@ -21,9 +21,10 @@ _SETTINGS: Table = {
     "share": (str, "1/2", "filter: how much of the rest at each turn."),
     "every": (int, "N", "filter: a turn at every Nth save."),
     "aux": (str, "rotate|always", "filter: whether embeddings and heads take turns too."),
-    "threshold": (float, "X", "drift: relative movement above which a layer is due."),
+    "threshold": (float, "X", "drift: movement above which a layer is due."),
     "budget": (str, "SIZE", "drift: what a save may take, like 2GB."),
     "stalest": (int, "N", "drift: no layer older than N saves."),
+    "by": (str, "gradient|norm", "drift: what a movement is weighed by."),
 }
 """The settings of all policies."""
 

@@ -6,8 +6,11 @@ chunk, since most commands need none.
 """
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerstore.tree import Tree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,6 +121,88 @@ class Meter:
 def movement_of(*, dd: float, aa: float, elements: int) -> float:
     """Return the relative movement, given the sums of squares of the difference (*dd*) and of the first (*aa*)."""
     return math.sqrt(dd) / max(math.sqrt(aa), _FLOOR * math.sqrt(elements))
+
+
+# -- movement where the loss notices it ------------------------------------------------------------------------------
+
+SECOND_MOMENT = "exp_avg_sq"
+"""Adam's name for the running mean of squared gradients; its root is the size of an element's gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movements:
+    """How far each layer has moved since its last save, by two measures."""
+
+    relative: Mapping[str, float] = field(default_factory=dict)
+    """Relative to the layer's norm."""
+    weighted: Mapping[str, float] = field(default_factory=dict)
+    """
+    The mean over its elements of how far each has moved times the size of its gradients, relative to the same mean of
+    the masters themselves over the whole model. Empty if the optimizer keeps no second moment of every element.
+    """
+
+    def decisions(self) -> dict[Tree, Tree]:
+        """Return what a record keeps of them."""
+        kept = {"movements": self.relative, "weighted_movements": self.weighted}
+        return {name: dict(of.items()) for name, of in kept.items() if of}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighted:
+    """Sums over a layer's elements, each weighted by the size of its gradients."""
+
+    moved: float
+    """Of how far they have moved."""
+    lengths: float
+    """Of their own magnitudes."""
+    elements: int
+
+
+def weighted_movements(layers: Mapping[str, Weighted]) -> dict[str, float]:
+    """
+    Return the movement of each of *layers* where the loss notices it; nothing if no gradient is known.
+
+    A layer without elements is frozen, and has not moved.
+
+    >>> weighted_movements({"a": Weighted(moved=2.0, lengths=10.0, elements=10)})
+    {'a': 0.2}
+    """
+    finite = [of for of in layers.values() if math.isfinite(of.lengths)]  # one that has gone wrong spoils no other
+    elements, lengths = sum(of.elements for of in finite), sum(of.lengths for of in finite)
+    if not lengths:
+        return {}
+    mean = lengths / elements
+    return {layer: of.moved / of.elements / mean if of.elements else 0.0 for layer, of in layers.items()}
+
+
+class Numbers(NamedTuple):
+    """Numbers as raw bytes."""
+
+    data: memoryview
+    dtype: str
+
+
+class WeightedMeter:
+    """Adds up the sums of one layer, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._moved = self._lengths = 0.0
+        self._elements = 0
+
+    def add(self, old: Numbers, new: Numbers, squares: Numbers) -> None:
+        """Add the next elements: their masters before and now, and their second moments."""
+        import numpy as np
+
+        first, second, third = (_numbers(of.data, of.dtype) for of in (old, new, squares))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite makes its layer due
+            roots = np.sqrt(third)
+            self._moved += float(roots @ np.abs(second - first))
+            self._lengths += float(roots @ np.abs(first))
+        self._elements += first.size
+
+    def sums(self) -> Weighted:
+        """Return the sums of everything added so far."""
+        return Weighted(moved=self._moved, lengths=self._lengths, elements=self._elements)
 
 
 def _numbers(data: memoryview, dtype: str) -> "npt.NDArray[np.float64]":

@@ -1,11 +1,20 @@
 """Select which layers of a checkpoint to store: those that are due, and those that cannot be inherited."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from math import prod
 
-from layerstore.distance import Meter, can_measure
+from layerstore.distance import (
+    SECOND_MOMENT,
+    Meter,
+    Movements,
+    Numbers,
+    Weighted,
+    WeightedMeter,
+    can_measure,
+    weighted_movements,
+)
 from layerstore.dtypes import by_code
 from layerstore.history import Place
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
@@ -13,58 +22,78 @@ from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.publish import SourceReader
 from layerstore.storage import Repository
 from layerstore.tree import Tree
-from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource, stretches
+from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource, Stretch, stretches
 
 # 32 runs of 64 elements of each parameter: a block of ten parameters is read in a few milliseconds.
 RUNS = 32
 RUN_ELEMENTS = 64
 
 
-def movements(
-    repo: Repository, layers: tuple[LayerSource, ...], inherited: Mapping[str, LayerEntry]
-) -> dict[str, float]:
-    """Return the relative movement of every layer that has an older version with masters of the same shapes."""
-    found = {}
+def movements(repo: Repository, layers: tuple[LayerSource, ...], inherited: Mapping[str, LayerEntry]) -> Movements:
+    """Return the movement of every layer that has an older version with masters of the same shapes."""
+    relative, sums, is_weighted = dict[str, float](), dict[str, Weighted](), True
     with closing(SourceReader()) as reader:
         for layer in layers:
             version = repo.whole_version_of(inherited[layer.layer]) if layer.layer in inherited else None
-            movement = None if version is None else _movement(repo, reader, layer, version)
+            if version is None or version.parameters != layer.parameters:
+                continue
+            meter, weighted = Meter(), WeightedMeter()
+            for old, new, squares in _samples(repo, reader, layer, version):
+                meter.add(old.data, new.data, dtype_a=old.dtype, dtype_b=new.dtype)
+                is_weighted &= squares is not None
+                if squares is not None:
+                    weighted.add(old, new, squares)
+            movement = 0.0 if is_still(layer.parameters) else meter.movement()
             if movement is not None:
-                found[layer.layer] = movement
-    return found
+                relative[layer.layer] = movement
+                sums[layer.layer] = weighted.sums()
+    return Movements(relative=relative, weighted=weighted_movements(sums) if is_weighted else {})
 
 
-def _movement(repo: Repository, reader: SourceReader, layer: LayerSource, version: LayerVersion) -> float | None:
-    if version.parameters != layer.parameters:
-        return None
-    if is_still(layer.parameters):
-        return 0.0
+def _samples(
+    repo: Repository, reader: SourceReader, layer: LayerSource, version: LayerVersion
+) -> Iterator[tuple[Numbers, Numbers, Numbers | None]]:
+    """Yield samples of the masters in *version* and in *layer*, and of its second moments if the optimizer has any."""
     slices = Slices([version])
-    masters = [source for source in layer.objects if source.kind is Kind.MASTER]
-    sources = {(part.name, source.shard): part for source in masters for part in source.slices}
-    meter = Meter()
+    masters, squares = _slices(layer, Kind.MASTER), _slices(layer, Kind.OPTIMIZER, state=SECOND_MOMENT)
+    shards = max((shard + 1 for _, shard in masters), default=0)
     for parameter in layer.parameters:
         name, elements = parameter.name, prod(parameter.shape)
-        if not slices.shards(Kind.MASTER, name) or (name, 0) not in sources:
+        if not slices.shards(Kind.MASTER, name) or (name, 0) not in masters:
             continue
         old_type = slices.find(Kind.MASTER, name, shard=0).tensor.dtype
-        new_type = sources[name, 0].dtype
-        if can_measure(old_type) and can_measure(new_type):
-            for begin, end in sampled(elements):
-                old, new = b"", b""
-                for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
-                    with repo.objects.open(piece.object) as file:
-                        old += file.read_at(piece.object_offset, piece.size_bytes)
-                for part in stretches(elements, masters[0].shards, begin=begin, end=end):
-                    new += _read(reader, sources[name, part.shard], part.start, part.elements)
-                meter.add(memoryview(old), memoryview(new), dtype_a=old_type, dtype_b=new_type)
-    return meter.movement()
+        if not can_measure(old_type) or not can_measure(masters[name, 0].dtype):
+            continue
+        for begin, end in sampled(elements):
+            old = b""
+            for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
+                with repo.objects.open(piece.object) as file:
+                    old += file.read_at(piece.object_offset, piece.size_bytes)
+            parts = list(stretches(elements, shards, begin=begin, end=end))
+            new = _read(reader, masters, name, parts)
+            yield (
+                Numbers(memoryview(old), old_type),
+                new,
+                _read(reader, squares, name, parts) if (name, 0) in squares else None,
+            )
 
 
-def _read(reader: SourceReader, source: SliceSource, start: int, elements: int) -> bytes:
-    item_bytes = by_code(source.dtype).bytes
-    chunks = reader.chunks(source.path, source.offset_bytes + start * item_bytes, elements * item_bytes)
-    return b"".join(map(bytes, chunks))
+def _slices(layer: LayerSource, kind: Kind, *, state: str = "") -> dict[tuple[str, int], SliceSource]:
+    """Return the slices of one kind or state, by parameter and shard."""
+    sources = (source for source in layer.objects if source.kind is kind)
+    return {(part.name, source.shard): part for source in sources for part in source.slices if part.state == state}
+
+
+def _read(
+    reader: SourceReader, slices: Mapping[tuple[str, int], SliceSource], name: str, parts: Iterable[Stretch]
+) -> Numbers:
+    found = b""
+    for part in parts:
+        source = slices[name, part.shard]
+        item_bytes = by_code(source.dtype).bytes
+        begin = source.offset_bytes + part.start * item_bytes
+        found += b"".join(map(bytes, reader.chunks(source.path, begin, part.elements * item_bytes)))
+    return Numbers(memoryview(found), slices[name, 0].dtype)
 
 
 def is_still(parameters: Sequence[Parameter]) -> bool:
@@ -102,9 +131,11 @@ def layers_due(
     layers = checkpoint.layers
     ages = {layer: place.save_number - number for layer, number in place.own_numbers(run).items()}
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=ages)
+    moved = Movements()
     if getattr(policy, "measures", False):
         sizes = {layer.layer: sum(part.size_bytes for of in layer.objects for part in of.slices) for layer in layers}
-        save = replace(save, movements=movements(repo, layers, place.inherited), sizes=sizes)
+        moved = movements(repo, layers, place.inherited)
+        save = replace(save, movements=moved.relative, weighted_movements=moved.weighted, sizes=sizes)
     due = due_layers(anchored(policy, 0), save)
     due |= {
         layer.layer
@@ -112,9 +143,7 @@ def layers_due(
         if layer.layer not in due and not _can_inherit(repo, layer, place.inherited.get(layer.layer))
     }
     decisions: dict[Tree, Tree] = {"due": [layer for layer in save.layers if layer in due]}
-    if save.movements:
-        decisions["movements"] = dict(save.movements.items())
-    return due, decisions
+    return due, decisions | moved.decisions()
 
 
 def _can_inherit(repo: Repository, layer: LayerSource, entry: LayerEntry | None) -> bool:

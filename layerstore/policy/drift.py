@@ -1,17 +1,21 @@
 """
 ``drift``: save the layers that moved most since their last save, within a budget and with a limit on age.
 
+A movement is weighed by the size of the gradients, because that predicts better what an old layer costs.
+
 With only a threshold, all layers would become due together, then none; with only an age limit, nearly all at one save.
 So the worst go first, and old layers are renewed in turns before they all reach the limit.
 """
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from layerstore.errors import InvalidInput
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
+
+By = Literal["gradient", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +23,16 @@ class Drift:
     """Layers by how far their masters have moved."""
 
     threshold: float = 0.01
-    """A layer is due if it has moved by more than this fraction of its norm."""
+    """A layer is due if it has moved by more than this fraction."""
     budget: int | None = None
     """The bytes that a save may take, on average if a layer is larger than that; None for no limit."""
     stalest: int = 10
     """No layer gets older than this many saves, whatever the budget."""
+    by: By = "gradient"
+    """
+    Weigh each element's movement by the size of its gradients, as a fraction of the model; or the whole as a fraction
+    of the layer's own norm. The latter also stands in where the optimizer keeps no second moments.
+    """
 
     name: ClassVar[str] = "drift"
     by_number: ClassVar[bool] = True
@@ -31,18 +40,18 @@ class Drift:
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
-            raise InvalidInput(
-                f"drift has no threshold {self.threshold}", hint="a share of a layer's length, like 0.01"
-            )
+            raise InvalidInput(f"drift has no threshold {self.threshold}", hint="a fraction, like 0.01")
         if self.budget is not None and self.budget <= 0:
             raise InvalidInput(f"drift cannot save {self.budget} bytes", hint="a budget is above 0, or left out")
         if self.stalest < 1:
             raise InvalidInput(f"drift cannot keep layers {self.stalest} saves old", hint="stalest is 1 or more")
+        if self.by not in get_args(By):
+            raise InvalidInput(f"drift cannot go by {self.by!r}", hint=f"choose one of {', '.join(get_args(By))}")
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
         """Its settings."""
-        return {"threshold": self.threshold, "budget": self.budget, "stalest": self.stalest}
+        return {"threshold": self.threshold, "budget": self.budget, "stalest": self.stalest, "by": self.by}
 
     def due(self, save: Save) -> frozenset[str]:
         """Return the old layers, and of the rest those that moved most."""
@@ -50,8 +59,9 @@ class Drift:
             return frozenset(save.layers)  # nothing was measured: a full save
         chosen = {layer for index, layer in enumerate(save.layers) if self._is_old(save, layer, index)}
         spent = sum(save.sizes.get(layer, 0) for layer in chosen)
-        for layer in sorted(save.layers, key=lambda layer: -_movement(save, layer)):
-            if layer in chosen or not _movement(save, layer) > self.threshold:
+        moved = {layer: self._movement(save, layer) for layer in save.layers}
+        for layer in sorted(save.layers, key=lambda layer: -moved[layer]):
+            if layer in chosen or not moved[layer] > self.threshold:
                 continue
             size = save.sizes.get(layer, 0)
             if not self._affords(save, size, spent=spent):
@@ -59,6 +69,12 @@ class Drift:
             chosen.add(layer)
             spent += size
         return frozenset(chosen)
+
+    def _movement(self, save: Save, layer: str) -> float:
+        """Return how far *layer* has moved; infinity if that is unknown or NaN."""
+        weighted = save.weighted_movements if self.by == "gradient" else {}
+        found = (weighted or save.movements).get(layer, math.inf)
+        return math.inf if math.isnan(found) else found
 
     def _is_old(self, save: Save, layer: str, index: int) -> bool:
         if save.ages.get(layer, 0) >= self.stalest or (layer not in save.ages and layer not in save.movements):
@@ -80,9 +96,3 @@ class Drift:
             return False
         before = sum(save.sizes.get(layer, 0) for layer, age in save.ages.items() if age < saves)
         return before + spent + size <= self.budget * saves
-
-
-def _movement(save: Save, layer: str) -> float:
-    """Return how far *layer* has moved; infinity if that is unknown or NaN."""
-    found = save.movements.get(layer, math.inf)
-    return math.inf if math.isnan(found) else found

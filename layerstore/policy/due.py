@@ -25,6 +25,8 @@ class Save:
     """How many saves ago each layer was last written; layers that were never written are absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
     """How far each layer has moved since, relative to its norm; only at a save, and if the policy ``measures``."""
+    weighted_movements: Mapping[str, float] = field(default_factory=dict)
+    """The same with every element weighted by the size of its gradients, relative to the model; see `Movements`."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The bytes that writing each layer takes; under the same conditions."""
 
@@ -40,7 +42,8 @@ class Policy(Protocol):
       only until every layer has its save. At a save, they are filled in nevertheless. For a partial save that the
       policy
       itself made, ``due`` is not called again: the record says what was due.
-    - ``measures = True``: at a save, ``movements`` and ``sizes`` are filled in. Over a history they are always empty.
+    - ``measures = True``: at a save, ``movements``, ``weighted_movements`` and ``sizes`` are filled in. Over a history
+      they are always empty.
     - ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what the
       policy itself saved there, None for a full checkpoint. At a save it is called with 0 and None.
     """

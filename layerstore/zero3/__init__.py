@@ -39,6 +39,7 @@ from layerstore.zero3.slices import (
     Piece,
     Slices,
     StoredSlice,
+    Stretch,
     slice_length,
     slices_in,
     stretches,
@@ -51,7 +52,7 @@ from layerstore.zero3.trees import TreeView, config_of, sub_group_shapes, undivi
 __all__ = [
     "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE", "Checkpoint",
     "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer", "RankSource",
-    "Share", "SliceSource", "Slices", "StoredSlice", "Survey", "TreeView", "beside_shards", "can_derive",
+    "Share", "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards", "can_derive",
     "check_unchanged", "checkpoints_below", "config_of", "convert", "counter_like", "discover", "equal_bytes",
     "flavour_of", "holds_zero3", "newly_infinite", "open_source", "owner_of_file", "pointer_bytes", "rank_source",
     "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",

@@ -42,7 +42,7 @@ def test_a_selective_run_is_composed_without_a_policy(run: Run, saves: list[Path
 
 
 def test_a_mixture_says_that_its_model_never_existed(run: Run, saves: list[Path], tmp_path: Path) -> None:
-    """Before anything else, to programs too, in the folder, and when a partial save is pinned; a whole save does not."""
+    """Before anything else, to programs too, in the folder, and when a partial save is pinned; a whole one does not."""
     said = "3 of 7 layers are older than step 3: this model never existed during training"
     run("ingest", *saves, "--policy", "parity")
 

@@ -258,7 +258,7 @@ def test_drift_stores_what_moved_and_records_why(store: Store, saved: Checkpoint
     first = saved(1, layout="raw")
     second = nudged(first, tmp_path / "nudged" / "checkpoint-1", block=2)
     store.ingest(first, run="r", policy=Drift(stalest=100))
-    moved = store.ingest(second, run="other", resumed_from="r", policy=Drift(threshold=0.1, stalest=100))
+    moved = store.ingest(second, run="other", resumed_from="r", policy=Drift(threshold=0.1, stalest=100, by="norm"))
     decisions = store.compose("other")._composition.base.policy.decisions
 
     # The first layer because at the first of a hundred saves it is its turn.

@@ -1,7 +1,7 @@
 """What each policy says is due, and what a composite of a history is made of."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -342,6 +342,18 @@ def test_layers_do_not_overspend_together_whatever_their_sizes(budget: int) -> N
     assert sum(spent) <= budget * len(spent)
     assert max(spent) <= max(100, budget)
     assert min(times.values()) > max(times.values()) / 2 > 1
+
+
+def test_drift_goes_by_what_the_loss_notices_where_that_is_known() -> None:
+    """Or by the layer's own norm, if it is told to; and there is no third way."""
+    save = moved(500, {"model.layers.0": 0.5})
+    weighted = replace(save, weighted_movements=dict.fromkeys(LLAMA, 0.0) | {"model.layers.1": 0.5})
+
+    assert Drift(stalest=1000).due(save) == blocks(0)
+    assert Drift(stalest=1000).due(weighted) == blocks(1)
+    assert Drift(stalest=1000, by="norm").due(weighted) == blocks(0)
+    with pytest.raises(InvalidInput, match="cannot go by 'length'"):
+        Drift(by="length")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("movement", [float("nan"), float("inf")])

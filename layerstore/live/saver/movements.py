@@ -7,11 +7,12 @@ number of ranks. Each rank samples what it holds; one small all-gather adds up t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstore.distance import movement_of
+from layerstore.distance import SECOND_MOMENT, Movements, Weighted, movement_of, weighted_movements
 from layerstore.dtypes import by_code
 from layerstore.ingest import is_still, sampled
 from layerstore.live.engine import Captured
@@ -25,10 +26,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The sampled elements of the masters at one moment, storage by storage."""
+    """The sampled elements at one moment, storage by storage."""
 
     share: Share
-    values: "torch.Tensor"
+    masters: "torch.Tensor"
+    squares: "torch.Tensor | None"
+    """Their second moments, if the optimizer keeps them for all."""
+
+
+@dataclass(slots=True)
+class _Places:
+    """Sampled elements of one storage."""
+
+    of: SliceSource
+    """A slice in that storage."""
+    at: "torch.Tensor"
+    """Where they are, on the storage's device from the first sample on."""
+
+    def taken(self, captured: Captured) -> "torch.Tensor":
+        """Return the elements as they are now."""
+        import torch
+
+        dtype = getattr(torch, by_code(self.of.dtype).torch_name)
+        held = captured.memory(self.of.path).bytes_of(self.of.path).view(dtype)
+        self.at = self.at.to(held.device)
+        return held[self.at].to(torch.float64)
 
 
 class MovementWatch:
@@ -41,52 +63,63 @@ class MovementWatch:
         self._layers: tuple[str, ...] = ()
         self._counts: list[int] = []
         """The sampled elements of each layer on all ranks."""
-        self._places: dict[Path, torch.Tensor] = {}
-        """Where this rank's sampled elements are in each storage."""
+        self._paths: set[tuple[Path, Path | None]] = set()
+        """The storages of masters, each with that of their second moments."""
+        self._masters: list[_Places] = []
+        self._squares: list[_Places] = []
+        """In the same order; none where there are no second moments."""
         self._layer_of = torch.empty(0, dtype=torch.long)
         """The layer of each of this rank's sampled elements."""
         self._base: torch.Tensor | None = None
         self._known: set[str] = set()
 
     def sample(self, captured: Captured) -> Sample:
-        """Sample the masters as they are now."""
+        """Sample the masters as they are now, and their second moments."""
         import torch
 
         self._look_at(captured.share)
-        dtypes = {part.path: part.dtype for _, part in _masters(captured.share)}
-        found: list[torch.Tensor] = []
-        for path, places in self._places.items():
-            held = captured.memory(path).bytes_of(path).view(getattr(torch, by_code(dtypes[path]).torch_name))
-            self._places[path] = places.to(held.device)  # where it stays
-            found.append(held[self._places[path]].to(torch.float64))
+        masters, squares = ([of.taken(captured) for of in each] for each in (self._masters, self._squares))
         # A single transfer, since each one waits for everything that the device has begun.
-        return Sample(captured.share, torch.cat(found).to("cpu") if found else torch.empty(0, dtype=torch.float64))
+        found = torch.cat([*masters, *squares]).to("cpu") if masters else torch.empty(0, dtype=torch.float64)
+        count = sum(map(len, masters))
+        return Sample(captured.share, found[:count], found[count:] if len(squares) == len(masters) else None)
 
-    def movements(self, sample: Sample) -> dict[str, float]:
+    def movements(self, sample: Sample) -> Movements:
         """Return how far each layer has moved since its last save. Collective."""
         import torch
 
         count = len(self._layers)
-        dd, aa = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
+        dd, aa, moved, lengths = sums = torch.zeros(4, count, dtype=torch.float64)
         if self._base is not None:
-            dd.index_add_(0, self._layer_of, (sample.values - self._base).square())
+            difference = sample.masters - self._base
+            dd.index_add_(0, self._layer_of, difference.square())
             aa.index_add_(0, self._layer_of, self._base.square())
-        totals = self._exchange.sums([*dd.tolist(), *aa.tolist()])
-        return {
-            layer: movement_of(dd=totals[at], aa=totals[count + at], elements=self._counts[at])
-            for at, layer in enumerate(self._layers)
-            if layer in self._known and self._counts[at]
-        } | {of.layer: 0.0 for of in sample.share.layers if of.layer in self._known and is_still(of.parameters)}
+            if sample.squares is not None:
+                roots = sample.squares.sqrt()
+                moved.index_add_(0, self._layer_of, roots * difference.abs())
+                lengths.index_add_(0, self._layer_of, roots * self._base.abs())
+        lacking = float(sample.squares is None)
+        *totals, are_lacking = self._exchange.sums([*sums.flatten().tolist(), lacking])
+        dds, aas, moveds, lengthss = (totals[row * count : (row + 1) * count] for row in range(4))
+        known = [at for at, layer in enumerate(self._layers) if layer in self._known and self._counts[at]]
+        still = {of.layer: 0.0 for of in sample.share.layers if of.layer in self._known and is_still(of.parameters)}
+        relative = {self._layers[at]: movement_of(dd=dds[at], aa=aas[at], elements=self._counts[at]) for at in known}
+        weighted = {
+            self._layers[at]: Weighted(moved=moveds[at], lengths=lengthss[at], elements=self._counts[at])
+            for at in known
+        }
+        found = {} if are_lacking else weighted_movements(weighted)
+        return Movements(relative=relative | still, weighted=found | still if found else {})
 
     def saved(self, sample: Sample, layers: frozenset[str]) -> None:
         """Measure *layers* from *sample* on."""
         import torch
 
         if self._base is None:
-            self._base = sample.values
+            self._base = sample.masters
         else:
             wanted = torch.tensor([layer in layers for layer in self._layers])
-            self._base = torch.where(wanted[self._layer_of], sample.values, self._base)
+            self._base = torch.where(wanted[self._layer_of], sample.masters, self._base)
         self._known |= layers
 
     def forget(self) -> None:
@@ -95,34 +128,52 @@ class MovementWatch:
         self._known.clear()
 
     def _look_at(self, share: Share) -> None:
-        """Choose the elements once: an engine's masters stay in place."""
+        """Choose the elements once: an engine's state stays in place, but for moments that begin."""
         import torch
 
         layers = tuple(layer.layer for layer in share.layers)
-        if layers == self._layers and {part.path for _, part in _masters(share)} == self._places.keys():
+        pairs = list(_masters(share))
+        paths = {_paths(masters, squares) for _, masters, squares in pairs}
+        if layers == self._layers and paths == self._paths:
             return
-        self._layers = layers
+        self._layers, self._paths = layers, paths
         self._counts = [
             sum(end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(prod(of.shape)))
             for layer in share.layers
         ]
-        places: dict[Path, list[int]] = {}
-        layer_of: dict[Path, list[int]] = {}
         shapes = {of.name: of.shape for layer in share.layers for of in layer.parameters}
-        for at, part in _masters(share):
-            first = part.offset_bytes // by_code(part.dtype).bytes
-            own = _own_places(shapes[part.name], share)
-            places.setdefault(part.path, []).extend(first + place for place in own)
-            layer_of.setdefault(part.path, []).extend([at] * len(own))
-        self._places = {path: torch.tensor(found, dtype=torch.long) for path, found in places.items()}
-        self._layer_of = torch.tensor([at for path in places for at in layer_of[path]], dtype=torch.long)
+        pairs.sort(key=lambda pair: str(_paths(*pair[1:])))
+        self._masters, self._squares, layer_of = [], [], list[int]()
+        for _, members in groupby(pairs, key=lambda pair: _paths(*pair[1:])):
+            at, at_squares = list[int](), list[int]()
+            for number, masters, squares in members:
+                own = _own_places(shapes[masters.name], share)
+                at += [_first(masters) + element for element in own]
+                at_squares += [_first(squares) + element for element in own] if squares else []
+                layer_of += [number] * len(own)
+            self._masters.append(_Places(masters, torch.tensor(at, dtype=torch.long)))
+            if squares:
+                self._squares.append(_Places(squares, torch.tensor(at_squares, dtype=torch.long)))
+        self._layer_of = torch.tensor(layer_of, dtype=torch.long)
         self.forget()
 
 
-def _masters(share: Share) -> Iterator[tuple[int, SliceSource]]:
-    """Yield the slices of the masters, each with the number of its layer."""
+def _masters(share: Share) -> Iterator[tuple[int, SliceSource, SliceSource | None]]:
+    """Yield the slices of the masters, each with the number of its layer and the slice of its second moments."""
     for at, layer in enumerate(share.layers):
-        yield from ((at, part) for of in layer.objects if of.kind is Kind.MASTER for part in of.slices)
+        squares = {part.name: part for of in layer.objects for part in of.slices if part.state == SECOND_MOMENT}
+        for of in layer.objects:
+            if of.kind is Kind.MASTER:
+                yield from ((at, part, squares.get(part.name)) for part in of.slices)
+
+
+def _paths(masters: SliceSource, squares: SliceSource | None) -> tuple[Path, Path | None]:
+    return masters.path, squares.path if squares else None
+
+
+def _first(of: SliceSource) -> int:
+    """Return which element of its storage is the first of a slice."""
+    return of.offset_bytes // by_code(of.dtype).bytes
 
 
 def _own_places(shape: Sequence[int], share: Share) -> list[int]:

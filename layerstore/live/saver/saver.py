@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from layerstore.compose import Composition
+from layerstore.distance import Movements
 from layerstore.errors import Conflict, LayoutMismatch, Locked, StorageIO
 from layerstore.history import Place
 from layerstore.layers import compile_pattern
@@ -194,12 +195,12 @@ class Saver:
             while len(running := self._running()) >= JOBS_MAX:
                 running[0].is_written.wait()
         self._copier.follow()
-        movements = self._movements.movements(sample) if self._movements and sample else {}
+        moved = self._movements.movements(sample) if self._movements and sample else Movements()
         of_policy = partial(
             self._schedule.due,
             tuple(layer.layer for layer in share.layers),
             has_moments=captured.has_moments,
-            movements=movements,
+            moved=moved,
             sizes=captured.bytes_by_layer,
         )
         due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
@@ -211,7 +212,7 @@ class Saver:
         if agreed.is_pressed and self._settings.on_pressure == "degrade":
             sizes = {layer: -(-size // share.world_size) for layer, size in captured.bytes_by_layer.items()}
             due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=captured.has_moments)
-        job = self._begin(captured, files, due, movements)
+        job = self._begin(captured, files, due, moved)
         if self._movements and sample:
             self._movements.saved(sample, due)
         job.held.append(held)
@@ -384,7 +385,7 @@ class Saver:
     def _running(self) -> list[Job]:
         return [job for job in self._jobs if not job.is_written.is_set()]
 
-    def _begin(self, captured: Captured, files: SaveFiles, due: frozenset[str], movements: Mapping[str, float]) -> Job:
+    def _begin(self, captured: Captured, files: SaveFiles, due: frozenset[str], moved: Movements) -> Job:
         share = captured.share
         joint = JointCommit(
             session=self._session,
@@ -397,7 +398,7 @@ class Saver:
             place=self._place,
             step=files.request.step,
             save_number=self._schedule.begin(due, captured.has_moments),
-            policy=policy_use(self._schedule.policy, share, due, movements),
+            policy=policy_use(self._schedule.policy, share, due, moved),
             layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
             pin=files.request.pin,
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+from layerstore.distance import Movements
 from layerstore.history import Place
 from layerstore.model import PolicyUse
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
@@ -50,7 +51,7 @@ class Schedule:
         layers: tuple[str, ...],
         *,
         has_moments: Mapping[str, bool],
-        movements: Mapping[str, float],
+        moved: Movements,
         sizes: Mapping[str, int],
     ) -> frozenset[str]:
         """Return the layers to save now: those that the policy names, and all that were never saved or are owed."""
@@ -59,7 +60,8 @@ class Schedule:
             number=self.number,
             layers=layers,
             ages={layer: self.number - last[layer] for layer in layers if layer in last},
-            movements=movements,
+            movements=moved.relative,
+            weighted_movements=moved.weighted,
             sizes=sizes,
         )
         found = due_layers(anchored(self.policy, 0), save)
@@ -136,11 +138,9 @@ class Schedule:
                 self.owed |= due
 
 
-def policy_use(policy: Policy, share: Share, due: frozenset[str], movements: Mapping[str, float]) -> PolicyUse:
+def policy_use(policy: Policy, share: Share, due: frozenset[str], moved: Movements) -> PolicyUse:
     """Return the record's entry on *policy*: which layers were due, and the movements that it decided by."""
     said: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(due) < len(share.layers):
         said["due"] = [layer.layer for layer in share.layers if layer.layer in due]
-    if movements:
-        said["movements"] = dict(movements.items())
-    return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said)
+    return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said | moved.decisions())

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerstore.distance import Movements
 from layerstore.history import Place
 from layerstore.live.saver.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
@@ -22,7 +23,7 @@ def schedule(policy: Policy | None = None) -> Schedule:
 
 def due(of: Schedule, moments: Mapping[str, bool] = MOMENTS) -> frozenset[str]:
     """Return what is due now."""
-    return of.due(LAYERS, has_moments=moments, movements={}, sizes={})
+    return of.due(LAYERS, has_moments=moments, moved=Movements(), sizes={})
 
 
 def save(of: Schedule, moments: Mapping[str, bool] = MOMENTS) -> tuple[int, frozenset[str]]:
