@@ -9,8 +9,9 @@ import typer
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.errors import InvalidInput
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Composite
