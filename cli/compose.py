@@ -223,10 +223,7 @@ def _say_written(composite: "Composite", written: "Written | Exported", *, as_js
     if isinstance(written, Exported):
         fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
-        if "adapter_config.json" in written.files:
-            how = "load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)"
-        elif "config.json" in written.files:
-            how = f"load it with {written.model_class or 'AutoModel'}.from_pretrained(FOLDER)"
+        how = written.how_to_load
     else:
         fields |= {"world_size": written.world_size}
         ranks = counted(written.world_size, "rank")

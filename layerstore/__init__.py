@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from layerstore.remote import Pulled, Pushed, Remotes
     from layerstore.store import Store, clone, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
+    from layerstore.tables import Table
     from layerstore.zero3 import Survey
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "StorageIO",
     "Store",
     "Survey",
+    "Table",
     "Tensors",
     "Unsupported",
     "Verdict",
@@ -122,6 +124,7 @@ _ROOMS = {
     "publish": "SaveTiming",
     "remote": "Pulled Pushed Remotes",
     "store": "Store clone doctor find_checkpoints init open",
+    "tables": "Table",
     "zero3": "Survey",
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
