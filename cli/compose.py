@@ -9,8 +9,9 @@ import typer
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.errors import InvalidInput
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Composite
@@ -227,10 +228,7 @@ def _say_written(composite: "Composite", written: "Written | Exported", *, as_js
     if isinstance(written, Exported):
         fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
-        if "adapter_config.json" in written.files:
-            how = "load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)"
-        elif "config.json" in written.files:
-            how = f"load it with {written.model_class or 'AutoModel'}.from_pretrained(FOLDER)"
+        how = written.how_to_load
     else:
         fields |= {"world_size": written.world_size}
         ranks = counted(written.world_size, "rank")

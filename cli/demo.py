@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import Column, counted, is_quiet, say, say_json, say_paragraph, say_table, shown, size
+from layerstore.cli.render import Column, counted, is_quiet, say, say_json, say_paragraph, say_table, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_value
+from layerstore.units import size
 
 _FACT_WIDTH = 13
 

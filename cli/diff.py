@@ -17,9 +17,9 @@ from layerstore.cli.render import (
     say_table,
     say_warning,
     shown,
-    size,
 )
 from layerstore.json_fields import json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.distance import Distance

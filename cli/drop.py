@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, size, some, with_store
+from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, some, with_store
 from layerstore.json_fields import json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.gc import Dropped

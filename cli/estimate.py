@@ -10,9 +10,9 @@ import typer
 
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, opened, with_options
 from layerstore.cli.policy import policy_from
-from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.errors import InvalidInput, NotFound
-from layerstore.units import size_in_bytes
+from layerstore.units import size, size_in_bytes
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -20,10 +20,10 @@ from layerstore.cli.render import (
     say_paragraph,
     say_table,
     say_warning,
-    size,
     some,
 )
 from layerstore.json_fields import json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.gc import CommitFate, GcOutcome, Gone

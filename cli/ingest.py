@@ -27,7 +27,6 @@ from layerstore.cli.render import (
     say_paragraph,
     say_warning,
     shown,
-    size,
 )
 from layerstore.errors import (
     IntegrityError,
@@ -41,6 +40,7 @@ from layerstore.errors import (
     StorageIO,
 )
 from layerstore.json_fields import json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

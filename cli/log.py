@@ -16,10 +16,10 @@ from layerstore.cli.render import (
     say_rows,
     say_warning,
     shown,
-    size,
     with_store,
 )
 from layerstore.json_fields import json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Store

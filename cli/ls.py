@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
-from layerstore.cli.render import Column, say_json, say_table, size
+from layerstore.cli.render import Column, say_json, say_table
 from layerstore.json_fields import json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.inspect import LayerLine

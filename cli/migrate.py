@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
-from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, size, with_store
+from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, with_store
 from layerstore.json_fields import json_fields
 from layerstore.layout import folder_of
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.migrations import Migration, Step

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerstore.cli.render import draw, is_quiet, say_progress, size
+from layerstore.cli.render import draw, is_quiet, say_progress
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.progress import Progress

@@ -6,11 +6,12 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, shown, size, some
+from layerstore.cli.render import counted, say, say_json, shown, some
 from layerstore.errors import NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layout import is_url
 from layerstore.nearest import did_you_mean, nearest
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Store

@@ -72,20 +72,6 @@ def _escaped(sign: str) -> str:
     return sign.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def size(size_bytes: int) -> str:
-    """
-    Return *size_bytes* for people, in powers of 1000.
-
-    >>> size(0), size(999), size(1234), size(999_999), size(14_000_000_000)
-    ('0 B', '999 B', '1.2 kB', '1.0 MB', '14.0 GB')
-    """
-    if size_bytes < 1000:
-        return f"{size_bytes} B"
-    units = ("kB", "MB", "GB", "TB", "PB")
-    power = next((power for power in range(1, len(units)) if size_bytes / 1000**power < 999.95), len(units))
-    return f"{size_bytes / 1000**power:.1f} {units[power - 1]}"
-
-
 def age(time_ns: int, *, now_ns: int | None = None) -> str:
     """
     Return how long ago *time_ns* was, or its date if that is over a month ago or in the future.

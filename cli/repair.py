@@ -14,13 +14,13 @@ from layerstore.cli.render import (
     say_json,
     say_warning,
     shown,
-    size,
     some,
     with_store,
 )
 from layerstore.errors import IntegrityError
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.check import Repaired

@@ -13,10 +13,10 @@ from layerstore.cli.render import (
     say_facts,
     say_json,
     say_rows,
-    size,
     some,
 )
 from layerstore.json_fields import iso_time, json_fields
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.inspect import CommitView, LayerLine

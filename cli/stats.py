@@ -6,7 +6,8 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_facts, say_json, say_table, say_warning, size
+from layerstore.cli.render import Column, counted, say, say_facts, say_json, say_table, say_warning
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.inspect import Stats

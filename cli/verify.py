@@ -15,12 +15,12 @@ from layerstore.cli.render import (
     say_note,
     say_paragraph,
     shown,
-    size,
     some,
 )
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
+from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.check import Damage, Hurt, Verdict

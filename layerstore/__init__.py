@@ -1,29 +1,102 @@
 """layerstore: a layer-versioned, content-addressed checkpoint store for DeepSpeed ZeRO-3."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from layerstore import errors
-from layerstore.errors import LayerstoreError
+from layerstore.errors import (
+    AlreadyExists,
+    Conflict,
+    IntegrityError,
+    Internal,
+    InvalidInput,
+    JobLost,
+    LayerstoreError,
+    LayoutMismatch,
+    Locked,
+    NoStore,
+    NotFound,
+    Overtaken,
+    SourceCheckpoint,
+    StorageIO,
+    Unsupported,
+)
 
+TYPE_CHECKING = False  # checkers know the name, and to import typing takes longer than all that is imported here
 if TYPE_CHECKING:
-    from layerstore.composite import Composite
-    from layerstore.live import Resumed, Saver, attach, resume
-    from layerstore.policy import Drift, Filter, Keep, Latest, Parity
+    from layerstore.check import Diagnosis, Repaired, Verdict
+    from layerstore.compose import Exported, ExportPlan, Tensors, Written
+    from layerstore.composite import Composite, LayerChoice
+    from layerstore.gc import Dropped, DroppedCommit, GcOutcome
+    from layerstore.history import Staleness
+    from layerstore.ingest import Ingested
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
+    from layerstore.live import Resumed, Saved, Saver, Status, attach, resume
+    from layerstore.model import Commit, Pin
+    from layerstore.policy import Best, Drift, Filter, Keep, Latest, Parity, Policy, Save
+    from layerstore.progress import Progress
+    from layerstore.publish import SaveTiming
+    from layerstore.remote import Pulled, Pushed, Remotes
     from layerstore.store import Store, clone, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
+    from layerstore.tables import Table
+    from layerstore.zero3 import Survey
 
 __all__ = [
+    "AlreadyExists",
+    "Best",
+    "Commit",
+    "CommitView",
     "Composite",
+    "Conflict",
+    "Diagnosis",
+    "Diff",
     "Drift",
+    "Dropped",
+    "DroppedCommit",
+    "ExportPlan",
+    "Exported",
     "Filter",
+    "GcOutcome",
+    "Ingested",
+    "IntegrityError",
+    "Internal",
+    "InvalidInput",
+    "JobLost",
     "Keep",
     "Latest",
+    "LayerChoice",
+    "LayerLine",
     "LayerstoreError",
+    "LayoutMismatch",
+    "Locked",
+    "LogEntry",
+    "LogPage",
+    "NoStore",
+    "NotFound",
+    "Overtaken",
     "Parity",
+    "Pin",
+    "Policy",
+    "Progress",
+    "Pulled",
+    "Pushed",
+    "Remotes",
+    "Repaired",
     "Resumed",
+    "Save",
+    "SaveTiming",
+    "Saved",
     "Saver",
+    "SourceCheckpoint",
+    "Staleness",
+    "Stats",
+    "Status",
+    "StorageIO",
     "Store",
+    "Survey",
+    "Table",
+    "Tensors",
+    "Unsupported",
+    "Verdict",
+    "Written",
     "attach",
     "clone",
     "doctor",
@@ -35,34 +108,42 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Loaded on first use: the store imports numpy and lmdb, and ``layerstore --help`` need not wait for those.
-_HOMES = {
-    "Composite": ("composite", "Composite"),
-    "Resumed": ("live", "Resumed"),
-    "Saver": ("live", "Saver"),
-    "attach": ("live", "attach"),
-    "Store": ("store", "Store"),
-    "clone": ("store", "clone"),
-    "doctor": ("store", "doctor"),
-    "find_checkpoints": ("store", "find_checkpoints"),
-    "init": ("store", "init"),
-    "open": ("store", "open_store"),
-    "resume": ("live", "resume"),
-    **{policy: ("policy", policy) for policy in ("Drift", "Filter", "Keep", "Latest", "Parity")},
+# Loaded on first use: the store imports lmdb, its arrays numpy, and ``layerstore --help`` need not wait for those.
+_ROOMS = {
+    "check": "Diagnosis Repaired Verdict",
+    "compose": "ExportPlan Exported Tensors Written",
+    "composite": "Composite LayerChoice",
+    "gc": "Dropped DroppedCommit GcOutcome",
+    "history": "Staleness",
+    "ingest": "Ingested",
+    "inspect": "CommitView Diff LayerLine LogEntry LogPage Stats",
+    "live": "Resumed Saved Saver Status attach resume",
+    "model": "Commit Pin",
+    "policy": "Best Drift Filter Keep Latest Parity Policy Save",
+    "progress": "Progress",
+    "publish": "SaveTiming",
+    "remote": "Pulled Pushed Remotes",
+    "store": "Store clone doctor find_checkpoints init open",
+    "tables": "Table",
+    "zero3": "Survey",
 }
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
+if not TYPE_CHECKING:  # else type checkers would believe in every name
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from layerstore.host import check_host
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
 
-    check_host()  # before anything loads that might read or write a store
-    module, own_name = _HOMES[name]
-    value: object = getattr(import_module(f"layerstore.{module}"), own_name)
-    globals()[name] = value
-    return value
+        from layerstore.host import check_host
+
+        check_host()  # before anything loads that might read or write a store
+        home = import_module(f"layerstore.{_HOMES[name]}")
+        value = getattr(home, "open_store" if name == "open" else name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return [*__all__, "__version__"]

@@ -7,7 +7,9 @@ A composite: the answer to a query, for users.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from layerstore.compose import (
     MAX_SHARD_SIZE,
@@ -16,6 +18,7 @@ from layerstore.compose import (
     Exported,
     ExportPlan,
     Force,
+    TensorKind,
     Tensors,
     Written,
     check_members,
@@ -23,16 +26,26 @@ from layerstore.compose import (
     execute_compose,
     execute_export,
     losses_told,
+    make_state_dict,
     open_tensors,
     plan_export,
     plan_ranks,
 )
+from layerstore.dtypes import DTypeName
 from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
+from layerstore.json_fields import json_fields
 from layerstore.model import Pin, Saving, StrPath
+from layerstore.nearest import ByName
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
 from layerstore.storage import Repository
+from layerstore.tables import Table, frame, html_table
+from layerstore.units import utc
+
+if TYPE_CHECKING:
+    import torch
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,17 @@ class Composite:
     def __init__(self, repo: Repository, composition: Composition) -> None:
         self._repo = repo
         self._composition = composition
+
+    def __repr__(self) -> str:
+        older = f"{len(self._composition.older_layers)} of {len(self._composition.layers)} layers from other saves"
+        return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(map(json_fields, self.staleness.layers), caption=repr(self))
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a frame with a line for each layer, its save and its age; Unsupported if pandas is not installed."""
+        return frame(map(json_fields, self.staleness.layers))
 
     @property
     def composition(self) -> Composition:
@@ -71,6 +95,11 @@ class Composite:
     def commit(self) -> str:
         """The base's id."""
         return self._composition.commit
+
+    @property
+    def time(self) -> datetime:
+        """When the base was committed, in UTC."""
+        return utc(self._composition.time_ns)
 
     @property
     def policy(self) -> str:
@@ -94,10 +123,10 @@ class Composite:
     @property
     def layers(self) -> dict[str, LayerChoice]:
         """Every layer, in the model's order, and where it comes from."""
-        return {
-            entry.layer: LayerChoice(run=entry.origin.run, step=entry.origin.step, version=entry.version.id)
+        return ByName(
+            (entry.layer, LayerChoice(run=entry.origin.run, step=entry.origin.step, version=entry.version.id))
             for entry in self._composition.layers
-        }
+        )
 
     @property
     def staleness(self) -> Staleness:
@@ -143,10 +172,10 @@ class Composite:
             check_whole(self._repo, self._composition)
         return make_pin(self._repo, name, self._composition.as_resolved())
 
-    def ls(self) -> list[LayerLine]:
+    def ls(self) -> Table[LayerLine]:
         """Return every layer with its sizes."""
         with losses_told(self._repo, self._composition):
-            return layer_lines(self._repo, self._composition.layers)
+            return Table(layer_lines(self._repo, self._composition.layers))
 
     def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
         """Return what would not carry over, in plain sentences; raises as ``write`` would."""
@@ -186,7 +215,7 @@ class Composite:
                 progress=progress or Silent(),
             )
 
-    def tensors(self, kind: str = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
+    def tensors(self, kind: TensorKind = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
         """
         Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they are contiguous.
 
@@ -198,7 +227,19 @@ class Composite:
             versions = [self._repo.version_of(entry) for entry in self._composition.layers]
         return open_tensors(self._repo.objects, versions, kind=kind, state=state, verify=verify)
 
-    def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
+    def state_dict(self, *, dtype: DTypeName | None = None, verify: bool = True) -> "dict[str, torch.Tensor]":
+        """
+        Return all weights and buffers as torch tensors in memory, for ``model.load_state_dict``.
+
+        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the type in which each parameter is trained; the numbers
+        are those of `export`, under the names of the model that was trained. Every tensor is a copy that may be written
+        to; tied names share one. Frozen parameters are missing if the checkpoint was saved without them.
+        """
+        with losses_told(self._repo, self._composition):
+            versions = check_members(self._repo, self._composition)
+        return make_state_dict(self._repo.objects, versions, dtype=dtype, verify=verify)
+
+    def plan_export(self, *, dtype: DTypeName | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
         """Return what `export` would write, without writing it."""
         with losses_told(self._repo, self._composition):
             return plan_export(self._repo, self._composition, dtype=dtype, max_shard_size=max_shard_size)
@@ -207,7 +248,7 @@ class Composite:
         self,
         out: StrPath,
         *,
-        dtype: str | None = None,
+        dtype: DTypeName | None = None,
         max_shard_size: int | str = MAX_SHARD_SIZE,
         verify: bool = True,
         durable: bool = True,

@@ -1,6 +1,7 @@
 """The element types that layerstore moves: one row each, under the code that safetensors uses."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from layerstore.errors import InvalidInput, Unsupported
 
@@ -69,7 +70,9 @@ def by_storage_class(name: str) -> DType:
 
 # -- users' names --------------------------------------------------------------------------------------------------
 
-_EXPORTED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+DTypeName = Literal["bf16", "fp16", "fp32"]
+
+_EXPORTED: dict[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def dtype_code(name: str | None) -> str | None:

@@ -7,10 +7,12 @@ here changes the format.
 
 import os
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import NewType, Protocol
 
 from layerstore.tree import Tree
+from layerstore.units import utc
 
 StrPath = str | os.PathLike[str]
 """A path as users give it."""
@@ -270,6 +272,11 @@ class Observed:
     bytes_reused: int
     """Bytes that were in the store before."""
 
+    @property
+    def time(self) -> datetime:
+        """When it was committed, in UTC."""
+        return utc(self.time_ns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
@@ -278,6 +285,24 @@ class Commit:
     id: CommitId
     record: CommitRecord
     observed: Observed
+
+    def __repr__(self) -> str:
+        return f"<Commit {self.id[:12]} {_in_short(self.record, self.observed)}>"
+
+    @property
+    def run(self) -> str:
+        """Its run."""
+        return self.record.run
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.record.step
+
+    @property
+    def time(self) -> datetime:
+        """When it was committed, in UTC."""
+        return self.observed.time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +316,29 @@ class Pin:
     """The commit that supplies all that is not a layer."""
     observed: Observed
     """The time is the base's; the byte counts are 0."""
+
+    def __repr__(self) -> str:
+        return f"<Pin {self.name}: {_in_short(self.record, self.observed)}>"
+
+    @property
+    def run(self) -> str:
+        """The base's run."""
+        return self.record.run
+
+    @property
+    def step(self) -> int:
+        """The base's step."""
+        return self.record.step
+
+    @property
+    def time(self) -> datetime:
+        """When the base was committed, in UTC."""
+        return self.observed.time
+
+
+def _in_short(record: CommitRecord, observed: Observed) -> str:
+    layers = f"{len(record.layers)} layers, policy {record.policy.name}"
+    return f"{record.run}@{record.step}, {layers}, world size {record.world_size}, {observed.time:%Y-%m-%d %H:%M} UTC"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

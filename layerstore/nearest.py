@@ -1,6 +1,11 @@
 """Suggestions for a mistyped name."""
 
 from collections.abc import Iterable
+from typing import TypeVar
+
+from layerstore.errors import NotFound
+
+T = TypeVar("T")
 
 _SHOWN_MAX = 3
 
@@ -31,3 +36,20 @@ def did_you_mean(names: Iterable[str], *, else_: str = "") -> str:
     meant = list(names)
     question = f"did you mean {' or '.join(meant)}?" if meant else ""
     return " ".join(filter(None, [question, else_]))
+
+
+class ByName(dict[str, T]):
+    """A dict of named things: for a name that is not there it raises `NotFound`, which is a `KeyError`."""
+
+    def __missing__(self, name: str) -> T:
+        raise unknown("layer", name, self)
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> NotFound:
+    """Return the error for a *name* that is not among the *known*; its hint has the nearest, or else the first ones."""
+    names = list(known)
+    found = nearest(str(name), names)
+    some = f"{', '.join(names[:_SHOWN_MAX])}{', …' if len(names) > _SHOWN_MAX else ''}"
+    return NotFound(
+        f"there is no {what} {str(name)!r} here", hint=did_you_mean(found) or (f"here are {some}" if names else None)
+    )

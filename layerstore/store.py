@@ -15,12 +15,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
+from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, CommitId, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
 from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
+from layerstore.tables import Table, html_table
 
 if TYPE_CHECKING:
     from threading import Event
@@ -47,6 +49,15 @@ class Store:
 
     def __init__(self, path: StrPath, *, hook: Hook = no_hook, shares: Shares = ALONE) -> None:
         self._repo = replaced(_open(path, Files(hook)), shares=shares)
+
+    def __repr__(self) -> str:
+        return f"<Store {self._repo.remote or self._repo.layout.root}>"
+
+    def _repr_html_(self) -> str:
+        newest = self.log(limit=1)
+        return html_table(
+            map(json_fields, newest), caption=f"{self!r}: {'newest commits' if newest else newest.if_empty}"
+        )
 
     @property
     def path(self) -> Path:
@@ -164,13 +175,16 @@ class Store:
             composition = compose_by_policy(self._repo, self._resolved(ref), chosen)
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 
-    def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> "list[LogEntry]":
+    def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> "Table[LogEntry]":
         """
         Return the commits of *run*, or of every run by name, newest step first.
 
         At most *limit* per run; the page starts after the commit *before*.
         """
-        return self.log_page(run, limit=limit, before=before).entries
+        if_empty = (
+            "no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one" if before is None else "no older commit"
+        )
+        return Table(self.log_page(run, limit=limit, before=before).entries, if_empty=if_empty)
 
     def log_page(
         self,
@@ -200,14 +214,14 @@ class Store:
         with losses_told(self._repo, compose_latest(resolved)):
             return describe_commit(self._repo, resolved)
 
-    def ls(self, ref: str | None = None, *, layer: str | None = None) -> "list[LayerLine]":
+    def ls(self, ref: str | None = None, *, layer: str | None = None) -> "Table[LayerLine]":
         """Return the layers of one commit with their sizes, or only *layer*."""
         from layerstore.compose import compose_latest, losses_told
         from layerstore.inspect import layer_lines
 
         resolved = self._resolved(ref)
         with losses_told(self._repo, compose_latest(resolved)):
-            return layer_lines(self._repo, resolved.record.layers, layer=layer)
+            return Table(layer_lines(self._repo, resolved.record.layers, layer=layer))
 
     def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> "Diff":
         """
@@ -263,9 +277,9 @@ class Store:
 
         return make_pin(self._repo, name, self._resolved(ref))
 
-    def pins(self) -> list[Pin]:
+    def pins(self) -> Table[Pin]:
         """Return all readable pins, by name."""
-        return self._repo.records.readable_pins()
+        return Table(self._repo.records.readable_pins(), if_empty="no pins yet: store.pin(NAME, REF) makes one")
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
         """Return the unreadable pins by name, and why each is unreadable."""
@@ -323,11 +337,11 @@ class Store:
 
         return undrop(self._repo, ref)
 
-    def dropped(self, run: str | None = None) -> "list[DroppedCommit]":
+    def dropped(self, run: str | None = None) -> "Table[DroppedCommit]":
         """Return the commits in the trash, of *run* or of all, newest step first."""
         from layerstore.gc import dropped
 
-        return dropped(self._repo, run)
+        return Table(dropped(self._repo, run), if_empty="the trash holds no commit")
 
     def gc(
         self,

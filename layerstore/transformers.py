@@ -19,8 +19,13 @@ __all__ = ["LayerstoreCallback", "checkpoint"]
 # Loaded on first use: the callback imports Transformers.
 _HOMES = {"LayerstoreCallback": "live.trainer", "checkpoint": "live"}
 
+if not TYPE_CHECKING:  # else type checkers would believe in every name
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"layerstore.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"layerstore.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,6 +1,7 @@
-"""Sizes as users write them."""
+"""Sizes and times as users write and read them."""
 
 import re
+from datetime import UTC, datetime
 
 from layerstore.errors import InvalidInput
 
@@ -28,3 +29,28 @@ def size_in_bytes(size: int | str) -> int:
     if size < 1:
         raise InvalidInput("a size needs at least one byte", hint=_HINT)
     return size
+
+
+def size(size_bytes: int) -> str:
+    """
+    Return *size_bytes* for people, in powers of 1000.
+
+    >>> size(0), size(999), size(1234), size(999_999), size(14_000_000_000)
+    ('0 B', '999 B', '1.2 kB', '1.0 MB', '14.0 GB')
+    """
+    if size_bytes < 1000:
+        return f"{size_bytes} B"
+    units = ("kB", "MB", "GB", "TB", "PB")
+    power = next((power for power in range(1, len(units)) if size_bytes / 1000**power < 999.95), len(units))
+    return f"{size_bytes / 1000**power:.1f} {units[power - 1]}"
+
+
+def utc(time_ns: int) -> datetime:
+    """
+    Return *time_ns*, nanoseconds since 1970, as a time in UTC.
+
+    >>> utc(1_500_000_000).isoformat()
+    '1970-01-01T00:00:01.500000+00:00'
+    """
+    seconds, rest = divmod(time_ns, 10**9)
+    return datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest // 1000)

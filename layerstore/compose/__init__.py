@@ -18,8 +18,9 @@ from layerstore.compose.choose import (
 )
 from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
 from layerstore.compose.recipes import compose_by_recipe
+from layerstore.compose.state_dict import make_state_dict
 from layerstore.compose.target import Force, checked_file, write_file
-from layerstore.compose.tensors import Tensors, open_tensors
+from layerstore.compose.tensors import TensorKind, Tensors, open_tensors
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.compose.zero3 import RankLoad, Written, execute_compose
 
@@ -32,6 +33,7 @@ __all__ = [
     "Force",
     "RankLoad",
     "RankStates",
+    "TensorKind",
     "Tensors",
     "Written",
     "check_members",
@@ -45,6 +47,7 @@ __all__ = [
     "execute_compose",
     "execute_export",
     "losses_told",
+    "make_state_dict",
     "open_tensors",
     "plan_export",
     "plan_ranks",

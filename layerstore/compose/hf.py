@@ -46,7 +46,7 @@ from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.progress import Progress
 from layerstore.storage import Repository
-from layerstore.units import size_in_bytes
+from layerstore.units import size, size_in_bytes
 from layerstore.zero3 import SUMMARY, Slices, TreeView, tensors_in
 
 MAX_SHARD_SIZE = "5GB"
@@ -103,6 +103,17 @@ class Exported:
     """What the reader of the folder should know."""
     model_class: str | None
     """The class of Transformers that loads the folder, if its config names one."""
+
+    def __repr__(self) -> str:
+        written = f"{len(self.files)} files of {self.dtype}, {size(self.bytes_written)} in {self.out}"
+        return f"<Exported {self.run}@{self.step}: {written}{self.how_to_load and f'; {self.how_to_load}'}>"
+
+    @property
+    def how_to_load(self) -> str:
+        """How to load the folder, in a line; empty if it has no config."""
+        if ADAPTER_CONFIG in self.files:
+            return "load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)"
+        return f"load it with {self.model_class or 'AutoModel'}.from_pretrained(FOLDER)" if CONFIG in self.files else ""
 
 
 def plan_export(

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from weakref import WeakValueDictionary
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
 from layerstore.model import BlobRef, Kind, LayerVersion
+from layerstore.nearest import did_you_mean, nearest, unknown
 from layerstore.storage import ObjectStore
 from layerstore.zero3 import StoredSlice, slices_in
 
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array: TypeAlias = npt.NDArray[Any]
+
+TensorKind = Literal["master", "optimizer", "weights", "buffers"]
+
+_WHY_NONE = {
+    Kind.MASTER: "no layer here has been trained",
+    Kind.OPTIMIZER: "no optimizer state is stored for these layers",
+    Kind.WEIGHTS: "all weights here follow from their masters",
+    Kind.BUFFERS: "the model has no persistent buffers",
+}
 
 # How numpy reads each element type. It lacks bfloat16 and 8-bit floats, whose bits are returned as integers.
 _NUMPY = {
@@ -70,14 +80,20 @@ class Tensors(Mapping[str, "Array"]):
     Safe to share between threads.
     """
 
-    def __init__(self, objects: ObjectStore, entries: dict[str, _Entry], *, verify: bool) -> None:
+    def __init__(self, objects: ObjectStore, entries: dict[str, _Entry], *, kind: Kind, verify: bool) -> None:
         self._objects = objects
+        self._kind = kind
         self._entries = entries
         self._verify = verify
         self._verified: set[BlobRef] = set()
         # Weak references: each mapping costs a descriptor until its last array is gone.
         self._maps: WeakValueDictionary[BlobRef, mmap.mmap] = WeakValueDictionary()
         self._guard = threading.Lock()
+
+    def __repr__(self) -> str:
+        if not self._entries:
+            return f"<Tensors: none of kind {self._kind}: {_WHY_NONE[self._kind]}>"
+        return f"<Tensors: {len(self)} of kind {self._kind}, first {next(iter(self))!r}>"
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,12 +109,12 @@ class Tensors(Mapping[str, "Array"]):
         Return the array *name*.
 
         Raises:
-            KeyError: There is no such tensor.
+            NotFound: There is no such tensor; it is a KeyError.
             IntegrityError: The object is damaged or missing.
         """
         import numpy as np
 
-        entry = self._entries[name]
+        entry = self._entry(name)
         if self.is_mapped(name):
             return self._array(entry, entry.parts[0]).reshape(entry.shape)
         # bytes, so that nobody can make the array writable.
@@ -111,20 +127,28 @@ class Tensors(Mapping[str, "Array"]):
 
         There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy.
         """
-        entry = self._entries[name]
+        entry = self._entry(name)
         return tuple(self._array(entry, part) for part in entry.parts)
 
     def dtype(self, name: str) -> str:
         """Return the code of *name*'s element type in safetensors."""
-        return self._entries[name].dtype
+        return self._entry(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of *name*."""
-        return self._entries[name].shape
+        return self._entry(name).shape
 
     def is_mapped(self, name: str) -> bool:
         """Whether the array *name* is an object's own memory; otherwise each access copies it together."""
-        return self._entries[name].is_whole
+        return self._entry(name).is_whole
+
+    def _entry(self, name: str) -> _Entry:
+        found = self._entries.get(name)
+        if found is not None:
+            return found
+        if not self._entries:
+            raise NotFound(f"there is no tensor {name!r} here", hint=_WHY_NONE[self._kind])
+        raise unknown("tensor", name, self._entries)
 
     def _array(self, entry: _Entry, part: StoredSlice) -> "Array":
         import numpy as np
@@ -169,20 +193,22 @@ def open_tensors(
                     entries.setdefault(name, _Entry(tensor.dtype, shapes[tensor.name], [])).parts.append(part)
     if state is not None and state not in states:
         known = ", ".join(sorted(states)) or "none at all"
-        raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=f"there is {known}")
+        hint = did_you_mean(nearest(state, states), else_=f"there is {known}")
+        raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=hint)
     for name, entry in entries.items():
         entry.parts.sort(key=lambda part: part.object.shard)
         found, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
         if found != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
             raise LayoutMismatch(f"{name!r} is stored in slices of {found} elements, its shape asks for {expected}")
-    return Tensors(objects, entries, verify=verify)
+    return Tensors(objects, entries, kind=wanted, verify=verify)
 
 
 def _kind(kind: str, state: str | None) -> Kind:
     try:
         wanted = Kind(kind)
     except ValueError as exc:
-        raise InvalidInput(f"{kind!r} is no kind of tensors", hint=f"choose one of {', '.join(Kind)}") from exc
+        hint = did_you_mean(nearest(kind, Kind), else_=f"choose one of {', '.join(get_args(TensorKind))}")
+        raise InvalidInput(f"{kind!r} is no kind of tensors", hint=hint) from exc
     if state is not None and wanted is not Kind.OPTIMIZER:
         raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has")
     return wanted

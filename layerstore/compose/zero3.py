@@ -50,6 +50,7 @@ from layerstore.progress import Progress, Silent
 from layerstore.shares import cut
 from layerstore.storage import Repository, Stretch
 from layerstore.tree import Storage
+from layerstore.units import size
 from layerstore.zero3 import (
     LATEST,
     LATEST_BYTES_MAX,
@@ -79,6 +80,10 @@ class Written:
     seconds: float
     notes: tuple[str, ...]
     """What does not carry over to this world size, in plain sentences."""
+
+    def __repr__(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"<Written {self.run}@{self.step}: for {ranks}, {size(self.bytes_written)} in {self.out}>"
 
 
 def execute_compose(

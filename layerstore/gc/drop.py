@@ -6,6 +6,7 @@ Nothing is freed until a collection empties the trash, by age. Commits that inhe
 
 import errno as errnos
 from dataclasses import dataclass
+from datetime import datetime
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only
@@ -14,6 +15,7 @@ from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
 from layerstore.storage import RecordName, Repository, RunView
+from layerstore.units import utc
 
 _ID_DIGITS_MIN = 12
 """Fewer digits name no commit."""
@@ -48,6 +50,11 @@ class DroppedCommit:
     commit: Commit
     dropped_ns: int
     """When it was dropped, by the filesystem's clock."""
+
+    @property
+    def dropped_at(self) -> datetime:
+        """When it was dropped, in UTC."""
+        return utc(self.dropped_ns)
 
 
 def plan_drop(repo: Repository, ref: str) -> Dropped:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from layerstore.compose import compose_by_policy, content_of
 from layerstore.errors import IntegrityError
@@ -12,6 +13,7 @@ from layerstore.history import Needs, Resolved, references_to, saved_now
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
+from layerstore.units import utc
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
@@ -41,6 +43,11 @@ class CommitFate:
     """The bytes that its removal frees, not counting those of commits listed before it."""
     bytes_freed_later: int = 0
     """Likewise, those that are too young to go yet."""
+
+    @property
+    def time(self) -> datetime | None:
+        """When it was saved, in UTC; None if that cannot be read."""
+        return utc(self.time_ns) if self.time_ns else None
 
     @property
     def goes(self) -> bool:

@@ -43,6 +43,7 @@ from layerstore.progress import Progress
 from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
+from layerstore.units import size
 from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 _HOW_TO_SAVE_IT = (
@@ -80,6 +81,13 @@ class Ingested:
     source: Path
     """The folder of the tag that was read."""
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        head = f"<Ingested {self.run}@{self.step} {self.commit[:12]}"
+        if not self.is_new:
+            return f"{head}: was in the store before>"
+        written = f"{size(self.bytes_new)} new, {size(self.bytes_reused)} reused"
+        return f"{head}: {len(self.layers_saved)} of {len(self.layers)} layers, {written}, {self.seconds:.1f} s>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

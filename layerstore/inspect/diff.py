@@ -6,12 +6,13 @@ moved, in memory that does not grow with the model. It compares by position in t
 sizes can be compared.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from layerstore.distance import Distance, Meter, can_measure, nothing_between
 from layerstore.dtypes import by_code
@@ -20,7 +21,12 @@ from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
 from layerstore.progress import Progress
 from layerstore.storage import Repository
+from layerstore.tables import frame, html_table
+from layerstore.units import size
 from layerstore.zero3 import Slices, StoredSlice
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
 """``re-sliced``: cut for another world size, so ids say nothing about equality."""
@@ -97,6 +103,27 @@ class Diff:
     """In A's order, then those that only B has."""
     same_state: bool
     """Whether everything that is not a layer is equal too."""
+
+    def __repr__(self) -> str:
+        counted = Counter(layer.status for layer in self.layers)
+        layers = ", ".join(f"{count} {status}" for status, count in counted.items()) or "none"
+        changed = self.bytes_changed + self.bytes_only_b
+        return f"<Diff {self.a.name} -> {self.b.name}: layers {layers}; {size(changed)} only in {self.b.name}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), caption=repr(self))
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
+        return frame(self._rows())
+
+    def _rows(self) -> Iterator[dict[str, object]]:
+        for layer in self.layers:
+            sizes = {"bytes_a": layer.bytes_a, "bytes_b": layer.bytes_b, "bytes_changed": layer.bytes_changed}
+            moved = (
+                {"relative_l2": layer.distance.relative_l2, "cosine": layer.distance.cosine} if layer.distance else {}
+            )
+            yield {"layer": layer.layer, "status": layer.status, **sizes, **moved}
 
     def count(self, status: Status) -> int:
         """Count the layers with this status."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
@@ -9,6 +10,7 @@ from layerstore.history import pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
+from layerstore.units import size, utc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,19 @@ class LogEntry:
     """Whether training can resume from it: gc may have dropped its moments."""
     damage: str | None = None
     """Why its record cannot be read, None if it is sound; a damaged one has only run, step and commit."""
+
+    def __repr__(self) -> str:
+        head = f"<LogEntry {self.run}@{self.step} {self.commit[:12]}"
+        if self.damage is not None:
+            return f"{head}: {self.damage}>"
+        saved = f"{self.layers_saved} of {self.layers} layers, {size(self.bytes_new)} new"
+        pinned = f", pinned as {', '.join(self.pins)}" if self.pins else ""
+        return f"{head}: {saved}, {self.time:%Y-%m-%d %H:%M} UTC{pinned}>"
+
+    @property
+    def time(self) -> datetime | None:
+        """When it was committed, in UTC; None if its record cannot be read."""
+        return None if self.damage is not None else utc(self.time_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

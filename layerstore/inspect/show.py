@@ -2,14 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from math import prod
+from typing import TYPE_CHECKING
 
 from layerstore.errors import NotFound
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.history import Resolved, objects_of_state
+from layerstore.json_fields import json_fields
 from layerstore.model import Kind, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
+from layerstore.tables import frame, html_table
+from layerstore.units import size, utc
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # Layers that a hint lists.
 _NAMES_MAX = 10
@@ -63,6 +71,23 @@ class CommitView:
     """Size of everything that is not a layer: the ranks' own states, and files."""
     has_moments: bool
     """Whether training can resume from it: gc may have dropped its moments."""
+
+    def __repr__(self) -> str:
+        saved = f"{self.layers_saved} of {len(self.layers)} layers saved, {size(self.size_bytes)}"
+        when = f"world size {self.world_size}, {self.time:%Y-%m-%d %H:%M} UTC"
+        return f"<CommitView {self.run}@{self.step} {self.commit[:12]}: {saved}, policy {self.policy}, {when}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(map(json_fields, self.layers), caption=repr(self))
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
+        return frame(map(json_fields, self.layers))
+
+    @property
+    def time(self) -> datetime:
+        """When it was written, in UTC."""
+        return utc(self.time_ns)
 
     @property
     def layers_saved(self) -> int:

@@ -1,5 +1,5 @@
 """
-Saving and resuming a live engine: the only room that imports torch, DeepSpeed and Transformers, inside functions.
+Saving and resuming a live engine: the only room that imports DeepSpeed and Transformers, inside functions; and torch.
 
 ``saver/`` saves while training continues, ``engine/`` knows DeepSpeed, and ``ranks/`` holds the messages between ranks.
 ``trainer.py`` is the callback for Transformers' Trainer, ``saved_names.py`` asks Transformers how it names weights, and

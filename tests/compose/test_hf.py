@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from layerstore import Composite, Store
 from layerstore.compose import assemble
 from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
+from layerstore.dtypes import DTypeName
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind
@@ -81,7 +82,7 @@ SHAPES: dict[str, dict[str, Any]] = INGESTED | {"whole pages": {"hidden": 64, "v
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.sample(16)
 def test_an_export_is_what_torch_makes_of_the_masters(
-    store: Store, tmp_path: Path, shape: dict[str, Any], dtype: str | None
+    store: Store, tmp_path: Path, shape: dict[str, Any], dtype: DTypeName | None
 ) -> None:
     """Every parameter once, cast from its master, or from its weights where they are frozen, to the last bit."""
     source = checkpoint(tmp_path, **shape)
@@ -139,7 +140,7 @@ def test_weights_are_written_also_without_a_config(store: Store, tmp_path: Path,
 
 
 @pytest.mark.parametrize("dtype", [None, "fp32"])
-def test_an_export_needs_nothing_of_the_optimizer(store: Store, tmp_path: Path, dtype: str | None) -> None:
+def test_an_export_needs_nothing_of_the_optimizer(store: Store, tmp_path: Path, dtype: DTypeName | None) -> None:
     """With all its objects deleted the weights are the same, and verified."""
     source = checkpoint(tmp_path, layout="hf", frozen=("model.layers.0",))
     store.ingest(source)
@@ -159,7 +160,7 @@ def test_an_export_needs_nothing_of_the_optimizer(store: Store, tmp_path: Path, 
 @pytest.mark.parametrize("kind", [Kind.MASTER, Kind.WEIGHTS])
 @pytest.mark.parametrize("dtype", [None, "fp32"])
 def test_a_flipped_bit_is_found_before_the_folder_appears(
-    store: Store, tmp_path: Path, kind: Kind, dtype: str | None
+    store: Store, tmp_path: Path, kind: Kind, dtype: DTypeName | None
 ) -> None:
     """In any object that is read, whether copied or converted; unverified, it is not looked for."""
     store.ingest(checkpoint(tmp_path, frozen=("model.layers.0",)))
@@ -212,9 +213,9 @@ def test_stored_weights_are_taken_in_their_own_type_and_masters_in_any_other(sto
     saved, masters = load_file(source / "model.safetensors"), source_weights(source, torch.float32)
     assert differing(saved, source_weights(source, torch.bfloat16)) == [NORM]
 
+    dtypes: tuple[DTypeName | None, ...] = (None, "bf16", "fp16")
     default, asked, other = (
-        weights_in(store.compose("sft").export(tmp_path / f"{dtype}", dtype=dtype).out)
-        for dtype in (None, "bf16", "fp16")
+        weights_in(store.compose("sft").export(tmp_path / f"{dtype}", dtype=dtype).out) for dtype in dtypes
     )
 
     assert not differing(saved, default)
@@ -278,7 +279,7 @@ def _poke_masters(source: Path, values: list[float]) -> None:
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 3), (3, 2)])
 @pytest.mark.parametrize("dtype", [None, "fp32"])
 def test_layers_of_two_steps_and_of_any_number_of_ranks_make_one_export(
-    store: Store, tmp_path: Path, ranks: tuple[int, int], dtype: str | None
+    store: Store, tmp_path: Path, ranks: tuple[int, int], dtype: DTypeName | None
 ) -> None:
     """Each tensor comes from the step that its layer was chosen from."""
     sources = {

@@ -250,12 +250,12 @@ def test_wrong_kinds_and_states_are_refused(store: Store, tmp_path: Path) -> Non
     composite = store.compose("sft")
 
     with pytest.raises(InvalidInput, match="'moments' is no kind"):
-        composite.tensors("moments")
+        composite.tensors("moments")  # type: ignore[arg-type]  # what the test is about
     with pytest.raises(InvalidInput, match="master has no states"):
         composite.tensors("master", state="exp_avg")
     with pytest.raises(NotFound, match="no state 'exp_avgs'") as caught:
         composite.tensors("optimizer", state="exp_avgs")
-    assert caught.value.hint == "there is exp_avg, exp_avg_sq"
+    assert caught.value.hint == "did you mean exp_avg or exp_avg_sq? there is exp_avg, exp_avg_sq"
     assert not composite.tensors("buffers")
     with pytest.raises(KeyError):
         composite.tensors()["nobody"]

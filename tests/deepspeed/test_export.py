@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from layerstore import Store
+from layerstore.compose import TensorKind
+from layerstore.dtypes import DTypeName
 from tests.compose.test_hf import mixed, weights_in
 from tests.deepspeed.compare import differing, rank_trees, whole_weights
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, printed
@@ -56,7 +58,7 @@ TRAINED_IN = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "autocast": "fp32"
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
 @each_scenario
 def test_every_scenario_is_exported_as_torch_casts_it(
-    scenario: Scenario, dtype: str | None, stored: Store, trained: Launch, tmp_path: Path
+    scenario: Scenario, dtype: DTypeName | None, stored: Store, trained: Launch, tmp_path: Path
 ) -> None:
     """Tied, frozen, odd, empty, in any precision: each parameter once, buffers as they are; the config is missed."""
     written = dtype or TRAINED_IN[scenario.precision]
@@ -116,7 +118,8 @@ def loaded(
         )
         folders[f"{name} export"] = composite.export(root / name).out
         folders[f"{name} shards"] = composite.export(root / f"{name}-shards", max_shard_size="2KB").out
-        for dtype in ("fp16", "fp32"):
+        dtypes: tuple[DTypeName, ...] = ("fp16", "fp32")
+        for dtype in dtypes:
             folders[f"{name} {dtype}"] = composite.export(root / f"{name}-{dtype}", dtype=dtype).out
         other = mixed(stored_hugging_face, f"{name}@4", f"{name}@2")
         folders[f"{name} mixed"] = other.export(root / f"{name}-mixed").out
@@ -145,7 +148,8 @@ def test_arrays_hold_what_the_engines_saved(scenario: Scenario, stored: Store, t
     folder = scenario.tag_dir(trained.root, step=RESUME_STEP)
     expected, buffers = trained_weights(scenario, trained.root), buffer_names(scenario, trained.root)
     composite = stored.compose(f"{scenario.name}@{RESUME_STEP}")
-    parts = {kind: composite.tensors(kind) for kind in ("master", "weights", "buffers")}
+    kinds: tuple[TensorKind, ...] = ("master", "weights", "buffers")
+    parts = {kind: composite.tensors(kind) for kind in kinds}
 
     found = {name: (tensors, name) for tensors in parts.values() for name in tensors}
 

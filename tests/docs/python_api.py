@@ -16,7 +16,7 @@ from tests.docs.pages import ROOT
 
 _LINE_MAX = 100
 # What is public for other rooms of the library or for a framework that calls back, and for nobody else.
-_INTERNAL = {
+INTERNAL = {
     *("repo", "composition", "names_of", "exchange", "reasons", "anchored", "take", "pointer", "went_to"),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
     *(
@@ -30,7 +30,6 @@ _INTERNAL = {
         "RecordName",
         "Exchange",
     ),
-    "LayerstoreError",
 }
 # Classes that people make themselves by calling them; all others are given by something else.
 _CALLED = {"LayerstoreCallback"}
@@ -76,7 +75,8 @@ def exported(module: str) -> dict[str, Home]:
     """
     Return the functions and classes of a front door by the names that it exports, in its own order.
 
-    What it loads at first use stands in it under ``if TYPE_CHECKING``, for type checkers and for us.
+    What it loads at first use stands in it under ``if TYPE_CHECKING``, for type checkers and for us. Errors are left
+    out: they have a page of their own.
     """
     names = ast.literal_eval(
         next(
@@ -86,7 +86,7 @@ def exported(module: str) -> dict[str, Home]:
         )
     )
     found = {name: home(module, name) for name in names}
-    return {name: place for name, place in found.items() if place is not None and is_public(name)}
+    return {name: place for name, place in found.items() if place is not None and place.module != "layerstore.errors"}
 
 
 # -- as text -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _as_code(match: re.Match[str]) -> str:
 
 def is_public(name: str) -> bool:
     """Whether people are meant to use *name*."""
-    return not name.startswith("_") and name not in _INTERNAL
+    return not name.startswith("_") and name not in INTERNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,23 +241,26 @@ def returned(known: Iterable[Home]) -> list[Home]:
     known = list(known)
     seen = {each.name for each in known}
     found: dict[str, Home] = {}
-    waiting = [each for of in known for each in _named_in_returns(of)]
+    waiting = [each for of in known for each in (*named_in_returns(of), *_named_in_fields(of))]
     while waiting:
         each = waiting.pop(0)
         if each.name in seen or not is_public(each.name) or not isinstance(each.node, ast.ClassDef):
             continue
         seen.add(each.name)
         found[each.name] = each
-        for field in fields(each.node):
-            waiting += _named(each.module, ast.parse(field.type, mode="eval").body)
+        waiting += _named_in_fields(each)
     return [found[name] for name in sorted(found)]
 
 
-def _named_in_returns(of: Home) -> Iterator[Home]:
+def named_in_returns(of: Home) -> Iterator[Home]:
+    """Yield the classes that a function returns, or the methods of a class."""
     functions = [of.node] if isinstance(of.node, ast.FunctionDef) else list(methods(of.node))
     for function in functions:
         if function.returns is not None:
             yield from _named(of.module, function.returns)
+
+
+def _named_in_fields(of: Home) -> Iterator[Home]:
     if isinstance(of.node, ast.ClassDef):
         for field in fields(of.node):
             yield from _named(of.module, ast.parse(field.type, mode="eval").body)

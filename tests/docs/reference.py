@@ -189,20 +189,23 @@ def _error(cls: type[errors.LayerstoreError]) -> str:
 def python_page() -> str:
     """Return the signatures and docstrings of what ``layerstore`` and ``layerstore.transformers`` export."""
     front, trainer = python_api.exported("layerstore"), python_api.exported("layerstore.transformers")
+    acting = [each for each in (*front.values(), *trainer.values()) if _acts(each)]
+    values = {each.name: each for each in python_api.returned(acting)}
     parts = [
         f"""\
 # Python
 
 What `import layerstore` offers, and what comes back from it.
 `import layerstore` loads neither numpy nor torch: what needs them is loaded at first use.
-The exceptions have [a page of their own](errors.md). Whatever is not here may change at any time.
+The exceptions, such as `layerstore.NotFound`, have [a page of their own](errors.md).
+Whatever is not here may change at any time.
 {GENERATED}
 """,
-        *(_entry(f"layerstore.{name}", each) for name, each in front.items()),
+        *(_entry(f"layerstore.{name}", each) for name, each in front.items() if name not in values),
         "## The Trainer of Transformers\n",
         *(_entry(f"layerstore.transformers.{name}", each, level="###") for name, each in trainer.items()),
-        "## What comes back\n\nThe values that the functions and methods above return.\n",
-        *(_value(each) for each in python_api.returned([*front.values(), *trainer.values()])),
+        "## What comes back\n\nThe values that the functions and methods above return, and what is in them.\n",
+        *(_value(f"layerstore.{name}" if name in front else name, each) for name, each in values.items()),
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
@@ -224,10 +227,15 @@ def _entry(name: str, home: python_api.Home, *, level: str = "##") -> str:
     return "\n".join([f"{level} {name}", "", called, python_api.docstring(node), "", own_fields, "", *functions])
 
 
-def _value(home: python_api.Home) -> str:
+def _acts(home: python_api.Home) -> bool:
+    """Whether it is a function, or a class with methods: no mere value."""
+    return isinstance(home.node, ast.FunctionDef) or any(python_api.methods(home.node))
+
+
+def _value(name: str, home: python_api.Home) -> str:
     assert isinstance(home.node, ast.ClassDef)
     listed = "\n".join(map(str, python_api.fields(home.node)))
-    return f"### {home.name}\n\n{python_api.docstring(home.node)}\n\n{listed}\n"
+    return f"### {name}\n\n{python_api.docstring(home.node)}\n\n{listed}\n"
 
 
 # -- models and optimizers -----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ FLOORS = {
     "nearest": 0,
     "progress": 0,
     "shares": 0,
+    "tables": 0,
     "tree": 0,
     "units": 0,
     "format": 1,
@@ -110,6 +111,10 @@ FOREIGN = {
         ("layerstore.zero3.rounding", "layerstore.distance", "layerstore.compose.tensors", "layerstore.live."),
         "only these compute with numbers or hand out arrays; everything else moves bytes",
     ),
+    "pandas": (
+        ("layerstore.tables", "layerstore.composite", "layerstore.inspect."),
+        "it is optional: tables makes all frames, the others only name the class in annotations",
+    ),
     "yaml": (
         ("layerstore.policy.recipe.document",),
         "only its parser is used: its constructors could execute other people's text",
@@ -123,12 +128,15 @@ FOREIGN = {
         "its errors are mapped, and its requests repeated, there alone",
     ),
     "boto3": (("layerstore.remote.credentials",), "it is asked who we are, and nothing else"),
-    "torch": (("layerstore.live.",), "importing torch takes seconds and gigabytes"),
+    "torch": (
+        ("layerstore.live.", "layerstore.compose.state_dict", "layerstore.composite"),
+        "importing torch takes seconds and gigabytes",
+    ),
     "deepspeed": (("layerstore.live.",), "importing deepspeed takes seconds and may compile"),
     "transformers": (("layerstore.live.",), "importing transformers takes seconds"),
     "accelerate": (("layerstore.live.",), "importing accelerate takes seconds"),
 }
-HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
+HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
 # trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program.
 EAGER = {"layerstore.live.trainer", "layerstore.live.saved_names"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"

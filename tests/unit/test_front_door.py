@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import layerstore
+from layerstore import errors
 from layerstore.errors import LayerstoreError
+from tests.docs.python_api import INTERNAL, exported, named_in_returns
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +38,19 @@ def test_the_front_door_is_in_order() -> None:
     assert sorted(layerstore.__all__) == layerstore.__all__
     assert all(hasattr(layerstore, name) for name in layerstore.__all__)
     assert layerstore.LayerstoreError is LayerstoreError
+    assert sorted([*layerstore.__all__, "__version__"]) == dir(layerstore)
+
+
+def test_every_error_is_exported() -> None:
+    """What is to be caught can be named without another import."""
+    tree = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, LayerstoreError)}
+
+    assert tree <= set(layerstore.__all__)
+    assert all(getattr(layerstore, name) is getattr(errors, name) for name in tree)
+
+
+def test_every_result_is_exported() -> None:
+    """The classes of what functions and methods return can be named, in annotations say."""
+    results = {each.name for home in exported("layerstore").values() for each in named_in_returns(home)}
+
+    assert results - INTERNAL <= set(layerstore.__all__)

@@ -1,8 +1,9 @@
-"""Promises of the wheel: what ``pip install .`` puts into site-packages, and nothing beside it."""
+"""Promises of the packages: what ``pip install .`` puts into site-packages, and nothing beside it."""
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ PARTS = ("layerstore", "cli", "migrations", "pyproject.toml", "README.md", "LICE
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """Build the wheel from a copy of the sources, so that nothing is left in the tree and nothing is fetched."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the sources, so that nothing is left in the tree."""
     source = tmp_path_factory.mktemp("source")
     for part in PARTS:
         if (ROOT / part).is_dir():
@@ -25,7 +26,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
             shutil.copytree(ROOT / part, source / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / part, source / part)
-    out = tmp_path_factory.mktemp("wheel")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """Build the wheel; nothing is fetched."""
+    with zipfile.ZipFile(pip_wheel(source, tmp_path_factory.mktemp("wheel"))) as opened:
+        yield opened
+
+
+def pip_wheel(source: Path, out: Path) -> Path:
+    """Return the wheel that pip builds of *source* in *out*."""
     built = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", out, source],
         capture_output=True,
@@ -34,8 +46,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
     )
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = out.glob("*.whl")
-    with zipfile.ZipFile(path) as opened:
-        yield opened
+    return path
+
+
+def built_by_setuptools(what: str, source: Path, out: Path) -> Path:
+    """Return what the hook ``build_*what*`` of setuptools makes of *source* in *out*."""
+    code = f"import sys; from setuptools.build_meta import build_{what} as build; build(sys.argv[1])"
+    built = subprocess.run([sys.executable, "-c", code, out], cwd=source, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.iterdir()
+    return path
 
 
 def test_only_layerstore_is_installed(wheel: zipfile.ZipFile) -> None:
@@ -67,3 +87,28 @@ def test_version_and_command_are_the_librarys_own(wheel: zipfile.ZipFile) -> Non
     assert f"\nVersion: {layerstore.__version__}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "layerstore = layerstore.cli.entry:main" in entry_points
+
+
+def test_an_editable_install_is_a_path_for_type_checkers_too(source: Path, tmp_path: Path) -> None:
+    """``pip install -e .`` leaves a ``.pth`` file: type checkers and editors read those, and cannot run a finder."""
+    with zipfile.ZipFile(built_by_setuptools("editable", source, tmp_path)) as editable:
+        left = [name for name in editable.namelist() if ".dist-info/" not in name]
+        lines = [editable.read(name).decode().strip() for name in left]
+
+    assert [Path(name).suffix for name in left] == [".pth"]
+    assert [Path(line).resolve() for line in lines] == [source.resolve()]
+
+
+def test_the_source_distribution_builds_the_same_wheel(source: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """It holds real files where a clone has links."""
+    (packed, unpacked, built) = (tmp_path / name for name in ("packed", "unpacked", "built"))
+    packed.mkdir()
+    with tarfile.open(built_by_setuptools("sdist", source, packed)) as archive:
+        assert not [member.name for member in archive if member.issym()]
+        archive.extractall(unpacked, filter="data")
+    (top,) = unpacked.iterdir()
+
+    with zipfile.ZipFile(pip_wheel(top, built)) as again:
+        assert {name: again.read(name) for name in again.namelist()} == {
+            name: wheel.read(name) for name in wheel.namelist()
+        }

@@ -1,0 +1,49 @@
+"""A composite's weights as torch tensors in memory, for ``model.load_state_dict``; imports torch when it is called."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from layerstore.compose.safetensors import FLOATS
+from layerstore.compose.tensors import Tensors, open_tensors
+from layerstore.dtypes import by_code, dtype_code
+from layerstore.model import LayerVersion
+from layerstore.storage import ObjectStore
+
+if TYPE_CHECKING:
+    import torch
+
+
+def make_state_dict(
+    objects: ObjectStore, versions: Sequence[LayerVersion], *, dtype: str | None, verify: bool
+) -> "dict[str, torch.Tensor]":
+    """
+    Return all weights and buffers of *versions* by name, tied names included; each is memory of its own.
+
+    Raises:
+        InvalidInput: *dtype* is not an element type.
+        IntegrityError: An object is damaged or missing.
+    """
+    wanted = dtype_code(dtype)
+    masters, weights, buffers = (
+        open_tensors(objects, versions, kind=kind, state=None, verify=verify)
+        for kind in ("master", "weights", "buffers")
+    )
+    made: dict[str, torch.Tensor] = {}
+    for parameter in (each for version in versions for each in version.parameters):
+        name = parameter.name
+        code = wanted if wanted is not None and parameter.dtype in FLOATS else parameter.dtype
+        # Stored weights differ from the rounded master, which for any other type is the more precise one.
+        is_kept = name in weights and (weights.dtype(name) == code or name not in masters)
+        if is_kept or name in masters:
+            made[name] = _tensor(weights if is_kept else masters, name, code)
+            made |= dict.fromkeys(parameter.aliases, made[name])
+    return made | {name: _tensor(buffers, name, buffers.dtype(name)) for name in buffers}
+
+
+def _tensor(source: Tensors, name: str, code: str) -> "torch.Tensor":
+    """Return a copy of the tensor *name* of *source* as the element type *code*."""
+    import torch
+
+    stored: torch.dtype = getattr(torch, by_code(source.dtype(name)).torch_name)
+    wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
+    return torch.from_numpy(source[name].copy()).view(stored).to(wanted)
