@@ -1,5 +1,6 @@
 """Promises of the packages: what ``pip install .`` puts into site-packages, and nothing beside it."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def test_version_and_command_are_the_librarys_own(wheel: zipfile.ZipFile) -> Non
     assert f"\nVersion: {layerstore.__version__}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "layerstore = layerstore.cli.entry:main" in entry_points
+
+
+def test_a_login_node_needs_neither_torch_nor_deepspeed(wheel: zipfile.ZipFile) -> None:
+    """They come with the extras that train."""
+    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    wanted = re.findall(r"^Requires-Dist: (\w+)(.*)$", wheel.read(metadata).decode(), flags=re.M)
+
+    always = {name for name, rest in wanted if "extra ==" not in rest}
+    trained = {name for name, rest in wanted if "extra == 'train'" in rest or 'extra == "train"' in rest}
+    assert {"numpy", "lmdb"} <= always
+    assert not {"torch", "deepspeed"} & always
+    assert trained == {"torch", "deepspeed"}
 
 
 def test_an_editable_install_is_a_path_for_type_checkers_too(source: Path, tmp_path: Path) -> None:
