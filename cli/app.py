@@ -162,7 +162,10 @@ def layerstore_(
     store: Annotated[
         str | None,
         typer.Option(
-            "--store", envvar="LAYERSTORE_STORE", metavar="STORE", help="A folder or URL; ./.layerstore by default."
+            "--store",
+            envvar="LAYERSTORE_STORE",
+            metavar="STORE",
+            help="A folder or URL; .layerstore here or above by default.",
         ),
     ] = None,
     cache: Annotated[

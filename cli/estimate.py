@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, opened, with_options
+from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, opened, with_options
 from layerstore.cli.policy import policy_from
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 from layerstore.errors import InvalidInput, NotFound
@@ -23,6 +23,9 @@ _POLICIES = ("full", "parity", "filter")
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
 _POWERS = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
 _PARAMETERS_MAX = 10**15
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/\w[\w.-]*")
+"""A model of the Hugging Face hub: ``meta-llama/Llama-3.1-8B``."""
 
 _DAY = 86400.0
 _TIMES = ((365.25 * _DAY, "years"), (_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
@@ -179,7 +182,14 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: s
 def _stored_model(name: str, store: str | None) -> "Model":
     from layerstore.inspect import model_of_commit
 
-    if store is None and not DEFAULT_STORE.exists():
+    if _HUB_NAME.fullmatch(name):
+        folder = name.partition("/")[2]
+        raise InvalidInput(
+            f"there is no such file or folder: {name}; estimate downloads nothing",
+            hint=f"hf download {name} config.json --local-dir {folder}, then "
+            f"layerstore estimate {folder}/config.json; or --params 8B --layers 32",
+        )
+    if store is None and not nearest_store().exists():
         raise InvalidInput(
             f"there is no such file or folder: {name}, and no store at {DEFAULT_STORE} with a commit of that name",
             hint="name a store with --store; --params 8B --layers 32 needs neither",

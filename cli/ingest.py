@@ -153,7 +153,7 @@ def ingest(
             follow=follow,
             trust_store=trust_store,
         )
-        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag)
+        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag, follow)
         try:
             for folder, its_tag in found:
                 _take(save, folder, its_tag, saved, problems, pin=pin, as_json=as_json)
@@ -239,10 +239,14 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 # -- where checkpoints come from -----------------------------------------------------------------------------------
 
 
-def _named(checkpoints: list[Path], tag: str | None) -> "Iterator[Checkpoint]":
-    """Yield *checkpoints* in step order."""
-    for checkpoint in sorted(checkpoints, key=_in_step_order):
-        yield checkpoint, tag
+def _named(checkpoints: list[Path], tag: str | None, follow: bool) -> "Iterator[Checkpoint]":
+    """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
+    from layerstore.zero3 import discover
+
+    in_order = sorted(checkpoints, key=_in_step_order)
+    for checkpoint in in_order if len(in_order) > 1 else []:
+        discover(checkpoint, tag=tag, follow=follow)
+    yield from ((checkpoint, tag) for checkpoint in in_order)
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:

@@ -295,6 +295,12 @@ def with_store(text: str) -> str:
     return commands.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
 
 
+def say_aside(text: str) -> None:
+    """Print a line that is not part of the answer; ``--quiet`` silences it."""
+    if not _voice.is_quiet:
+        _print(shown(text), sys.stderr)
+
+
 def say_warning(message: str) -> None:
     """Print one ``warning:`` line."""
     _complain("warning", message)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
+from layerstore.cli.options import AsJson, StorePath, opened, store_or_nearest
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     counted,
@@ -71,7 +71,7 @@ def repair(
     if store_id is not None:
         from layerstore.store import restore_identity
 
-        restored = restore_identity(store or DEFAULT_STORE, store_id, dry_run=dry_run)
+        restored = restore_identity(store_or_nearest(store), store_id, dry_run=dry_run)
     is_assumed = restored is not None and restored.is_assumed
     identity = {"dry_run": dry_run, "identity": restored is not None, "flags_assumed": is_assumed}
     if is_assumed:

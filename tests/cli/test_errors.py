@@ -213,7 +213,7 @@ def test_a_mistyped_command_is_answered_with_the_right_one(run: Run) -> None:
         (["show", "sft@1"], 13, "did you mean sft@2? steps here: 2, 4"),
         (["show", "sft@400"], 13, "did you mean sft@4? steps here: 2, 4"),
         (["pin", "--delete", "bets"], 13, "did you mean best? layerstore pin --list"),
-        (["gc", "stf", "--dry-run"], 13, "did you mean sft? layerstore log lists the runs"),
+        (["gc", "stf", "--dry-run"], 13, "did you mean sft? runs here: sft"),
         (["ls", "sft", "lm_haed"], 13, "did you mean lm_head? layers: "),
         (["compose", "--policy", "partiy", "--dry-run"], 2, "did you mean parity? policies: "),
         (["estimate", "--params", "8B", "--layers", "2", "--policy", "filter:evry=2"], 2, "did you mean every? "),
