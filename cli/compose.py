@@ -17,75 +17,113 @@ if TYPE_CHECKING:
     from layerstore.compose import Exported, Written
     from layerstore.policy import Policy
 
+# The headings of its help.
+_SOURCE, _OUTPUT, _SAFETY = "Source", "Output", "Safety"
+
 PolicyName = Annotated[
     str | None,
     typer.Option(
-        metavar="P", help="latest (else), exact, parity, filter, drift, or an installed one: where layers are from."
+        metavar="P",
+        help="Where layers are from: latest, exact, parity, filter, drift, filter:every=10. [default: latest]",
+        rich_help_panel=_SOURCE,
     ),
 ]
 RecipeFile = Annotated[
-    Path | None, typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.")
+    Path | None,
+    typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.", rich_help_panel=_SOURCE),
 ]
 MaxStaleness = Annotated[
     int | None,
-    typer.Option("--max-staleness", metavar="N", min=0, help="Refuse layers more than N steps older than the base."),
+    typer.Option(
+        "--max-staleness",
+        metavar="N",
+        min=0,
+        help="Refuse layers more than N steps older than the base.",
+        rich_help_panel=_SAFETY,
+    ),
 ]
 PinName = Annotated[
-    str | None, typer.Option("--pin", metavar="NAME", help="Keep the composite under this name, written or not.")
+    str | None,
+    typer.Option(
+        "--pin", metavar="NAME", help="Keep the composite under this name, written or not.", rich_help_panel=_OUTPUT
+    ),
 ]
-RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.")]
-Step = Annotated[int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.")]
+RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.", rich_help_panel=_SOURCE)]
+Step = Annotated[
+    int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.", rich_help_panel=_SOURCE)
+]
 WorldSize = Annotated[
     int | None,
-    typer.Option(metavar="W", min=1, help="For W ranks; by default as many as the base has."),
+    typer.Option(
+        metavar="W", min=1, help="For how many ranks. [default: as many as the base has]", rich_help_panel=_OUTPUT
+    ),
 ]
 AdamStep = Annotated[
     Literal["unify", "per-layer"] | None,
     typer.Option(
-        metavar="unify|per-layer", help="The optimizer's step counters: the base's (unify, else), or each layer's own."
+        metavar="unify|per-layer",
+        help="The optimizer's step counters: the base's (unify), or each layer's own. [default: unify]",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Format = Annotated[
     str,
-    typer.Option("--format", metavar="zero3|hf", help="zero3: shards to resume from; hf: weights for from_pretrained."),
+    typer.Option(
+        "--format",
+        metavar="zero3|hf",
+        help="zero3: shards to resume from; hf: weights for from_pretrained.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="bf16|fp16|fp32", help="With hf: the element type; else as trained."),
+    typer.Option(
+        metavar="bf16|fp16|fp32", help="With hf: the element type. [default: as trained]", rich_help_panel=_OUTPUT
+    ),
 ]
 MaxShardSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="With hf: the largest file, such as 2GiB; else 5GB.")
+    str | None,
+    typer.Option(metavar="SIZE", help="With hf: the largest file. [default: 5GB]", rich_help_panel=_OUTPUT),
 ]
 WithoutDamaged = Annotated[
-    bool, typer.Option("--without-damaged", help="Read it all first; take an older version of what is damaged.")
+    bool,
+    typer.Option(
+        "--without-damaged",
+        help="Read it all first; take an older version of what is damaged.",
+        rich_help_panel=_SAFETY,
+    ),
 ]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace DIR if it is there.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.")]
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.", rich_help_panel=_SAFETY)
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace DIR if it is there.", rich_help_panel=_SAFETY)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.", rich_help_panel=_OUTPUT)
+]
 
 
 @with_settings
 def compose(
     ref: Reference = None,
     *,
+    run: RunName = None,
+    step: Step = None,
     policy: PolicyName = None,
     recipe: RecipeFile = None,
     settings: Mapping[str, object],
-    max_staleness: MaxStaleness = None,
-    without_damaged: WithoutDamaged = False,
-    pin: PinName = None,
-    run: RunName = None,
-    step: Step = None,
+    out: Out = None,
     form: Format = "zero3",
     world_size: WorldSize = None,
     adam_step: AdamStep = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
-    no_verify: NoVerify = False,
-    force: Force = False,
+    pin: PinName = None,
     dry_run: DryRun = False,
-    out: Out = None,
+    force: Force = False,
+    max_staleness: MaxStaleness = None,
+    without_damaged: WithoutDamaged = False,
+    no_verify: NoVerify = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -93,10 +131,15 @@ def compose(
     Write a checkpoint to resume from, or weights for Transformers.
 
     The policy or recipe says which save each layer comes from; everything else comes from the commit REF.
-    latest: each layer as the commit has it. exact: every layer from exactly this step.
-    parity: half of the layers from REF, the other half from the save before.
-    filter: the ends of the model and the norms from REF, the rest from its last turn.
     DIR appears whole or not at all.
+
+    \b
+    latest  each layer as the commit has it
+    exact   every layer from exactly this step, or an error
+    parity  half of the layers from REF, the other half from the save before
+    filter  the ends of the model and the norms from REF, the rest from its
+            last turn
+    drift   each layer from the newest save that found it had moved
 
     \b
     Examples:

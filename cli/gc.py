@@ -39,8 +39,8 @@ Grace = Annotated[
         "--grace",
         metavar="AGE",
         help=(
-            "Objects younger than this stay: 5m; what writers left half done, at least 24h. 0s: nobody writes now. "
-            "Of a remote 24h or more, or 0s: nobody pushes now."
+            "Objects younger than this stay; 0s: nobody writes now. What writers left half done stays for 24h, "
+            "and so does all of a remote, but with 0s. [default: 5m, of a remote 24h]"
         ),
     ),
 ]

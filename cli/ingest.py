@@ -66,17 +66,15 @@ RunName = Annotated[
     str | None,
     typer.Option(
         metavar="R",
-        help="The run's name; else the save folder's, for checkpoint-N and the like its parent's.",
+        help="The run's name. [default: the save folder's; of checkpoint-N and the like, its parent's]",
     ),
 ]
-Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")]
+Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag. [default: what `latest` names]")]
 PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Other content saved for this step goes to the trash.")]
 PolicyName = Annotated[
     str,
-    typer.Option(
-        metavar="P", help="full, parity, filter, drift, or an installed one: only layers that are due are stored."
-    ),
+    typer.Option(metavar="P", help="Store only layers that are due: full, parity, filter, drift, filter:every=10."),
 ]
 Rollback = Annotated[
     bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")

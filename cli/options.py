@@ -30,14 +30,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, as 
 StorePath = Annotated[
     str | None,
     typer.Option(
-        "--store", metavar="STORE", help="A folder or URL; else LAYERSTORE_STORE, else .layerstore here or above."
+        "--store", metavar="STORE", help="A folder or URL. [default: LAYERSTORE_STORE, else .layerstore here or above]"
     ),
 ]
 Reference = Annotated[
     str | None,
     typer.Argument(
         metavar="REF",
-        help="RUN@STEP, RUN, RUN~1, a pin or the beginning of a commit's id; else the newest step of the only run.",
+        help="RUN@STEP, RUN, RUN~1, a pin or the beginning of a commit's id. [default: the only run's newest step]",
     ),
 ]
 
@@ -73,8 +73,12 @@ Table: TypeAlias = Mapping[str, tuple[type, str, str]]
 """Options by name: the type of each, its metavar and its help."""
 
 
-def with_options(place: str, table: Table) -> Callable[[Command], Command]:
-    """Replace a command's parameter *place* by the options of *table*; it receives those that were given."""
+def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:
+    """
+    Replace a command's parameter *place* by the options of *table*, which ``--help`` has under *panel*.
+
+    The command receives those that were given.
+    """
 
     def extended(command: Command) -> Command:
         @functools.wraps(command)
@@ -88,7 +92,7 @@ def with_options(place: str, table: Table) -> Callable[[Command], Command]:
                 parameters.append(parameter)
                 continue
             for name, (of, metavar, text) in table.items():
-                option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+                option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel=panel)
                 annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # built at run time
                 parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.cli.app import COMMANDS, command_line
+from layerstore.cli.app import command_line
+from layerstore.cli.help import COMMANDS
 from layerstore.cli.render import name_store, with_store
 from tests.cli.conftest import Run
 
