@@ -287,7 +287,11 @@ def _say_written(composite: "Composite", written: "Written | Exported", *, as_js
 def _say_layers(composite: "Composite") -> None:
     """Print the table of layers."""
     columns = [Column("LAYER", folds=True), Column("FROM", folds=True)]
-    columns += [Column(header, "right") for header in ("STEPS BEHIND", "SAVES BEHIND", "SIZE")]
+    columns += [
+        Column("STEPS BEHIND", "right"),
+        Column("SAVES BEHIND", "right", drops=2),
+        Column("SIZE", "right", drops=1),
+    ]
     ages = composite.staleness.layers
     sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
     rows = (

@@ -79,7 +79,7 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in found.layers)]
     columns = [
         Column("LAYER", folds=True),
-        *(Column(kind.upper()) for kind in kinds),
+        *(Column(kind.upper(), drops=1) for kind in kinds),
         Column("CHANGED", "right"),
         *([Column("REL L2", "right"), Column("COSINE", "right")] if stat else []),
     ]

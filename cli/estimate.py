@@ -261,7 +261,8 @@ def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
     say(f"{counted(found['world_size'], 'rank')}; {saves}, one every {every}")
     say()
     columns = [Column("SAVED BY", folds=True)]
-    columns += [Column(text, "right") for text in ("A SAVE", "LARGEST", "OF FULL", "THE RUN", "TAKES", "HISTORY")]
+    columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
+    columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
     full = next(line["first_bytes"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
     say_table(columns, (_row(line, full) for line in found["lines"]))
     say()
@@ -289,7 +290,8 @@ def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
 def _tell_costs(found: Mapping[str, Any]) -> None:
     say()
     columns = [Column("SAVED BY", folds=True)]
-    columns += [Column(text, "right") for text in ("STORAGE", "REQUESTS", "HELD UP", "IN ALL", "OF DEEPSPEED")]
+    columns += [Column(text, "right", drops=1) for text in ("STORAGE", "REQUESTS", "HELD UP")]
+    columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
     deepspeed = next(line["cost"]["total"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
     say_table(columns, (_cost_row(line, deepspeed) for line in found["lines"]))
     say()

@@ -136,7 +136,7 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
     fates = [fate for fate in fates if fate.kept_by != (NOT_ASKED,)]
     if outcome.removed or outcome.trimmed:
-        columns = [Column("COMMIT", folds=True), Column("SAVED"), Column(""), Column("WHY", folds=True)]
+        columns = [Column("COMMIT", folds=True), Column("SAVED", drops=1), Column(""), Column("WHY", folds=True)]
         say_table([*columns, Column("FREES", "right")], map(_line, fates[:_LINES_MAX]))
         if len(fates) > _LINES_MAX:
             say(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")

@@ -121,9 +121,9 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         }
         if any(map(_mixed_by, pins)):
             columns[Column("MIXED BY", folds=True)] = lambda row: _mixed_by(row[0])
-        columns[Column("COMMIT")] = lambda row: row[0].base[:SHORT_ID_DIGITS]
-        columns[Column("SAVED")] = lambda row: age(row[0].observed.time_ns)
-        columns[Column("LAYERS", "right")] = lambda row: f"{len(row[0].record.layers):,}"
+        columns[Column("COMMIT", drops=1)] = lambda row: row[0].base[:SHORT_ID_DIGITS]
+        columns[Column("SAVED", drops=2)] = lambda row: age(row[0].observed.time_ns)
+        columns[Column("LAYERS", "right", drops=3)] = lambda row: f"{len(row[0].record.layers):,}"
         say_rows(columns, zip(pins, store.names_of(pin.record for pin in pins), strict=True))
     elif not damaged:
         say_note(with_store("no pins yet; next: layerstore pin NAME REF"))

@@ -47,8 +47,8 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     columns: dict[Column, Callable[[tuple[LayerLine, str]], str]] = {
         Column("LAYER", folds=True): lambda row: row[0].layer,
         Column("SAVED AT", folds=True): lambda row: row[1],
-        Column("VERSION"): lambda row: row[0].version[:SHORT_ID_DIGITS],
-        Column("PARAMETERS", "right"): lambda row: f"{row[0].parameters:,}",
+        Column("VERSION", drops=1): lambda row: row[0].version[:SHORT_ID_DIGITS],
+        Column("PARAMETERS", "right", drops=2): lambda row: f"{row[0].parameters:,}",
         Column("SIZE", "right"): lambda row: size(sum(row[0].bytes_by_kind.values())),
     }
     say_rows(columns, zip(view.layers, names, strict=True))

@@ -49,18 +49,21 @@ def _tell(found: "Stats") -> None:
     if not found.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
-    own = [Column("OWN", "right")] if found.run is None else []  # unknown if only one run is counted
+    own = [Column("OWN", "right", drops=1)] if found.run is None else []  # unknown if only one run is counted
     say()
     say_table(
-        [Column("RUN", folds=True), Column("COMMITS", "right"), *figures, *own],
+        [Column("RUN", folds=True), Column("COMMITS", "right", drops=2), *figures, *own],
         (
             [of.run, f"{of.commits:,}", *_sizes(of.logical_bytes, of.unique_bytes, *[of.own_bytes] * len(own))]
             for of in found.runs
         ),
     )
     for columns, amounts in (
-        ([Column("KIND"), Column("OBJECTS", "right")], {name: of for name, of in found.kinds.items() if of.count}),
-        ([Column("LAYER", folds=True), Column("VERSIONS", "right")], found.layers),
+        (
+            [Column("KIND"), Column("OBJECTS", "right", drops=1)],
+            {name: of for name, of in found.kinds.items() if of.count},
+        ),
+        ([Column("LAYER", folds=True), Column("VERSIONS", "right", drops=1)], found.layers),
     ):
         say()
         say_table(
