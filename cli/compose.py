@@ -1,5 +1,6 @@
 """``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -173,7 +174,7 @@ def compose(
             return
         with shown_progress(as_json=as_json) as progress:
             written = write(out, verify=not no_verify, force=force, progress=progress, **options)
-        _say_written(composite, written, as_json=as_json)
+        _say_written(composite, written, adam_step=adam_step, as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
 
@@ -236,7 +237,7 @@ def _plan_zero3(
     if not _tell_programs(composite, notes, fields, as_json=as_json):
         _say_layers(composite)
         say()
-        _say_mixture(composite)
+        _say_mixture(composite, adam_step=options.get("adam_step"))
         base = f"base {shown(composite.name)}, policy {composite.policy}"
         say_paragraph(f"{base}, {counted(world_size, 'rank')}; {outcome}", indent=2)
 
@@ -256,30 +257,32 @@ def _plan_hf(
         say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
 
 
-def _say_written(composite: "Composite", written: "Written | Exported", *, as_json: bool) -> None:
+def _say_written(
+    composite: "Composite", written: "Written | Exported", *, adam_step: str | None, as_json: bool
+) -> None:
     """Say what was written, and how to load it."""
     from layerstore.compose import Exported
 
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
-    how = ""
+    how, folder = "", json.dumps(shown(written.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
     if isinstance(written, Exported):
         fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
         if "adapter_config.json" in written.files:
-            how = "load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)"
+            how = f"load it with PeftModel.from_pretrained(model, {folder})"
         elif "config.json" in written.files:
-            how = f"load it with {written.model_class or 'AutoModel'}.from_pretrained(FOLDER)"
+            how = f"load it with {written.model_class or 'AutoModel'}.from_pretrained({folder})"
     else:
         fields |= {"world_size": written.world_size}
         ranks = counted(written.world_size, "rank")
         what = f"{counted(len(composite.layers), 'layer')}, {ranks}"
-        resume = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
-        how = f"resume with {ranks}: {resume}"
+        load = f"engine.load_checkpoint({folder}), or trainer.train(resume_from_checkpoint={folder})"
+        how = f"resume on {ranks}: {load}"
     if _tell_programs(composite, written.notes, fields, as_json=as_json):
         return
     head = f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, {what}"
     say_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
-    _say_mixture(composite, has_optimizer=not isinstance(written, Exported))
+    _say_mixture(composite, has_optimizer=not isinstance(written, Exported), adam_step=adam_step)
     if how:
         say_paragraph(how, indent=2)
 
@@ -313,7 +316,7 @@ def _age(steps: int | None) -> str:
     return f"{counted(abs(steps), 'step')} {'newer than' if steps < 0 else 'behind'} the base"
 
 
-def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
+def _say_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_step: str | None = None) -> None:
     """Say how old the oldest layer is, and anything else about the mixture that a reader should know."""
     staleness, due = composite.staleness, composite.older_than_due
     lines = []
@@ -322,12 +325,24 @@ def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
         [name] = composite.names_of([oldest])
         lines.append(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}")
     if has_optimizer and len(staleness.optimizer_steps) > 1:
-        counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
-        lines.append(f"updates that the optimizer had counted: {counts}; see --adam-step")
+        lines.append(f"Adam steps differ: {_adam_steps(composite)}; {_written_as(composite, adam_step)}")
     if due:
-        missed = f"{counted(len(due), 'layer')} had not been written when due (first: {shown(due[0])})"
-        lines.append(f"{missed}: the version before stands in")
+        missed = f"{counted(len(due), 'layer')} {'was' if len(due) == 1 else 'were'} due but not saved"
+        lines.append(f"{missed} (first: {shown(due[0])}); an older version is used")
     if has_optimizer and staleness.is_mixed:
         lines.append(f"training resumes at step {composite.step}")
     for line in lines:
         say_paragraph(line, indent=2)
+
+
+def _adam_steps(composite: "Composite") -> str:
+    """Return the update counts, each with its number of layers."""
+    (first, layers), *others = composite.staleness.optimizer_steps.items()
+    return ", ".join([f"{first} in {counted(layers, 'layer')}", *(f"{step} in {of:,}" for step, of in others)])
+
+
+def _written_as(composite: "Composite", adam_step: str | None) -> str:
+    if adam_step == "per-layer":
+        return "each layer keeps its own"
+    bases = (age.optimizer_step for age in composite.staleness.layers if age.steps == 0)
+    return f"written as {next(bases, None) or 'in the base'}"

@@ -89,11 +89,9 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     say_table(columns, (_row(layer, kinds, stat=stat) for layer in found.layers))
     say()
     say_paragraph(_total(found), indent=2)
-    say_paragraph(
-        f"all else (counters, scheduler, random states, other files): {_sameness(found.same_state)}", indent=2
-    )
+    say_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(found.same_state)}", indent=2)
     if not stat and any(kind.status == "re-sliced" for layer in found.layers for kind in layer.kinds.values()):
-        say(f"re-sliced: cut for {found.a.world_size} and for {found.b.world_size} ranks: compare with --stat")
+        say(f"re-sliced: {found.a.world_size} ranks in a, {found.b.world_size} in b; --stat compares the numbers")
 
 
 def _sameness(is_same: bool) -> str:

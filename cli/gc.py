@@ -150,10 +150,10 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     say_paragraph(f"{verb} {_parts(outcome)}: {freed}", indent=2)
     _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
-        later = "a later collection takes them, or --grace 0s if nobody writes"
-        say_paragraph(f"too young to go: {_amount(outcome.young)}; {later}", indent=2)
+        later = "a later gc removes them, or --grace 0s now if nothing writes to the store"
+        say_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
-        later = "on a network filesystem a later collection removes them"
+        later = "on a network filesystem the next gc removes them"
         say_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
 
 
@@ -190,9 +190,9 @@ def _frees(fate: "CommitFate") -> str:
 
 def _parts(outcome: "GcOutcome") -> str:
     unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
-    orphans = f" ({outcome.orphans.count:,} of them named by no commit)" if outcome.orphans.count else ""
+    orphans = f" ({outcome.orphans.count:,} of them orphans)" if outcome.orphans.count else ""
     objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
-    trash = f", {counted(outcome.trash.count, 'file')} of the trash" if outcome.trash.count else ""
+    trash = f", {counted(outcome.trash.count, 'file')} in the trash" if outcome.trash.count else ""
     trimmed = f", the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""
     return f"{counted(len(outcome.removed), 'commit')}{trimmed}{trash}, {objects}{unfinished}"
 

@@ -316,16 +316,16 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
             say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}{unread}")
         return
     if ingested.record_healed:
-        say(f"{name} had lost its record, and has the very same again")
+        say(f"{name}: its lost record is back")
     pinned = "" if pin is None else f"; pinned as {shown(pin)}"
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
     unread = "" if ingested.reused_read else ", not read"
+    reused = f", {size(ingested.bytes_reused)} reused{unread}" if ingested.bytes_reused else ""
     say_paragraph(
-        f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
-        f"{size(ingested.bytes_reused)} reused{unread}{derived}, in {ingested.seconds:.1f} s, "
+        f"saved {name}: {layers}, {size(ingested.bytes_new)} new{reused}{derived}, in {ingested.seconds:.1f} s, "
         f"from {shown(ingested.source)}{pinned}",
         indent=2,
     )

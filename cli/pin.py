@@ -78,7 +78,7 @@ def _say_deleted(name: str, shows: bool | None, *, as_json: bool) -> None:
     if as_json:
         say_json({"deleted": name, "commit_visible": shows})
         return
-    frees = "; the next gc frees what only this pin kept"
+    frees = "; the next gc removes what only this pin kept"
     then = "" if shows is None else "; its commit stays" if shows else frees
     say(f"deleted the pin {shown(name)}{then}")
 

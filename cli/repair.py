@@ -142,9 +142,9 @@ def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
         say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
     say_each([f"{shown(name)} is for a newer layerstore, and was left as it is" for name in repaired.newer])
     if not repaired.has_done:
-        unread = "" if read_data else "; the tensors' own bytes were not read: --read-data reads those too"
-        say("nothing more can be done here" if repaired.has_lost else f"nothing to repair{unread}")
+        unread = "" if read_data else "; tensor data was not read; --read-data checks it too"
+        say("nothing else can be repaired" if repaired.has_lost else f"nothing to repair{unread}")
     elif dry_run:
         say("nothing was changed")
     elif repaired.reindexed:
-        say("made the index afresh")
+        say("rebuilt the index")

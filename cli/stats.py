@@ -73,7 +73,7 @@ def _tell(found: "Stats") -> None:
 
 
 def _facts(found: "Stats") -> dict[str, str]:
-    pins = f"; {counted(found.pins, 'pin')} beside them, of mixtures or hidden commits" if found.pins else ""
+    pins = f"; {counted(found.pins, 'pin')} besides, of mixtures or hidden commits" if found.pins else ""
     facts = {
         "commits": f"{found.commits:,} in {counted(len(found.runs), 'run')}{pins}",
         "logical": f"{size(found.logical_bytes)} if each were stored whole",
@@ -83,9 +83,9 @@ def _facts(found: "Stats") -> dict[str, str]:
     if found.unneeded is not None:
         facts["unneeded"] = (
             f"{size(found.unneeded.bytes)} on disk, in {counted(found.unneeded.objects, 'object')} "
-            "that neither a visible commit nor a pin needs"
+            "that no visible commit and no pin needs"
             if found.unneeded.objects
-            else "nothing: a visible commit or a pin needs each object"
+            else "nothing: every object belongs to a visible commit or a pin"
         )
     return facts
 
