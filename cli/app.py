@@ -34,6 +34,7 @@ from layerstore.cli.exits import (
     EXIT_TERMINATED,
     EXIT_USAGE,
 )
+from layerstore.cli.help import COMMANDS, Command, write_commands, write_options
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
 from layerstore.cli.shares import follow, is_follower, leave, led
@@ -42,37 +43,10 @@ from layerstore.errors import Internal, LayerstoreError, StorageIO
 from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
-    from typer._click.core import Command, Context
+    from typer._click.core import Command as AnyCommand
+    from typer._click.core import Context
+    from typer._click.formatting import HelpFormatter
     from typer._click.shell_completion import CompletionItem
-
-# The commands in the order of ``--help``; each is a function in the module of its name.
-COMMANDS = (
-    "init",
-    "ingest",
-    "log",
-    "show",
-    "ls",
-    "diff",
-    "stats",
-    "report",
-    "compose",
-    "pin",
-    "drop",
-    "undrop",
-    "gc",
-    "verify",
-    "repair",
-    "reindex",
-    "migrate",
-    "remote",
-    "push",
-    "pull",
-    "clone",
-    "doctor",
-    "estimate",
-    "demo",
-)
-
 
 # Commands that live in another command's module.
 _HOMES = {"undrop": "drop", "pull": "push"}
@@ -89,15 +63,15 @@ class Commands(TyperGroup):
         """Return the names of all commands."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: "Context", cmd_name: str) -> "Command | None":
+    def get_command(self, ctx: "Context", cmd_name: str) -> "AnyCommand | None":
         """Return the command *cmd_name*; None if there is none."""
         return self.load(cmd_name) if cmd_name in COMMANDS else None
 
-    def load(self, name: str) -> "Command":
+    def load(self, name: str) -> "AnyCommand":
         """Import the command *name*; ``--quiet`` may also follow it."""
         if name not in self.commands:
             one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-            one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
+            one.command(name, cls=Command)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
             command = typer.main.get_command(one)
             for param in command.params:
                 param.shell_complete = partial(values, param)  # type: ignore[method-assign]
@@ -107,6 +81,11 @@ class Commands(TyperGroup):
             command.params += [param for param in self.params if param.name == "quiet"]
             self.commands[name] = command
         return self.commands[name]
+
+    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Write the commands, then the options before a command."""
+        write_commands(lambda name: (self.load(name).help or "").strip().splitlines()[0], formatter)
+        write_options(self.get_params(ctx), ctx, formatter)
 
     def shell_complete(self, ctx: "Context", incomplete: str) -> "list[CompletionItem]":
         """Return matching commands and options, without the commands' help, since that would import them all."""
@@ -162,13 +141,16 @@ def layerstore_(
     store: Annotated[
         str | None,
         typer.Option(
-            "--store", envvar="LAYERSTORE_STORE", metavar="STORE", help="A folder or URL; ./.layerstore by default."
+            "--store",
+            envvar="LAYERSTORE_STORE",
+            metavar="STORE",
+            help="A folder or URL. [default: .layerstore here or above]",
         ),
     ] = None,
     cache: Annotated[
         str | None,
         typer.Option(
-            "--cache", metavar="SIZE", help="Keep at most so much of remotes on this host: 20GB; else 100 GiB."
+            "--cache", metavar="SIZE", help="Keep at most so much of remotes on this host, like 20GB. [default: 100GiB]"
         ),
     ] = None,
     as_json: AsJson = False,

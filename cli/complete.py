@@ -15,6 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerstore.cli.options import nearest_store
+
 if TYPE_CHECKING:
     from typer._click.core import Command, Context, Parameter
     from typer._click.shell_completion import CompletionItem
@@ -98,9 +100,9 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
 
 
 def _store_of(context: "Context") -> Path:
-    """Return the store that the line names, else the one in the environment, else the default."""
-    named = context.params.get("store") or context.find_root().params.get("store") or ".layerstore"
-    return Path(named).expanduser()
+    """Return the store that the line names, else the one in the environment, else the nearest."""
+    named = context.params.get("store") or context.find_root().params.get("store")
+    return Path(named).expanduser() if named else nearest_store()
 
 
 # -- what a store holds --------------------------------------------------------------------------------------------

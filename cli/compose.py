@@ -1,5 +1,6 @@
 """``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,79 +19,122 @@ if TYPE_CHECKING:
     from layerstore.compose import Exported, Written
     from layerstore.policy import Policy
 
+# The headings of its help.
+_SOURCE, _OUTPUT, _SAFETY = "Source", "Output", "Safety"
+
 PolicyName = Annotated[
     str | None,
     typer.Option(
-        metavar="P", help="latest (else), exact, parity, filter, drift, or an installed one: where layers are from."
+        metavar="P",
+        help="Where layers are from: latest, exact, parity, filter, drift, filter:every=10. [default: latest]",
+        rich_help_panel=_SOURCE,
     ),
 ]
 RecipeFile = Annotated[
-    Path | None, typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.")
+    Path | None,
+    typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.", rich_help_panel=_SOURCE),
 ]
 MaxStaleness = Annotated[
     int | None,
-    typer.Option("--max-staleness", metavar="N", min=0, help="Refuse layers more than N steps older than the base."),
+    typer.Option(
+        "--max-staleness",
+        metavar="N",
+        min=0,
+        help="Refuse layers more than N steps older than the base.",
+        rich_help_panel=_SAFETY,
+    ),
 ]
 PinName = Annotated[
-    str | None, typer.Option("--pin", metavar="NAME", help="Keep the composite under this name, written or not.")
+    str | None,
+    typer.Option(
+        "--pin", metavar="NAME", help="Keep the composite under this name, written or not.", rich_help_panel=_OUTPUT
+    ),
 ]
-RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.")]
-Step = Annotated[int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.")]
+RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.", rich_help_panel=_SOURCE)]
+Step = Annotated[
+    int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.", rich_help_panel=_SOURCE)
+]
 WorldSize = Annotated[
     int | None,
-    typer.Option(metavar="W", min=1, help="For W ranks; by default as many as the base has."),
+    typer.Option(
+        metavar="W", min=1, help="For how many ranks. [default: as many as the base has]", rich_help_panel=_OUTPUT
+    ),
 ]
 AdamStep = Annotated[
     Literal["unify", "per-layer"] | None,
     typer.Option(
-        metavar="unify|per-layer", help="The optimizer's step counters: the base's (unify, else), or each layer's own."
+        metavar="unify|per-layer",
+        help="The optimizer's step counters: the base's (unify), or each layer's own. [default: unify]",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Format = Annotated[
     str,
-    typer.Option("--format", metavar="zero3|hf", help="zero3: shards to resume from; hf: weights for from_pretrained."),
+    typer.Option(
+        "--format",
+        metavar="zero3|hf",
+        help="zero3: shards to resume from; hf: weights for from_pretrained.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="bf16|fp16|fp32", help="With hf: the element type; else as trained."),
+    typer.Option(
+        metavar="bf16|fp16|fp32", help="With hf: the element type. [default: as trained]", rich_help_panel=_OUTPUT
+    ),
 ]
 MaxShardSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="With hf: the largest file, such as 2GiB; else 5GB.")
+    str | None,
+    typer.Option(metavar="SIZE", help="With hf: the largest file. [default: 5GB]", rich_help_panel=_OUTPUT),
 ]
 WithoutDamaged = Annotated[
-    bool, typer.Option("--without-damaged", help="Read it all first; take an older version of what is damaged.")
+    bool,
+    typer.Option(
+        "--without-damaged",
+        help="Read it all first; take an older version of what is damaged.",
+        rich_help_panel=_SAFETY,
+    ),
 ]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace DIR, if layerstore wrote it.")]
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.", rich_help_panel=_SAFETY)
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace DIR, if layerstore wrote it.", rich_help_panel=_SAFETY)]
 ForceForeign = Annotated[
-    bool, typer.Option("--force-foreign", help="Replace DIR, even a checkpoint or export that something else wrote.")
+    bool,
+    typer.Option(
+        "--force-foreign",
+        help="Replace DIR, even a checkpoint or export that something else wrote.",
+        rich_help_panel=_SAFETY,
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.", rich_help_panel=_OUTPUT)
+]
 
 
 @with_settings
 def compose(
     ref: Reference = None,
     *,
+    run: RunName = None,
+    step: Step = None,
     policy: PolicyName = None,
     recipe: RecipeFile = None,
     settings: Mapping[str, object],
-    max_staleness: MaxStaleness = None,
-    without_damaged: WithoutDamaged = False,
-    pin: PinName = None,
-    run: RunName = None,
-    step: Step = None,
+    out: Out = None,
     form: Format = "zero3",
     world_size: WorldSize = None,
     adam_step: AdamStep = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
-    no_verify: NoVerify = False,
+    pin: PinName = None,
+    dry_run: DryRun = False,
     force: Force = False,
     force_foreign: ForceForeign = False,
-    dry_run: DryRun = False,
-    out: Out = None,
+    max_staleness: MaxStaleness = None,
+    without_damaged: WithoutDamaged = False,
+    no_verify: NoVerify = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -98,10 +142,15 @@ def compose(
     Write a checkpoint to resume from, or weights for Transformers.
 
     The policy or recipe says which save each layer comes from; everything else comes from the commit REF.
-    latest: each layer as the commit has it. exact: every layer from exactly this step.
-    parity: half of the layers from REF, the other half from the save before.
-    filter: the ends of the model and the norms from REF, the rest from its last turn.
     DIR appears whole or not at all.
+
+    \b
+    latest  each layer as the commit has it
+    exact   every layer from exactly this step, or an error
+    parity  half of the layers from REF, the other half from the save before
+    filter  the ends of the model and the norms from REF, the rest from its
+            last turn
+    drift   each layer from the newest save that found it had moved
 
     \b
     Examples:
@@ -136,7 +185,7 @@ def compose(
         with shown_progress(as_json=as_json) as progress:
             replaces: Literal["foreign"] | bool = "foreign" if force_foreign else force
             written = write(out, verify=not no_verify, force=replaces, progress=progress, **options)
-        _say_written(composite, written, as_json=as_json)
+        _say_written(composite, written, adam_step=adam_step, as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
 
@@ -199,7 +248,7 @@ def _plan_zero3(
     if not _tell_programs(composite, notes, fields, as_json=as_json):
         _say_layers(composite)
         say()
-        _say_mixture(composite)
+        _say_mixture(composite, adam_step=options.get("adam_step"))
         base = f"base {shown(composite.name)}, policy {composite.policy}"
         say_paragraph(f"{base}, {counted(world_size, 'rank')}; {outcome}", indent=2)
 
@@ -219,12 +268,14 @@ def _plan_hf(
         say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
 
 
-def _say_written(composite: "Composite", written: "Written | Exported", *, as_json: bool) -> None:
+def _say_written(
+    composite: "Composite", written: "Written | Exported", *, adam_step: str | None, as_json: bool
+) -> None:
     """Say what was written, and how to load it."""
     from layerstore.compose import Exported
 
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
-    how = ""
+    how, folder = "", json.dumps(shown(written.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
     if isinstance(written, Exported):
         fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
@@ -233,13 +284,13 @@ def _say_written(composite: "Composite", written: "Written | Exported", *, as_js
         fields |= {"world_size": written.world_size}
         ranks = counted(written.world_size, "rank")
         what = f"{counted(len(composite.layers), 'layer')}, {ranks}"
-        resume = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
-        how = f"resume with {ranks}: {resume}"
+        load = f"engine.load_checkpoint({folder}), or trainer.train(resume_from_checkpoint={folder})"
+        how = f"resume on {ranks}: {load}"
     if _tell_programs(composite, written.notes, fields, as_json=as_json):
         return
     head = f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, {what}"
     say_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
-    _say_mixture(composite, has_optimizer=not isinstance(written, Exported))
+    _say_mixture(composite, has_optimizer=not isinstance(written, Exported), adam_step=adam_step)
     if how:
         say_paragraph(how, indent=2)
 
@@ -247,7 +298,11 @@ def _say_written(composite: "Composite", written: "Written | Exported", *, as_js
 def _say_layers(composite: "Composite") -> None:
     """Print the table of layers."""
     columns = [Column("LAYER", folds=True), Column("FROM", folds=True)]
-    columns += [Column(header, "right") for header in ("STEPS BEHIND", "SAVES BEHIND", "SIZE")]
+    columns += [
+        Column("STEPS BEHIND", "right"),
+        Column("SAVES BEHIND", "right", drops=2),
+        Column("SIZE", "right", drops=1),
+    ]
     ages = composite.staleness.layers
     sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
     rows = (
@@ -269,7 +324,7 @@ def _age(steps: int | None) -> str:
     return f"{counted(abs(steps), 'step')} {'newer than' if steps < 0 else 'behind'} the base"
 
 
-def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
+def _say_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_step: str | None = None) -> None:
     """Say how old the oldest layer is, and anything else about the mixture that a reader should know."""
     staleness, due = composite.staleness, composite.older_than_due
     lines = []
@@ -278,12 +333,24 @@ def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
         [name] = composite.names_of([oldest])
         lines.append(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}")
     if has_optimizer and len(staleness.optimizer_steps) > 1:
-        counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
-        lines.append(f"updates that the optimizer had counted: {counts}; see --adam-step")
+        lines.append(f"Adam steps differ: {_adam_steps(composite)}; {_written_as(composite, adam_step)}")
     if due:
-        missed = f"{counted(len(due), 'layer')} had not been written when due (first: {shown(due[0])})"
-        lines.append(f"{missed}: the version before stands in")
+        missed = f"{counted(len(due), 'layer')} {'was' if len(due) == 1 else 'were'} due but not saved"
+        lines.append(f"{missed} (first: {shown(due[0])}); an older version is used")
     if has_optimizer and staleness.is_mixed:
         lines.append(f"training resumes at step {composite.step}")
     for line in lines:
         say_paragraph(line, indent=2)
+
+
+def _adam_steps(composite: "Composite") -> str:
+    """Return the update counts, each with its number of layers."""
+    (first, layers), *others = composite.staleness.optimizer_steps.items()
+    return ", ".join([f"{first} in {counted(layers, 'layer')}", *(f"{step} in {of:,}" for step, of in others)])
+
+
+def _written_as(composite: "Composite", adam_step: str | None) -> str:
+    if adam_step == "per-layer":
+        return "each layer keeps its own"
+    bases = (age.optimizer_step for age in composite.staleness.layers if age.steps == 0)
+    return f"written as {next(bases, None) or 'in the base'}"

@@ -79,7 +79,7 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in found.layers)]
     columns = [
         Column("LAYER", folds=True),
-        *(Column(kind.upper()) for kind in kinds),
+        *(Column(kind.upper(), drops=1) for kind in kinds),
         Column("CHANGED", "right"),
         *([Column("REL L2", "right"), Column("COSINE", "right")] if stat else []),
     ]
@@ -89,11 +89,9 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     say_table(columns, (_row(layer, kinds, stat=stat) for layer in found.layers))
     say()
     say_paragraph(_total(found), indent=2)
-    say_paragraph(
-        f"all else (counters, scheduler, random states, other files): {_sameness(found.same_state)}", indent=2
-    )
+    say_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(found.same_state)}", indent=2)
     if not stat and any(kind.status == "re-sliced" for layer in found.layers for kind in layer.kinds.values()):
-        say(f"re-sliced: cut for {found.a.world_size} and for {found.b.world_size} ranks: compare with --stat")
+        say(f"re-sliced: {found.a.world_size} ranks in a, {found.b.world_size} in b; --stat compares the numbers")
 
 
 def _sameness(is_same: bool) -> str:

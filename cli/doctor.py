@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import layerstore
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
+from layerstore.cli.options import AsJson, StorePath, store_or_nearest
 from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_fields
@@ -35,7 +35,7 @@ def doctor(
       layerstore doctor
       layerstore doctor /scratch/me
     """
-    diagnosis = layerstore.doctor(path or store or DEFAULT_STORE)
+    diagnosis = layerstore.doctor(path or store_or_nearest(store))
     if as_json:
         say_json(json_fields(diagnosis))
     else:

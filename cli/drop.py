@@ -87,4 +87,5 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
         say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
     if not dry_run:
         back = with_store(f"layerstore undrop {dropped.commit[:SHORT_ID_DIGITS]}")
-        say(f"a gc in 7 days frees up to {size(dropped.size_bytes)}, gc --empty-trash at once; until then: {back}")
+        freed = f"frees up to {size(dropped.size_bytes)} after 7 days, or at once with --empty-trash"
+        say(f"gc {freed}; to bring it back: {back}")

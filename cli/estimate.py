@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, opened, with_options
-from layerstore.cli.policy import policy_from
+from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, opened, with_options
+from layerstore.cli.policy import described_policy
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.units import size, size_in_bytes
@@ -24,6 +24,9 @@ _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
 _POWERS = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
 _PARAMETERS_MAX = 10**15
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/\w[\w.-]*")
+"""A model of the Hugging Face hub: ``meta-llama/Llama-3.1-8B``."""
+
 _DAY = 86400.0
 _TIMES = ((365.25 * _DAY, "years"), (_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 _NUMBERS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
@@ -35,7 +38,7 @@ _BARE_BYTES_MIN = 10**6
 _DEFAULTS: dict[str, Any] = {
     "--world-size": 8,
     "--steps": 10_000,
-    "--every": 100,
+    "--save-every": 100,
     "--step-seconds": 10.0,
     "--bandwidth": "2GB/s",
     "--copy-rate": "10GB/s",
@@ -44,10 +47,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
-    """Return the option *name*; its help ends with the value assumed without it."""
+    """Return the option *name*, whose help ends with the value assumed without it."""
     if name in _DEFAULTS:
         default = _DEFAULTS[name]
-        text += f": {default if isinstance(default, str) else format(default, ',g')}."
+        text += f". [default: {default if isinstance(default, str) else format(default, ',g')}]"
     return typer.Option(name, metavar=metavar, help=text, show_default=False, **more)
 
 
@@ -61,7 +64,7 @@ ModelName = Annotated[
 ]
 Policies = Annotated[
     list[str] | None,
-    _option("--policy", "P", "full, parity and filter; again for several, with settings: filter:every=10."),
+    _option("--policy", "P", "A policy, such as filter:every=10; may be repeated. [default: full, parity and filter]"),
 ]
 
 
@@ -70,9 +73,9 @@ Trainable = Annotated[
 ]
 Movement = Annotated[float | None, _option("--movement", "X", "drift: how far layers move from save to save.")]
 _COSTS: Table = {
-    "keep_last": (int, "N", "Keep the newest N; without this and the next, all."),
+    "keep_last": (int, "N", "Keep the newest N. [default: all]"),
     "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
-    "copy_rate": (str, "RATE", f"What a rank copies while it is held up: {_DEFAULTS['--copy-rate']}."),
+    "copy_rate": (str, "RATE", f"What a rank copies while it is held up. [default: {_DEFAULTS['--copy-rate']}]"),
     "price": (
         str,
         "GB-MONTH,PUT,GET,GPU-HOUR",
@@ -82,7 +85,7 @@ _COSTS: Table = {
 """The options for the costs of a run."""
 
 
-@with_options("costs", _COSTS)
+@with_options("costs", _COSTS, panel="Costs")
 def estimate(
     model: ModelName = None,
     *,
@@ -90,13 +93,13 @@ def estimate(
     layers: Annotated[int | None, _option("--layers", "N", "With --params: its blocks.", min=1)] = None,
     world_size: Annotated[int | None, _option("--world-size", "W", "GPUs", min=1, max=1_000_000)] = None,
     steps: Annotated[int | None, _option("--steps", "N", "The run's steps", min=1)] = None,
-    every: Annotated[int | None, _option("--every", "STEPS", "A save every so often", min=1)] = None,
+    every: Annotated[int | None, _option("--save-every", "STEPS", "Steps from one save to the next", min=1)] = None,
     step_seconds: Annotated[float | None, _option("--step-seconds", "S", "What a step takes")] = None,
     policy: Policies = None,
     bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "What all ranks write together")] = None,
     measure: Annotated[Path | None, _option("--measure", "DIR", "Write there for two seconds, and take that.")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
-    dtype: Annotated[str | None, _option("--dtype", "bf16|fp16|fp32", "What is trained in: bf16.")] = None,
+    dtype: Annotated[str | None, _option("--dtype", "bf16|fp16|fp32", "What is trained in. [default: bf16]")] = None,
     trainable: Trainable = "1",
     movement: Movement = None,
     costs: Mapping[str, Any],
@@ -116,18 +119,18 @@ def estimate(
     Examples:
       layerstore estimate Llama-3.1-8B/config.json --world-size 16
       layerstore estimate sft@200 --policy filter:every=10 --measure /scratch
-      layerstore estimate --params 70B --layers 80 --every 50 --disk 40TB
+      layerstore estimate --params 70B --layers 80 --save-every 50 --disk 40TB
       layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
     """
     from layerstore.dtypes import dtype_code
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
-    policies = {text: policy_from(text) for text in policy or _POLICIES}
+    policies = {text: described_policy(text, {}) for text in policy or _POLICIES}
     asked: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,
         "--steps": steps,
-        "--every": every,
+        "--save-every": every,
         "--step-seconds": step_seconds,
         "--bandwidth": bandwidth or measure,
         "--copy-rate": costs.get("copy_rate"),
@@ -140,7 +143,7 @@ def estimate(
     training = Training(
         world_size=used["--world-size"],
         steps=used["--steps"],
-        every=used["--every"],
+        every=used["--save-every"],
         step_seconds=used["--step-seconds"],
         bytes_per_second=_rate(used["--bandwidth"]),
         copy_bytes_per_second=_size(used["--copy-rate"].removesuffix("/s"), "--copy-rate"),
@@ -179,7 +182,14 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: s
 def _stored_model(name: str, store: str | None) -> "Model":
     from layerstore.inspect import model_of_commit
 
-    if store is None and not DEFAULT_STORE.exists():
+    if _HUB_NAME.fullmatch(name):
+        folder = name.partition("/")[2]
+        raise InvalidInput(
+            f"there is no such file or folder: {name}; estimate downloads nothing",
+            hint=f"hf download {name} config.json --local-dir {folder}, then "
+            f"layerstore estimate {folder}/config.json; or --params 8B --layers 32",
+        )
+    if store is None and not nearest_store().exists():
         raise InvalidInput(
             f"there is no such file or folder: {name}, and no store at {DEFAULT_STORE} with a commit of that name",
             hint="name a store with --store; --params 8B --layers 32 needs neither",
@@ -251,7 +261,8 @@ def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
     say(f"{counted(found['world_size'], 'rank')}; {saves}, one every {every}")
     say()
     columns = [Column("SAVED BY", folds=True)]
-    columns += [Column(text, "right") for text in ("A SAVE", "LARGEST", "OF FULL", "THE RUN", "TAKES", "HISTORY")]
+    columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
+    columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
     full = next(line["first_bytes"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
     say_table(columns, (_row(line, full) for line in found["lines"]))
     say()
@@ -279,7 +290,8 @@ def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
 def _tell_costs(found: Mapping[str, Any]) -> None:
     say()
     columns = [Column("SAVED BY", folds=True)]
-    columns += [Column(text, "right") for text in ("STORAGE", "REQUESTS", "HELD UP", "IN ALL", "OF DEEPSPEED")]
+    columns += [Column(text, "right", drops=1) for text in ("STORAGE", "REQUESTS", "HELD UP")]
+    columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
     deepspeed = next(line["cost"]["total"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
     say_table(columns, (_cost_row(line, deepspeed) for line in found["lines"]))
     say()
@@ -319,7 +331,7 @@ def _unsaid(found: Mapping[str, Any], measured: Path | None) -> Iterator[str]:
     texts = {
         "--world-size": counted(found["world_size"], "rank"),
         "--steps": counted(found["steps"], "step"),
-        "--every": f"a save every {counted(found['every'], 'step')}",
+        "--save-every": f"a save every {counted(found['every'], 'step')}",
         "--step-seconds": f"a step takes {_time(found['interval_seconds'] / found['every'])}",
         "--bandwidth": rate,
         "--copy-rate": f"a rank copies {size(round(found['copy_bytes_per_second']))}/s",

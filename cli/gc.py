@@ -39,8 +39,8 @@ Grace = Annotated[
         "--grace",
         metavar="AGE",
         help=(
-            "Objects younger than this stay: 5m; what writers left half done, at least 24h. 0s: nobody writes now. "
-            "Of a remote 24h or more, or 0s: nobody pushes now."
+            "Objects younger than this stay; 0s: nobody writes now. What writers left half done stays for 24h, "
+            "and so does all of a remote, but with 0s. [default: 5m, of a remote 24h]"
         ),
     ),
 ]
@@ -136,7 +136,7 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
     fates = [fate for fate in fates if fate.kept_by != (NOT_ASKED,)]
     if outcome.removed or outcome.trimmed:
-        columns = [Column("COMMIT", folds=True), Column("SAVED"), Column(""), Column("WHY", folds=True)]
+        columns = [Column("COMMIT", folds=True), Column("SAVED", drops=1), Column(""), Column("WHY", folds=True)]
         say_table([*columns, Column("FREES", "right")], map(_line, fates[:_LINES_MAX]))
         if len(fates) > _LINES_MAX:
             say(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
@@ -150,10 +150,10 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     say_paragraph(f"{verb} {_parts(outcome)}: {freed}", indent=2)
     _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
-        later = "a later collection takes them, or --grace 0s if nobody writes"
-        say_paragraph(f"too young to go: {_amount(outcome.young)}; {later}", indent=2)
+        later = "a later gc removes them, or --grace 0s now if nothing writes to the store"
+        say_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
-        later = "on a network filesystem a later collection removes them"
+        later = "on a network filesystem the next gc removes them"
         say_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
 
 
@@ -190,9 +190,9 @@ def _frees(fate: "CommitFate") -> str:
 
 def _parts(outcome: "GcOutcome") -> str:
     unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
-    orphans = f" ({outcome.orphans.count:,} of them named by no commit)" if outcome.orphans.count else ""
+    orphans = f" ({outcome.orphans.count:,} of them orphans)" if outcome.orphans.count else ""
     objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
-    trash = f", {counted(outcome.trash.count, 'file')} of the trash" if outcome.trash.count else ""
+    trash = f", {counted(outcome.trash.count, 'file')} in the trash" if outcome.trash.count else ""
     trimmed = f", the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""
     return f"{counted(len(outcome.removed), 'commit')}{trimmed}{trash}, {objects}{unfinished}"
 

@@ -66,17 +66,15 @@ RunName = Annotated[
     str | None,
     typer.Option(
         metavar="R",
-        help="The run's name; else the save folder's, for checkpoint-N and the like its parent's.",
+        help="The run's name. [default: the save folder's; of checkpoint-N and the like, its parent's]",
     ),
 ]
-Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")]
+Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag. [default: what `latest` names]")]
 PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Other content saved for this step goes to the trash.")]
 PolicyName = Annotated[
     str,
-    typer.Option(
-        metavar="P", help="full, parity, filter, drift, or an installed one: only layers that are due are stored."
-    ),
+    typer.Option(metavar="P", help="Store only layers that are due: full, parity, filter, drift, filter:every=10."),
 ]
 Rollback = Annotated[
     bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
@@ -153,7 +151,7 @@ def ingest(
             follow=follow,
             trust_store=trust_store,
         )
-        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag)
+        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag, follow)
         try:
             for folder, its_tag in found:
                 _take(save, folder, its_tag, saved, problems, pin=pin, as_json=as_json)
@@ -239,10 +237,14 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 # -- where checkpoints come from -----------------------------------------------------------------------------------
 
 
-def _named(checkpoints: list[Path], tag: str | None) -> "Iterator[Checkpoint]":
-    """Yield *checkpoints* in step order."""
-    for checkpoint in sorted(checkpoints, key=_in_step_order):
-        yield checkpoint, tag
+def _named(checkpoints: list[Path], tag: str | None, follow: bool) -> "Iterator[Checkpoint]":
+    """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
+    from layerstore.zero3 import discover
+
+    in_order = sorted(checkpoints, key=_in_step_order)
+    for checkpoint in in_order if len(in_order) > 1 else []:
+        discover(checkpoint, tag=tag, follow=follow)
+    yield from ((checkpoint, tag) for checkpoint in in_order)
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:
@@ -314,16 +316,16 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
             say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}{unread}")
         return
     if ingested.record_healed:
-        say(f"{name} had lost its record, and has the very same again")
+        say(f"{name}: its lost record is back")
     pinned = "" if pin is None else f"; pinned as {shown(pin)}"
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
     unread = "" if ingested.reused_read else ", not read"
+    reused = f", {size(ingested.bytes_reused)} reused{unread}" if ingested.bytes_reused else ""
     say_paragraph(
-        f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
-        f"{size(ingested.bytes_reused)} reused{unread}{derived}, in {ingested.seconds:.1f} s, "
+        f"saved {name}: {layers}, {size(ingested.bytes_new)} new{reused}{derived}, in {ingested.seconds:.1f} s, "
         f"from {shown(ingested.source)}{pinned}",
         indent=2,
     )

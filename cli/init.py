@@ -31,6 +31,6 @@ def init(
         if as_json:
             say_json({"path": str(made.path), "id": made.id})
             return
-        say(f"made the store {shown(made.path)}, id {made.id}")
+        say(f"created the store {shown(made.path)}, id {made.id}")
         name_store(str(path or store) if path or store else None)
         say_note(with_store("next: layerstore ingest CHECKPOINT"))

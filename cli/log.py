@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     """By run, attempt and step."""
 
 
-# How narrow the last columns may get.
-_NOTE_WIDTH_MIN = 10
-
 # One screen or two.
 _LIMIT = 50
 
@@ -113,8 +110,8 @@ def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {
             Column("RUN", folds=True): lambda each: each.commit.record.run,
             Column("STEP", "right"): lambda each: str(each.commit.record.step),
-            Column("COMMIT"): lambda each: each.commit.id[:SHORT_ID_DIGITS],
-            Column("SAVED"): lambda each: age(each.commit.observed.time_ns),
+            Column("COMMIT", drops=2): lambda each: each.commit.id[:SHORT_ID_DIGITS],
+            Column("SAVED", drops=1): lambda each: age(each.commit.observed.time_ns),
             Column("DROPPED"): lambda each: age(each.dropped_ns),
         }
         say_rows(columns, dropped)
@@ -142,8 +139,8 @@ def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, s
     if with_graph or any(entry.attempt > 1 for entry in entries):
         of_entry[Column("ATTEMPT", "right")] = lambda entry: str(entry.attempt)
     of_entry[Column("STEP", "right")] = lambda entry: str(entry.step)
-    of_entry[Column("COMMIT")] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
-    of_entry[Column("SAVED")] = lambda entry: age(entry.time_ns)
+    of_entry[Column("COMMIT", drops=1)] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
+    of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":
@@ -159,20 +156,20 @@ def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, s
 
 def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "dict[Column, Callable[[LogEntry], str]]":
     columns: dict[Column, Callable[[LogEntry], str]] = {
-        Column("LAYERS", "right"): lambda entry: (
+        Column("LAYERS", "right", drops=3): lambda entry: (
             str(entry.layers) if entry.layers_saved == entry.layers else f"{entry.layers_saved} of {entry.layers}"
         ),
-        Column("NEW", "right"): lambda entry: size(entry.bytes_new),
+        Column("NEW", "right", drops=4): lambda entry: size(entry.bytes_new),
     }
     if not all(entry.has_moments for entry in entries):
-        lacks = Column("LACKS", folds=True, width_min=_NOTE_WIDTH_MIN)
+        lacks = Column("LACKS")
         columns[lacks] = lambda entry: "" if entry.has_moments else "moments"
     if any(entry.pushed for entry in entries):
-        columns[Column("PUSHED", folds=True, width_min=_NOTE_WIDTH_MIN)] = lambda entry: ", ".join(
+        columns[Column("PUSHED", folds=True, drops=5)] = lambda entry: ", ".join(
             remotes.get(url, url) for url in entry.pushed
         )
     if any(entry.pins for entry in entries):
-        columns[Column("PINS", folds=True, width_min=_NOTE_WIDTH_MIN)] = lambda entry: ", ".join(entry.pins)
+        columns[Column("PINS", folds=True)] = lambda entry: ", ".join(entry.pins)
     return columns
 
 
@@ -184,5 +181,5 @@ def _what_saves_took(took: "Took") -> "dict[Column, Callable[[LogEntry], str]]":
     return {
         Column("BLOCKED", "right"): told(lambda timing: f"{timing.blocked_seconds * 1e3:.1f} ms"),
         Column("DURABLE", "right"): told(lambda timing: f"{timing.durable_seconds:.2f} s"),
-        Column("COPIED", "right"): told(lambda timing: size(timing.copied_bytes)),
+        Column("COPIED", "right", drops=3): told(lambda timing: size(timing.copied_bytes)),
     }

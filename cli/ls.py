@@ -37,8 +37,8 @@ def ls(
     columns = [
         Column("LAYER", folds=True),
         Column("STEP", "right"),
-        Column("PARAMETERS", "right"),
-        *(Column(kind.upper(), "right") for kind in kinds),
+        Column("PARAMETERS", "right", drops=2),
+        *(Column(kind.upper(), "right", drops=1) for kind in kinds),
         Column("SIZE", "right"),
     ]
     total = [

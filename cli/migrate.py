@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
+from layerstore.cli.options import AsJson, StorePath, store_or_nearest
 from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, with_store
 from layerstore.json_fields import json_fields
 from layerstore.layout import folder_of
@@ -39,7 +39,7 @@ def migrate(
     if list_:
         return _list(migrations.STEPS, as_json=as_json)
     work = migrations.plan_migration if dry_run else migrations.migrate
-    migration = work(folder_of(store or DEFAULT_STORE))
+    migration = work(folder_of(store_or_nearest(store)))
     if as_json:
         return say_json(json_fields(migration) | {"dry_run": dry_run})
     if not migration.steps:

@@ -7,6 +7,7 @@ A ``--store`` or ``--json`` before the command is the default for the one after 
 import contextlib
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 import layerstore
+from layerstore.cli.render import say_aside
 from layerstore.cli.shares import shares
 from layerstore.errors import InvalidInput
 from layerstore.layout import is_url
@@ -27,23 +29,56 @@ DEFAULT_STORE = Path(".layerstore")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, as the last line.")]
 StorePath = Annotated[
     str | None,
-    typer.Option("--store", metavar="STORE", help="A folder or URL; else LAYERSTORE_STORE, else ./.layerstore."),
+    typer.Option(
+        "--store", metavar="STORE", help="A folder or URL. [default: LAYERSTORE_STORE, else .layerstore here or above]"
+    ),
 ]
 Reference = Annotated[
     str | None,
     typer.Argument(
         metavar="REF",
-        help="RUN@STEP, RUN, RUN~1, a pin or 12 digits of a commit's id; else the newest step of the only run.",
+        help="RUN@STEP, RUN, RUN~1, a pin or the beginning of a commit's id. [default: the only run's newest step]",
     ),
 ]
+
+
+def nearest_store() -> Path:
+    """
+    Return ``.layerstore`` in this folder, else that in the nearest folder above, up to the home folder.
+
+    If there is none, return where this folder's would be.
+    """
+    here = Path.cwd()
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  # Path.home raises for a container's user without one
+    for folder in (here, *here.parents):
+        if os.path.exists(folder / DEFAULT_STORE):  # noqa: PTH110  # False, too, where nobody may look
+            return DEFAULT_STORE if folder == here else folder / DEFAULT_STORE
+        if folder == home:
+            break
+    return DEFAULT_STORE
+
+
+def store_or_nearest(path: str | None) -> str | Path:
+    """Return the store at *path*; without one, the nearest, and say which it is if it is not this folder's."""
+    if path is not None:
+        return path
+    found = nearest_store()
+    if found != DEFAULT_STORE:
+        say_aside(f"using the store {found}")
+    return found
+
 
 Command: TypeAlias = Callable[..., None]
 Table: TypeAlias = Mapping[str, tuple[type, str, str]]
 """Options by name: the type of each, its metavar and its help."""
 
 
-def with_options(place: str, table: Table) -> Callable[[Command], Command]:
-    """Replace a command's parameter *place* by the options of *table*; it receives those that were given."""
+def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:
+    """
+    Replace a command's parameter *place* by the options of *table*, which ``--help`` has under *panel*.
+
+    The command receives those that were given.
+    """
 
     def extended(command: Command) -> Command:
         @functools.wraps(command)
@@ -57,7 +92,7 @@ def with_options(place: str, table: Table) -> Callable[[Command], Command]:
                 parameters.append(parameter)
                 continue
             for name, (of, metavar, text) in table.items():
-                option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+                option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel=panel)
                 annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # built at run time
                 parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
@@ -68,7 +103,7 @@ def with_options(place: str, table: Table) -> Callable[[Command], Command]:
 
 @contextlib.contextmanager
 def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
-    """Yield the store at *path*, or the default one, or a *remote* of it; show its warnings."""
+    """Yield the store at *path*, or the nearest one, or a *remote* of it; show its warnings."""
     from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice, WeakDurability
 
@@ -77,7 +112,7 @@ def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
     warnings.simplefilter("always", RemoteNotice)
     if remote is not None and is_url(remote):
         path, remote = remote, None
-    with layerstore.Store(path or DEFAULT_STORE, shares=shares()) as store:
+    with layerstore.Store(store_or_nearest(path), shares=shares()) as store:
         if remote is None:
             yield store
             return

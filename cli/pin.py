@@ -21,6 +21,7 @@ from layerstore.cli.render import (
 )
 from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
+from layerstore.layers import is_name, typed
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -55,15 +56,21 @@ def pin(
     """
     if remote is not None and delete is None:
         raise InvalidInput("--remote is for --delete", hint="layerstore push sends pins")
+    if name is not None and ref is None and not list_ and delete is None:
+        raise InvalidInput(
+            f"pin takes NAME and REF: which commit shall {name!r} name?",
+            hint=f"layerstore pin {typed(name)} RUN@STEP; layerstore show {typed(name)} shows an existing pin",
+        )
     asked = [name is not None, list_, delete is not None]
-    if sum(asked) != 1 or (name is not None and ref is None):
+    if sum(asked) != 1:
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
     with opened(store) as opened_store:
         if list_:
             _say_pins(opened_store, as_json=as_json)
         elif delete is not None:
             _say_deleted(delete, opened_store.delete_pin(delete, remote=remote), as_json=as_json)
-        elif name is not None:
+        elif name is not None and ref is not None:
+            _check_order(opened_store, name, ref)
             _make(opened_store, name, ref, as_json=as_json)
 
 
@@ -71,12 +78,25 @@ def _say_deleted(name: str, shows: bool | None, *, as_json: bool) -> None:
     if as_json:
         say_json({"deleted": name, "commit_visible": shows})
         return
-    frees = "; the next gc frees what only this pin kept"
+    frees = "; the next gc removes what only this pin kept"
     then = "" if shows is None else "; its commit stays" if shows else frees
     say(f"deleted the pin {shown(name)}{then}")
 
 
-def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
+def _check_order(store: "Store", name: str, ref: str) -> None:
+    """Raise InvalidInput if *name* is a commit's and *ref* would be a new pin."""
+    from layerstore.history import begins_id
+
+    known = {*store.runs, *(pin.name for pin in store.pins())}
+    is_commits = name in known or not {"@", "~"}.isdisjoint(name)
+    if is_commits and is_name(ref) and ref not in known and not begins_id(ref):
+        raise InvalidInput(
+            f"pin takes NAME, then REF: {name!r} is a commit's name; nothing was changed",
+            hint=f"layerstore pin {typed(ref)} {typed(name)}",
+        )
+
+
+def _make(store: "Store", name: str, ref: str, *, as_json: bool) -> None:
     from layerstore.history import mixture_of
 
     made = store.pin(name, ref)
@@ -105,9 +125,9 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         }
         if any(map(_mixed_by, pins)):
             columns[Column("MIXED BY", folds=True)] = lambda row: _mixed_by(row[0])
-        columns[Column("COMMIT")] = lambda row: row[0].base[:SHORT_ID_DIGITS]
-        columns[Column("SAVED")] = lambda row: age(row[0].observed.time_ns)
-        columns[Column("LAYERS", "right")] = lambda row: f"{len(row[0].record.layers):,}"
+        columns[Column("COMMIT", drops=1)] = lambda row: row[0].base[:SHORT_ID_DIGITS]
+        columns[Column("SAVED", drops=2)] = lambda row: age(row[0].observed.time_ns)
+        columns[Column("LAYERS", "right", drops=3)] = lambda row: f"{len(row[0].record.layers):,}"
         say_rows(columns, zip(pins, store.names_of(pin.record for pin in pins), strict=True))
     elif not damaged:
         say_note(with_store("no pins yet; next: layerstore pin NAME REF"))

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from layerstore.policy import Keep, Policy
 
 _SETTINGS: Table = {
-    "fresh": (str, "even|odd", "parity: the half of the base; at ingest, of the run's first save."),
-    "first": (int, "N", "filter: blocks always due at the start."),
-    "last": (int, "N", "filter: blocks always due at the end."),
-    "share": (str, "1/2", "filter: how much of the rest at each turn."),
-    "every": (int, "N", "filter: a turn at every Nth save."),
-    "aux": (str, "rotate|always", "filter: whether embeddings and heads take turns too."),
-    "threshold": (float, "X", "drift: movement above which a layer is due."),
-    "budget": (str, "SIZE", "drift: what a save may take, like 2GB."),
-    "stalest": (int, "N", "drift: no layer older than N saves."),
-    "by": (str, "gradient|norm", "drift: what a movement is weighed by."),
+    "fresh": (str, "even|odd", "parity: the half of the base; at ingest, of the first save. [default: even]"),
+    "first": (int, "N", "filter: blocks always due at the start. [default: 2]"),
+    "last": (int, "N", "filter: blocks always due at the end. [default: 2]"),
+    "share": (str, "SHARE", "filter: how much of the rest at each turn. [default: 1/2]"),
+    "every": (int, "N", "filter: a turn at every Nth save. [default: 5]"),
+    "aux": (str, "rotate|always", "filter: whether embeddings and heads take turns too. [default: rotate]"),
+    "threshold": (float, "X", "drift: movement above which a layer is due. [default: 0.01]"),
+    "budget": (str, "SIZE", "drift: what a save may take, like 2GB. [default: no limit]"),
+    "stalest": (int, "N", "drift: no layer older than N saves. [default: 10]"),
+    "by": (str, "gradient|norm", "drift: what a movement is weighed by. [default: gradient]"),
 }
 """The settings of all policies."""
 
@@ -41,20 +41,35 @@ _RULES: Table = {
 }
 """The retention rules of gc."""
 
-with_settings = with_options("settings", _SETTINGS)
+# Each policy takes its own, and only those.
+_SETTINGS_PANEL = "Policy settings, also written as --policy filter:every=10,aux=always"
+
+with_settings = with_options("settings", _SETTINGS, panel=_SETTINGS_PANEL)
 """Replaces a command's parameter *settings* by the settings of policies."""
 
-with_rules = with_options("rules", _RULES)
+with_rules = with_options("rules", _RULES, panel="What to keep")
 """Replaces a command's parameter *rules* by the retention rules."""
 
 
-def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
-    """Return the policy *name* with *settings*."""
+def described_policy(text: str, settings: Mapping[str, object]) -> "Policy":
+    """
+    Return the policy *text*, which may have settings of its own, with the *settings* that options gave.
+
+    >>> described_policy("filter:every=10,aux=always", {"first": 1}).parameters["every"]
+    10
+    """
     from layerstore.policy import policy_named
 
+    name, _, listed = text.partition(":")
+    own = dict(setting.partition("=")[::2] for setting in listed.split(",") if setting)
+    for key in own.keys() & settings.keys():
+        raise InvalidInput(f"{key} was given twice, in --policy {text} and as --{key}", hint="leave one of them out")
+    try:
+        given = {**settings, **{key: _SETTINGS.get(key, (str,))[0](value) for key, value in own.items()}}
+    except ValueError as exc:
+        raise InvalidInput(f"--policy {text}: {exc}", hint="settings are like filter:every=10,share=1/3") from exc
     readers = {"share": _fraction, "budget": size_in_bytes}
-    given = {key: readers[key](str(value)) if key in readers else value for key, value in settings.items()}
-    return policy_named(name, given)
+    return policy_named(name, {key: readers[key](str(of)) if key in readers else of for key, of in given.items()})
 
 
 def keep_of(rules: Mapping[str, Any]) -> "Keep":
@@ -62,23 +77,6 @@ def keep_of(rules: Mapping[str, Any]) -> "Keep":
     from layerstore.policy import Keep
 
     return Keep(**{name.removeprefix("keep_"): value for name, value in rules.items()})
-
-
-def policy_from(text: str) -> "Policy":
-    """
-    Parse a policy with its settings from *text*, a single word.
-
-    >>> policy_from("filter:every=10,aux=always").parameters["every"]
-    10
-    """
-    name, _, settings = text.partition(":")
-    given = dict(setting.partition("=")[::2] for setting in settings.split(",") if setting)
-    try:
-        return described_policy(name, {key: _SETTINGS.get(key, (str,))[0](value) for key, value in given.items()})
-    except InvalidInput:
-        raise
-    except ValueError as exc:
-        raise InvalidInput(f"--policy {text}: {exc}", hint="settings are like filter:every=10,share=1/3") from exc
 
 
 def _fraction(text: str) -> object:

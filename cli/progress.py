@@ -1,11 +1,12 @@
 """
-Progress on stderr: a line that is redrawn on a terminal, or one line every half minute in a log.
+Progress on stderr: a line with a bar that is redrawn on a terminal, or one line every half minute in a log.
 
 A separate thread writes the lines, so a hanging disk shows in a log as 0 B/s.
 """
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ LINE_SECONDS = 30.0
 """The time between lines in a log."""
 
 _DRAW_SECONDS = 0.2
+_BAR_WIDTH_MIN, _BAR_WIDTH_MAX = 10, 20
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -70,7 +72,10 @@ class Lines:
             phase = Phase(self._what, self._total, self._done, time.monotonic() - self._began)
         with contextlib.suppress(OSError):  # nobody reads it any more, but the work continues
             if phase.what:
-                (draw if self._is_live else say_progress)(progress_line(phase, before))
+                if self._is_live:
+                    draw(bar_line(phase, width=shutil.get_terminal_size().columns))
+                else:
+                    say_progress(progress_line(phase, before))
         return phase
 
 
@@ -97,6 +102,24 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
         *([f"{_duration((phase.total - phase.done) / rate)} left"] if 0 < phase.done < phase.total and rate else []),
     ]
     return f"{phase.what}: {', '.join(parts)}"
+
+
+def bar_line(phase: Phase, *, width: int) -> str:
+    """
+    Return a line for a terminal of *width* columns: the phase, a bar if there is room, and what a log would say.
+
+    >>> bar_line(Phase("ingest", 10**9, 25 * 10**7, 60), width=80)
+    'ingest [#####---------------] 25%, 250.0 MB of 1.0 GB, 4.2 MB/s, 3 min left'
+    >>> bar_line(Phase("ingest", 10**9, 25 * 10**7, 60), width=60)
+    'ingest: 25%, 250.0 MB of 1.0 GB, 4.2 MB/s, 3 min left'
+    """
+    text = progress_line(phase, None)
+    room = width - len(text) - len("[] ")
+    if not phase.total or room < _BAR_WIDTH_MIN:
+        return text
+    length = min(_BAR_WIDTH_MAX, room)
+    filled = int(length * min(phase.done / phase.total, 1))
+    return f"{phase.what} [{'#' * filled}{'-' * (length - filled)}] {text.removeprefix(f'{phase.what}: ')}"
 
 
 def _duration(seconds: float) -> str:

@@ -50,7 +50,7 @@ def remote(
         say(f"{shown(name)} is {shown(recorded)}")
         say_note(with_store(f"next: layerstore push {name}"))
     else:
-        say(f"{shown(name)} is no remote any more; what lies at {shown(recorded)} stays")
+        say(f"{shown(name)} is no longer a remote; nothing at {shown(recorded)} was removed")
 
 
 def _say_remotes(store: "Store", *, as_json: bool) -> None:

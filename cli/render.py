@@ -32,9 +32,14 @@ _WIDTH_OF_A_PIPE = 100_000
 # Output for mails and bug reports is folded in a pipe too.
 PASTED_WIDTH = 80
 
-# The gap between columns, and the minimum width of a column that folds.
+# The gap between columns.
 _GAP = 2
-_FOLDED_WIDTH_MIN = 20
+
+# A name is broken only if it takes more than half of the terminal, and more than this.
+_WORD_WIDTH_MIN = 20
+
+# Verdicts: green is well, yellow is worth a look, red is going or wrong. The word alone says the same.
+_COLOURS = {"keep": 32, "ok": 32, "trim": 33, "note": 33, "remove": 31, "problem": 31}
 
 # In a narrower terminal, prose is not folded.
 _PROSE_WIDTH_MIN = 20
@@ -53,9 +58,9 @@ class Column:
     header: str
     align: Literal["left", "right"] = "left"
     folds: bool = False
-    """Whether its cells may wrap if the terminal is narrow."""
-    width_min: int = _FOLDED_WIDTH_MIN
-    """How narrow it may get."""
+    """Whether its cells may wrap between words if the terminal is narrow."""
+    drops: int = 0
+    """In a narrow terminal the column with the highest number is left out first, one with 0 never."""
 
 
 def shown(text: object) -> str:
@@ -174,20 +179,25 @@ def say_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_P
     """
     Print *text*, wrapped to the terminal's width, with lines after the first indented by *indent*.
 
-    Without a terminal, wrap it to *pipe_width*.
+    Without a terminal, wrap it to *pipe_width*. A verdict at its beginning is coloured.
     """
     for line in _folded(text, indent=indent, stream=sys.stdout, pipe_width=pipe_width):
-        say(line)
+        word = line.partition(" ")[0]
+        say(painted(word) + line.removeprefix(word))
 
 
 def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = _WIDTH_OF_A_PIPE) -> list[str]:
-    is_cut = _is_terminal(stream) or "COLUMNS" in os.environ
-    width = shutil.get_terminal_size().columns if is_cut else pipe_width
+    width = _width_of(stream, pipe_width=pipe_width)
     # Words stay whole, so that names, paths and commands can be copied.
     lines = textwrap.TextWrapper(
         max(width, _PROSE_WIDTH_MIN), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
     return lines.wrap(text)
+
+
+def _width_of(stream: TextIO | None, *, pipe_width: int = _WIDTH_OF_A_PIPE) -> int:
+    is_cut = _is_terminal(stream) or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if is_cut else pipe_width
 
 
 def say_json(fields: Mapping[str, object]) -> None:
@@ -211,34 +221,98 @@ def say_facts(facts: Mapping[str, str]) -> None:
 
 
 def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
-    """Print a table of *rows*, with a last line *total*."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """
+    Print a table of *rows*, with a last line *total*.
 
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    if not (_is_terminal(sys.stdout) or "COLUMNS" in os.environ):
-        console.width = _WIDTH_OF_A_PIPE
-    cells = [[Text(shown(cell)) for cell in row] for row in (*rows, *([] if total is None else [total]))]
-    bold = "bold" if _has_colour(sys.stdout) else "none"  # NO_COLOR means plain text
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=bold)
-    for index, column in enumerate(columns):
-        widest = max([len(column.header), *(line[index].cell_len for line in cells)])
-        table.add_column(
-            column.header,
-            justify=column.align,
-            no_wrap=not column.folds,
-            overflow="fold",
-            min_width=min(widest, column.width_min) if column.folds else widest,
-        )
-    for line in cells:
-        table.add_row(*line, style=bold if total is not None and line is cells[-1] else None)
-    # Let the terminal wrap lines rather than cut off the ends of numbers.
-    console.width = max(console.width, sum((column.min_width or 0) + _GAP for column in table.columns))
-    with console.capture() as capture:
-        console.print(table, crop=False)  # else rich would cut off what does not fit
-    for printed in capture.get().splitlines():
-        say(printed.rstrip())
+    In a narrow terminal some columns fold, between words; if that is not enough, others are left out, and named.
+    """
+    lines = [[shown(cell) for cell in row] for row in (*rows, *([] if total is None else [total]))]
+    headers = [column.header for column in columns]
+    kept, widths = _fitted(columns, [headers, *lines], _width_of(sys.stdout))
+    for line in (headers, *lines):
+        is_bold = line is headers or (total is not None and line is lines[-1])
+        _say_row([columns[index] for index in kept], [line[index] for index in kept], widths, is_bold=is_bold)
+    left_out = [header for index, header in enumerate(headers) if index not in kept]
+    if left_out:
+        say_note(f"no room for {', '.join(left_out)}")
+
+
+def _fitted(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[list[int], list[int]]:
+    """Return the indexes of the columns that fit into *width*, and how wide each of them is."""
+    widths = [max(_cells(line[index]) for line in lines) for index in range(len(columns))]
+    words = [[word for line in lines for word in line[index].split()] for index in range(len(columns))]
+    least = [
+        min(max(map(_cells, words[index]), default=0), max(width // 2, _WORD_WIDTH_MIN))
+        if column.folds
+        else widths[index]
+        for index, column in enumerate(columns)
+    ]
+    kept = list(range(len(columns)))
+    while sum(least[index] + _GAP for index in kept) - _GAP > width:
+        spare = [index for index in kept if columns[index].drops]
+        if not spare:
+            break  # the terminal wraps what remains
+        kept.remove(max(spare, key=lambda index: columns[index].drops))
+    excess = sum(widths[index] + _GAP for index in kept) - _GAP - width
+    for index in sorted(kept, key=lambda index: least[index] - widths[index]):  # the one with most to give first
+        given = max(0, min(excess, widths[index] - least[index]))
+        widths[index] -= given
+        excess -= given
+    return kept, [widths[index] for index in kept]
+
+
+def _say_row(columns: Sequence[Column], line: Sequence[str], widths: Sequence[int], *, is_bold: bool) -> None:
+    cells = [
+        _words_in(text, width) if column.folds else [text]
+        for column, text, width in zip(columns, line, widths, strict=True)
+    ]
+    for number in range(max(map(len, cells))):
+        parts = []
+        for column, texts, width in zip(columns, cells, widths, strict=True):
+            text = texts[number] if number < len(texts) else ""
+            space = " " * (width - _cells(text))
+            parts.append(f"{space}{text}" if column.align == "right" else f"{painted(text)}{space}")
+        printed = (" " * _GAP).join(parts).rstrip()
+        say(f"\x1b[1m{printed}\x1b[0m" if is_bold and _has_colour(sys.stdout) else printed)
+
+
+def _words_in(text: str, width: int) -> list[str]:
+    """
+    Return *text* in lines of *width*, broken between words, and inside one only if it has no room by itself.
+
+    >>> _words_in("the newest of its run", 10), _words_in("model.layers.0", 10)
+    (['the newest', 'of its run'], ['model.laye', 'rs.0'])
+    """
+    lines = [""]
+    most = width if text.isascii() else max(width // 2, 1)
+    words = [word[start : start + most] for word in text.split() for start in range(0, len(word), most)]
+    for word in words:
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and _cells(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _cells(text: str) -> int:
+    """
+    Return how many columns of a terminal *text* takes.
+
+    >>> _cells("sft@200"), _cells("模型")
+    (7, 4)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in {"W", "F"} else 1
+        for sign in text
+    )
+
+
+def painted(word: str) -> str:
+    """Return the verdict *word* in its colour, on a terminal; any other word as it is."""
+    return f"\x1b[{_COLOURS[word]}m{word}\x1b[0m" if word in _COLOURS and _has_colour(sys.stdout) else word
 
 
 def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -> None:
@@ -279,6 +353,12 @@ def with_store(text: str) -> str:
         return text
     commands = _READING_COMMAND if is_url(path) else _COMMAND
     return commands.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
+
+
+def say_aside(text: str) -> None:
+    """Print a line that is not part of the answer; ``--quiet`` silences it."""
+    if not _voice.is_quiet:
+        _print(shown(text), sys.stderr)
 
 
 def say_warning(message: str) -> None:

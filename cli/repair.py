@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
+from layerstore.cli.options import AsJson, StorePath, opened, store_or_nearest
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     counted,
@@ -71,7 +71,7 @@ def repair(
     if store_id is not None:
         from layerstore.store import restore_identity
 
-        restored = restore_identity(store or DEFAULT_STORE, store_id, dry_run=dry_run)
+        restored = restore_identity(store_or_nearest(store), store_id, dry_run=dry_run)
     is_assumed = restored is not None and restored.is_assumed
     identity = {"dry_run": dry_run, "identity": restored is not None, "flags_assumed": is_assumed}
     if is_assumed:
@@ -142,9 +142,9 @@ def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
         say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
     say_each([f"{shown(name)} is for a newer layerstore, and was left as it is" for name in repaired.newer])
     if not repaired.has_done:
-        unread = "" if read_data else "; the tensors' own bytes were not read: --read-data reads those too"
-        say("nothing more can be done here" if repaired.has_lost else f"nothing to repair{unread}")
+        unread = "" if read_data else "; tensor data was not read; --read-data checks it too"
+        say("nothing else can be repaired" if repaired.has_lost else f"nothing to repair{unread}")
     elif dry_run:
         say("nothing was changed")
     elif repaired.reindexed:
-        say("made the index afresh")
+        say("rebuilt the index")

@@ -47,8 +47,8 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     columns: dict[Column, Callable[[tuple[LayerLine, str]], str]] = {
         Column("LAYER", folds=True): lambda row: row[0].layer,
         Column("SAVED AT", folds=True): lambda row: row[1],
-        Column("VERSION"): lambda row: row[0].version[:SHORT_ID_DIGITS],
-        Column("PARAMETERS", "right"): lambda row: f"{row[0].parameters:,}",
+        Column("VERSION", drops=1): lambda row: row[0].version[:SHORT_ID_DIGITS],
+        Column("PARAMETERS", "right", drops=2): lambda row: f"{row[0].parameters:,}",
         Column("SIZE", "right"): lambda row: size(sum(row[0].bytes_by_kind.values())),
     }
     say_rows(columns, zip(view.layers, names, strict=True))
@@ -60,19 +60,24 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "run": name,
         "attempt": f"{view.attempt}, forked from {view.fork}" if view.fork else str(view.attempt),
         "pins": ", ".join(view.pins),
-        "mixture": f"{_policy(view)} chose the layers; all else is from {name}" if view.is_mixture else "",
+        "mixture": f"{_policy(view)} chose the layers; everything else is from {name}" if view.is_mixture else "",
         "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
         "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
-        "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
+        "layers": f"{len(view.layers)}, {_saved(view)}, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
-        "besides": f"{size(view.beside_bytes)} of what ranks have of their own, and files",
-        "files": f"{len(view.files)} beside the shards: {some(view.files, limit=6)}" if view.files else "",
+        "other state": f"{size(view.beside_bytes)} (RNG, scheduler, files)",
+        "files": some(view.files, limit=6),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _saved(view: "CommitView") -> str:
+    inherited = len(view.layers) - view.layers_saved
+    return f"{view.layers_saved} saved at this step, {inherited} inherited" if inherited else "all saved at this step"
 
 
 def _policy(view: "CommitView") -> str:

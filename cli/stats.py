@@ -50,18 +50,21 @@ def _tell(found: "Stats") -> None:
     if not found.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
-    own = [Column("OWN", "right")] if found.run is None else []  # unknown if only one run is counted
+    own = [Column("OWN", "right", drops=1)] if found.run is None else []  # unknown if only one run is counted
     say()
     say_table(
-        [Column("RUN", folds=True), Column("COMMITS", "right"), *figures, *own],
+        [Column("RUN", folds=True), Column("COMMITS", "right", drops=2), *figures, *own],
         (
             [of.run, f"{of.commits:,}", *_sizes(of.logical_bytes, of.unique_bytes, *[of.own_bytes] * len(own))]
             for of in found.runs
         ),
     )
     for columns, amounts in (
-        ([Column("KIND"), Column("OBJECTS", "right")], {name: of for name, of in found.kinds.items() if of.count}),
-        ([Column("LAYER", folds=True), Column("VERSIONS", "right")], found.layers),
+        (
+            [Column("KIND"), Column("OBJECTS", "right", drops=1)],
+            {name: of for name, of in found.kinds.items() if of.count},
+        ),
+        ([Column("LAYER", folds=True), Column("VERSIONS", "right", drops=1)], found.layers),
     ):
         say()
         say_table(
@@ -71,7 +74,7 @@ def _tell(found: "Stats") -> None:
 
 
 def _facts(found: "Stats") -> dict[str, str]:
-    pins = f"; {counted(found.pins, 'pin')} beside them, of mixtures or hidden commits" if found.pins else ""
+    pins = f"; {counted(found.pins, 'pin')} besides, of mixtures or hidden commits" if found.pins else ""
     facts = {
         "commits": f"{found.commits:,} in {counted(len(found.runs), 'run')}{pins}",
         "logical": f"{size(found.logical_bytes)} if each were stored whole",
@@ -81,9 +84,9 @@ def _facts(found: "Stats") -> dict[str, str]:
     if found.unneeded is not None:
         facts["unneeded"] = (
             f"{size(found.unneeded.bytes)} on disk, in {counted(found.unneeded.objects, 'object')} "
-            "that neither a visible commit nor a pin needs"
+            "that no visible commit and no pin needs"
             if found.unneeded.objects
-            else "nothing: a visible commit or a pin needs each object"
+            else "nothing: every object belongs to a visible commit or a pin"
         )
     return facts
 

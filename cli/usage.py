@@ -10,18 +10,31 @@ from layerstore.nearest import did_you_mean, nearest
 # typer states the name only in this message.
 _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
+_EXTRA = re.compile(r"Got unexpected extra argument\(s\) \((?P<words>.*)\)\.?", re.DOTALL)
+
 # Our commands by other tools' names for them.
 _ELSEWHERE = {
-    "compose": {"export", "extract", "load", "merge", "restore", "resume"},
+    "compose": {"export", "extract", "get", "load", "merge", "restore", "resume"},
     "drop": {"delete", "remove", "rm"},
     "gc": {"prune"},
     "ingest": {"add", "commit", "import", "save"},
-    "log": {"list"},
+    "log": {"history", "list", "runs", "snapshots"},
     "migrate": {"upgrade"},
     "pin": {"tag"},
-    "show": {"info"},
-    "stats": {"status"},
+    "show": {"describe", "info", "inspect"},
+    "stats": {"du", "status"},
+    "undrop": {"undelete", "unrm"},
     "verify": {"check", "fsck"},
+}
+
+# What takes more than one word of ours.
+_IN_OUR_WORDS = {
+    "forget": "layerstore drop REF moves one commit to the trash; layerstore gc --keep-last N removes by rules",
+    "help": "layerstore --help lists the commands, layerstore COMMAND --help explains one",
+    "ps": "layerstore log lists the commits",
+    "rename": "layerstore pin NEW OLD, then layerstore pin --delete OLD, renames a pin; a run keeps its name",
+    "tags": "layerstore pin --list lists the pins",
+    "untag": "layerstore pin --delete PIN",
 }
 
 # By pydantic's code for a refused value; other codes keep typer's words.
@@ -45,6 +58,9 @@ def usage_message(problem: TyperException) -> str:
         if "error" in facts:  # a choice, which typer checks itself
             return f"{option}: {str(facts['error']).rstrip('.')}"
     # For an unknown option, the hint has the suggestions.
+    extra = _EXTRA.fullmatch(problem.message)
+    if extra is not None:
+        return f"{_command(problem)} takes {_arguments(problem) or 'no argument'}; unexpected: {extra['words']}"
     is_unknown = isinstance(getattr(problem, "possibilities", None), list)
     text = " ".join((problem.message if is_unknown else problem.format_message()).split()).rstrip(".")
     return text[:1].lower() + text[1:]
@@ -61,8 +77,24 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
     unknown = _NO_COMMAND.fullmatch(problem.message)
     if unknown is not None:
         name = unknown["name"]
+        if name in _IN_OUR_WORDS:
+            return _IN_OUR_WORDS[name]
         meant = [ours for ours, others in _ELSEWHERE.items() if name in others] or nearest(name, commands)
-    return did_you_mean(meant, else_=f"{context.command_path} --help")
+    help_ = f"{context.command_path} --help"
+    if _EXTRA.match(problem.message) and _arguments(problem) == "REF":
+        one = "name the folder with -o DIR" if _command(problem) == "compose" else "one commit at a time"
+        return f"{one}; {help_}"
+    return did_you_mean(meant, else_=help_)
+
+
+def _command(problem: TyperException) -> str:
+    return str(getattr(getattr(problem, "ctx", None), "info_name", None))
+
+
+def _arguments(problem: TyperException) -> str:
+    """Return the names of the arguments that the command takes."""
+    params = getattr(getattr(getattr(problem, "ctx", None), "command", None), "params", [])
+    return " and ".join(str(param.metavar) for param in params if param.param_type_name == "argument")
 
 
 def _option(problem: TyperException) -> str | None:

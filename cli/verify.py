@@ -76,7 +76,7 @@ def verify(
     else:
         _say_verdict(verdict, looked_at)
         if not reads:
-            say_note("the tensors' own bytes were not read: --read-data reads those too")
+            say_note("tensor data was not read; --read-data checks it too")
     if verdict.damaged:
         option = " --read-data" if reads else ""  # without it, repair would not find this damage
         if remote is not None:
@@ -98,19 +98,19 @@ def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
         _say_damage(damage)
     say_each([f"{shown(each.reference)}: {shown(_stands(each))}" for each in verdict.standing.hurt], limit=_HURT_MAX)
     for run, whole in verdict.standing.whole.items():
-        say(f"{shown(run)}: {f'the newest step that is whole is {shown(whole)}' if whole else 'no step is whole'}")
+        say(f"{shown(run)}: {f'the newest intact step is {shown(whole)}' if whole else 'no step is intact'}")
     of = "" if looked_at is None else f"{shown(looked_at)}: "
     found = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
     (say_note if verdict.ok else say)(f"checked {of}{found}: {_result(verdict)}")
     if verdict.orphans:
-        say_note(f"{counted(verdict.orphans, 'orphan')}, which {'harms' if verdict.orphans == 1 else 'harm'} nothing")
+        say_note(f"{counted(verdict.orphans, 'orphan')}: harmless, and removed by the next gc")
 
 
 def _result(verdict: "Verdict") -> str:
     if verdict.damaged:
         return f"{len(verdict.damaged)} damaged"
     if verdict.sample is not None and not verdict.objects_read:
-        return "no damage in names and sizes; no object lies in this part"
+        return "no damage in names and sizes; this part holds no object"
     return "no damage"
 
 
@@ -128,7 +128,7 @@ def _say_damage(damage: "Damage") -> None:
     for cost in damage.costs:
         holders.setdefault(lost_in_words(cost.layers, everything=cost.everything), []).append(cost.holder)
     for lost, names in holders.items():
-        say_paragraph(f"  costs {shown(some(names))}: {shown(lost)}", indent=4)
+        say_paragraph(f"  affects {shown(some(names))}: {shown(lost)}", indent=4)
 
 
 def _stands(hurt: "Hurt") -> str:

@@ -111,9 +111,12 @@ class Exported:
     @property
     def how_to_load(self) -> str:
         """How to load the folder, in a line; empty if it has no config."""
+        folder = json.dumps(str(self.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
         if ADAPTER_CONFIG in self.files:
-            return "load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)"
-        return f"load it with {self.model_class or 'AutoModel'}.from_pretrained(FOLDER)" if CONFIG in self.files else ""
+            return f"load it with PeftModel.from_pretrained(model, {folder})"
+        return (
+            f"load it with {self.model_class or 'AutoModel'}.from_pretrained({folder})" if CONFIG in self.files else ""
+        )
 
 
 def plan_export(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from layerstore.errors import AlreadyExists, InvalidInput
+from layerstore.layers import typed
 from layerstore.storage import Repository, mapped_errors
 from layerstore.zero3 import SUMMARY
 
@@ -59,11 +60,16 @@ def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> Ta
     Check that a file may be written at *out*, and return its target; the first bytes *begins* identify an older *what*.
 
     Raises:
-        InvalidInput: It is inside the store, contains the store, or is not a path for a file.
+        InvalidInput: It is inside the store, contains the store, or its folder is missing, which may be a typo.
         AlreadyExists: Something else is there.
     """
     with _looking_at(out):
         path = _placed(repo, out)
+        if not path.parent.exists():
+            raise InvalidInput(
+                f"there is no folder {out.parent} for {what}; nothing was written",
+                hint=f"mkdir -p {typed(str(out.parent))}, or choose another -o",
+            )
         older = repo.files.identity(path)
         if older is not None and (path.is_symlink() or not path.is_file() or not _begins(repo, path, begins)):
             raise AlreadyExists(
@@ -209,7 +215,6 @@ def write_file(repo: Repository, target: Target, data: bytes) -> None:
         AlreadyExists: Something was put there since it was checked.
     """
     files, path = repo.files, target.path
-    files.make_directories(path.parent)
     partial = _named_like(path, "partial")
     try:
         with files.create(partial) as file:

@@ -19,7 +19,6 @@ from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
 from layerstore.model import CommitId
-from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
@@ -205,11 +204,8 @@ def chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[Run
     """
     views = views_of(repo)
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
-    missing = wanted - {view.run for view in views}
-    if missing:
-        run = min(missing)
-        hint = did_you_mean(nearest(run, (view.run for view in views)), else_="layerstore log lists the runs")
-        raise NotFound(f"there is no run {run!r} in this store", hint=hint)
+    for run in sorted(wanted - {view.run for view in views}):
+        repo.catalog.view(run)  # raises, and lists the existing runs
     pinned = pinned_commits(repo)
     runs = tuple(
         (

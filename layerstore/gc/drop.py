@@ -10,15 +10,12 @@ from datetime import datetime
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only
-from layerstore.history import Resolved, reference_to, references_to, resolve, view_read_again
+from layerstore.history import Resolved, begins_id, reference_to, references_to, resolve, view_read_again
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.units import utc
-
-_ID_DIGITS_MIN = 12
-"""Fewer digits name no commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +146,7 @@ def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
 
 def find_dropped(repo: Repository, ref: str) -> Commit:
     """
-    Return the commit in the trash that *ref* means: ``RUN@STEP``, an id, or its first 12 digits.
+    Return the commit in the trash that *ref* means: ``RUN@STEP``, or the beginning of its id.
 
     Raises:
         NotFound: There is none.
@@ -159,7 +156,7 @@ def find_dropped(repo: Repository, ref: str) -> Commit:
     found = [
         each.commit
         for each in dropped(repo)
-        if (len(ref) >= _ID_DIGITS_MIN and each.commit.id.startswith(ref))
+        if (begins_id(ref) and each.commit.id.startswith(ref))
         or (each.commit.record.run, each.commit.record.step) == (reference.name, reference.step)
     ]
     if not found:

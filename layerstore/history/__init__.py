@@ -19,7 +19,17 @@ from layerstore.history.place import (
     saved_now,
 )
 from layerstore.history.pushed import PushedNotice, note_pushed, pushed_to
-from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
+from layerstore.history.references import (
+    Resolved,
+    ambiguous_id,
+    begins_id,
+    is_mixture,
+    locate,
+    only_run,
+    reference_to,
+    references_to,
+    resolve,
+)
 from layerstore.history.staleness import Staleness, check_staleness, mixture_of, staleness_of
 
 __all__ = [
@@ -31,6 +41,8 @@ __all__ = [
     "PushedNotice",
     "Resolved",
     "Staleness",
+    "ambiguous_id",
+    "begins_id",
     "check_staleness",
     "has_shrunk",
     "is_mixture",

@@ -16,9 +16,10 @@ from layerstore.model import Commit, CommitId, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
 
-# As `log` shows them, or longer; fewer digits are only ever suggested.
-_COMMIT_ID = re.compile("[0-9a-f]{12,32}")
-_PART_OF_ID = re.compile("[0-9a-f]{4,11}")
+# The beginning of a commit's id, as in git. One that is no shorter than those that `log` shows can be nothing else.
+_ID_DIGITS_MIN = 4
+_COMMIT_ID = re.compile(f"[0-9a-f]{{{_ID_DIGITS_MIN},32}}")
+_SHOWN_ID_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ def resolve(repo: Repository, text: str | None) -> Resolved:
     Return the record that *text* means; None means the tip of the store's only run.
 
     Raises:
-        NotFound: There is no such run, attempt, step or pin.
+        NotFound: There is no such run, attempt, step, pin or commit.
+        InvalidInput: Several commits' ids begin that way.
         Conflict: That step has two commits.
     """
     found = locate(repo, only_run(repo) if text is None else text, pins=repo.records.pin_names())
@@ -103,31 +105,39 @@ def locate(
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
         return Resolved.of_pin(repo.records.read_pin(reference.name))
-    if _COMMIT_ID.fullmatch(text) and not repo.records.names(text):
-        return _by_id(repo, text)
-    if _PART_OF_ID.fullmatch(text) and not repo.records.names(text) and (meant := _begins_with(repo, text)):
-        raise NotFound(
-            f"there is no run {text!r} in this store; of a commit's id 12 digits are needed",
-            hint=did_you_mean(row.id[:12] for row in meant[:3]),
-        )
+    if begins_id(text) and not repo.records.names(text) and (found := _by_id(repo, text)) is not None:
+        return found
     return find_row((view_of or repo.catalog.view)(reference.name), reference)
 
 
-def _by_id(repo: Repository, text: str) -> RecordRow | Resolved:
-    """Return the commit whose id begins with *text*, visible or in the trash."""
-    found = _begins_with(repo, text)
+def begins_id(text: str) -> bool:
+    """Whether *text* may be the beginning of a commit's id."""
+    return _COMMIT_ID.fullmatch(text) is not None
+
+
+def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
+    """Return the error for *text*, with which several *ids* begin."""
+    known = list(ids)
+    return InvalidInput(
+        f"{len(known)} commits begin with {text!r}",
+        hint=f"write more of the id: {', '.join(each[:_SHOWN_ID_DIGITS] for each in known[:4])}",
+    )
+
+
+def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
+    """Return the commit whose id begins with *text*, visible or else in the trash; None if *text* may be a run."""
+    views = (repo.catalog.view(run) for run in repo.catalog.runs())
+    found = [row for view in views for row in view.visible if row.id.startswith(text)]
     if len(found) == 1:
         return found[0]
-    dropped = [name for name in repo.trash.records() if name.id.startswith(text)]
-    if not found and len(dropped) == 1:
+    dropped = [] if found else [name for name in repo.trash.records() if name.id.startswith(text)]
+    if len(dropped) == 1:
         return Resolved.of_commit(repo.trash.read_record(dropped[0]))
-    raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
-
-
-def _begins_with(repo: Repository, text: str) -> list[RecordRow]:
-    """Return the visible commits whose ids begin with *text*."""
-    views = (repo.catalog.view(run) for run in repo.catalog.runs())
-    return [row for view in views for row in view.visible if row.id.startswith(text)]
+    if found or dropped:
+        raise ambiguous_id(text, (each.id for each in found or dropped))
+    if len(text) >= _SHOWN_ID_DIGITS:
+        raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
+    return None
 
 
 def find_row(view: RunView, reference: Reference) -> RecordRow:

@@ -70,7 +70,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.steps < self.every:
             raise InvalidInput(
-                f"a run of {self.steps:,} steps has no save at every {self.every:,}th", hint="--steps, --every"
+                f"a run of {self.steps:,} steps has no save at every {self.every:,}th", hint="--steps, --save-every"
             )
         if not 0 < self.trainable <= 1:
             raise InvalidInput(f"{self.trainable} of the parameters cannot be trained", hint="a share like 0.5% or 1")

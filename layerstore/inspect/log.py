@@ -6,7 +6,7 @@ from datetime import datetime
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import pushed_to
+from layerstore.history import ambiguous_id, pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
@@ -130,7 +130,7 @@ def _commit_named(views: list[RunView], before: str) -> RecordRow:
         return found[0]
     if not found:
         raise NotFound(f"there is no commit {before!r} to continue after", hint="name one as `layerstore log` shows it")
-    raise InvalidInput(f"{len(found)} commits begin with {before!r}", hint="write more of the id")
+    raise ambiguous_id(before, (row.id for row in found))
 
 
 def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) -> tuple[list[GraphLine], int]:

@@ -223,6 +223,8 @@ class Catalog:
             NotFound: It has no records.
         """
         found = self.find(run)
+        if found is None and run in self._records.pin_names():
+            raise NotFound(f"{run!r} is a pin, not a run", hint=f"layerstore show {typed(run)} shows what it means")
         if found is None:
             raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs(run))
         return found
@@ -351,6 +353,10 @@ class Catalog:
         runs = self.runs()
         if not runs:
             return "the store is empty: layerstore ingest CHECKPOINT"
+        if run.partition("@")[0] in runs:
+            return f"layerstore show {typed(run)} shows one commit; the run is {run.partition('@')[0]}"
+        if run.isdecimal():
+            return f"a step needs its run: {typed(f'{runs[0]}@{run}')}"
         # Runs and pins share one namespace: a mistyped pin ends up here.
         meant = nearest(run, [*runs, *self._records.pin_names()])
         more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""

@@ -13,9 +13,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
+from layerstore.errors import (
+    PERMISSION_ERRNOS,
+    InvalidInput,
+    LayoutMismatch,
+    NotFound,
+    SourceCheckpoint,
+    StorageIO,
+    Unsupported,
+)
 from layerstore.layers import ADAPTER_WEIGHTS, typed
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.zero3.filenames import (
     INCOMPLETE,
     LATEST,
@@ -117,6 +126,11 @@ def list_folder(path: Path) -> list[str]:
     try:
         return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
     except OSError as exc:
+        if exc.errno in PERMISSION_ERRNOS:
+            hint = f"ls -ld {typed(str(path))} shows who may read it"
+            raise StorageIO(
+                f"cannot list {path}: {exc.strerror}", errno=exc.errno, filename=str(path), hint=hint
+            ) from exc
         raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
 
 
@@ -138,7 +152,9 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
     """Return the save folder and the tag."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint="give that folder")
+        beside = [str(path.with_name(name)) for name in nearest(path.name, _names_beside(path))]
+        hint = did_you_mean(beside, else_="name the folder that the training saved to")
+        raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint=hint)
     if _is_tag_folder(path):
         if tag is not None and tag != path.name:
             raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
@@ -147,6 +163,10 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
     if tags or (path / LATEST).exists() or tag is not None:
         return path, _choose_tag(path, tags, tag)
     return _only_save_folder(path)
+
+
+def _names_beside(path: Path) -> list[str]:
+    return list_folder(path.parent) if path.parent.is_dir() else []
 
 
 def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:

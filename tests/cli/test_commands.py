@@ -60,11 +60,15 @@ def test_ingest_takes_several_in_the_order_of_their_numbers(run: Run, tmp_path: 
     assert [commit["run"] for commit in fields["commits"]] == ["run", "run"]
 
 
-def test_ingest_reports_what_was_saved_before_a_failure(run: Run, checkpoints: Path) -> None:
-    """A later checkpoint's failure does not hide, nor undo, what came before."""
+def test_ingest_reports_what_was_saved_before_a_failure(run: Run, checkpoints: Path, tmp_path: Path) -> None:
+    """A later checkpoint's damage does not hide, nor undo, what came before."""
     run("init")
+    torn = tmp_path / "torn" / "global_step4"
+    shutil.copytree(checkpoints / "global_step4", torn, copy_function=shutil.copy)
+    shard = next(torn.glob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:1000])
 
-    outcome = run("ingest", checkpoints / "global_step2", checkpoints / "global_step99", "--json")
+    outcome = run("ingest", checkpoints / "global_step2", torn, "--run", "sft", "--json")
 
     assert outcome.code == 21
     assert [commit["step"] for commit in outcome.fields["commits"]] == [2]
@@ -230,8 +234,9 @@ def test_show_tells_what_a_commit_replaced(run: Run, store: Path, tmp_path: Path
     assert (old["pins"], old["supersedes"]) == (["best"], [])
     assert (new["pins"], new["supersedes"]) == ([], [old["commit"]])
     assert (new["policy"], new["policy_parameters"], new["layers_saved"]) == ("full", {}, 5)
-    assert f"replaces    {old['commit'][:12]}" in people
-    assert "5 of them saved at this step" in people
+    assert f"replaces     {old['commit'][:12]}" in people
+    assert "5, all saved at this step" in people
+    assert "(RNG, scheduler, files)" in people
 
 
 def test_ls_adds_up_the_kinds(run: Run, store: Path) -> None:
@@ -334,7 +339,7 @@ def test_deleting_a_pin_says_what_stays(run: Run, store: Path) -> None:
     assert said == {
         "visible": "deleted the pin other; its commit stays\n",
         "mixture": "deleted the pin mix; its commit stays\n",
-        "hidden": "deleted the pin best; the next gc frees what only this pin kept\n",
+        "hidden": "deleted the pin best; the next gc removes what only this pin kept\n",
     }
     assert fields == {"schema": 1, "deleted": "again", "commit_visible": False}
     assert collected["objects_removed"] > 0
@@ -385,7 +390,7 @@ def test_verify_tells_what_is_damaged_and_who_needs_it(run: Run, store: Path) ->
     hint = run("compose", programs.fields["damaged"][0]["needed_by"][0], "--store", store, "-o", "out").err
 
     assert (unread.code, people.code, programs.code) == (0, 20, 20)
-    assert unread.out.splitlines()[-1] == "the tensors' own bytes were not read: --read-data reads those too"
+    assert unread.out.splitlines()[-1] == "tensor data was not read; --read-data checks it too"
     assert "were not read" not in people.out + run("verify", "--store", store, "--json").out
     assert re.search(r"hint: layerstore .*verify sft@\d+ --read-data says which composites still stand", hint)
     assert people.err.splitlines()[-1].endswith(" repair --read-data --dry-run says what can be done")
@@ -425,7 +430,15 @@ def test_compose_says_at_which_step_a_mixture_resumes(run: Run, store: Path) -> 
     for outcome in (planned, written):
         assert "training resumes at step 4" in outcome.out.splitlines()
         assert re.search(r"^oldest layer: \S+ from sft@2, 2 steps behind the base$", outcome.out, re.MULTILINE)
+        assert "Adam steps differ: 2 in 2 layers, 4 in 3; written as 4" in outcome.out.splitlines()
     assert "training resumes" not in plain.out
+
+
+def test_the_next_step_is_ready_to_paste(run: Run, store: Path, tmp_path: Path) -> None:
+    """With the folder that was written, as Python takes it."""
+    outcome = run("compose", "sft@4", "-o", "out", "--store", store)
+
+    assert f'engine.load_checkpoint("{tmp_path / "out"}")' in outcome.out
 
 
 def test_compose_says_which_save_a_damaged_layer_is_of(run: Run, store: Path) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.cli.app import COMMANDS, command_line
+from layerstore.cli.app import command_line
 from layerstore.cli.complete import Shell, completed
+from layerstore.cli.help import COMMANDS
 from tests.cli.conftest import Run
 from tests.environment import processor_seconds
 

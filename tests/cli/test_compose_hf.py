@@ -24,7 +24,7 @@ def test_it_writes_weights_and_says_how_to_load_them(run: Run, trainers: Path, t
 
     assert outcome.code == 0
     assert outcome.out.startswith(f"wrote {tmp_path / 'model'}: run@2, policy latest, fp32, 3 files, ")
-    assert "load it with LlamaForCausalLM.from_pretrained(FOLDER)" in outcome.out
+    assert 'load it with LlamaForCausalLM.from_pretrained("' in outcome.out
     assert outcome.err == "warning: config.json is changed to say float32, as the weights are\n"
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {
         "torch.float32"

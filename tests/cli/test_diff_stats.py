@@ -52,7 +52,7 @@ def test_diff_of_other_world_sizes_points_at_stat(run: Run, store: Path, tmp_pat
     outcome = run("diff", "sft@2", "three", "--store", store)
 
     assert "re-sliced" in outcome.out
-    assert outcome.out.splitlines()[-1] == "re-sliced: cut for 2 and for 3 ranks: compare with --stat"
+    assert outcome.out.splitlines()[-1] == "re-sliced: 2 ranks in a, 3 in b; --stat compares the numbers"
 
 
 def test_diff_warns_of_numbers_that_are_none(run: Run, store: Path, tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_a_pin_and_an_object_that_nobody_needs_are_counted_in_words(run: Run, st
 
     after = run("stats", "--store", store).out.splitlines()
 
-    assert before[0] == "commits   2 in 1 run; 1 pin beside them, of mixtures or hidden commits"
+    assert before[0] == "commits   2 in 1 run; 1 pin besides, of mixtures or hidden commits"
     assert re.fullmatch(r"unique    .+ with each object counted once: \d+\.\d% less", before[2])
-    assert before[4] == "unneeded  nothing: a visible commit or a pin needs each object"
-    assert re.fullmatch(r"unneeded  .+ on disk, in 1 object that neither a visible commit nor a pin needs", after[4])
+    assert before[4] == "unneeded  nothing: every object belongs to a visible commit or a pin"
+    assert re.fullmatch(r"unneeded  .+ on disk, in 1 object that no visible commit and no pin needs", after[4])
 
 
 def test_stats_adds_up(run: Run, store: Path) -> None:

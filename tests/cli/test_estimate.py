@@ -24,7 +24,7 @@ def llama(tmp_path: Path) -> Path:
 
 def test_programs_get_every_figure(run: Run, llama: Path) -> None:
     """In bytes and seconds, with what was assumed."""
-    found = run("estimate", llama, "--world-size", 16, "--bandwidth", "1GB/s", "--every", 50, "--json").fields
+    found = run("estimate", llama, "--world-size", 16, "--bandwidth", "1GB/s", "--save-every", 50, "--json").fields
 
     assert found["model"]["parameters"] == found["model"]["trained"] == 8_030_261_248
     assert (found["model"]["name"], found["model"]["architecture"]) == ("Llama-3.1-8B", "llama")
@@ -133,7 +133,7 @@ def test_the_bandwidth_can_be_measured(run: Run, tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_slow_or_too_small_is_told(run: Run) -> None:
     """The figures stand, and what they mean is said."""
-    told = run("estimate", *MODEL, "--every", 1, "--policy", "full", "--disk", "50GB")
+    told = run("estimate", *MODEL, "--save-every", 1, "--policy", "full", "--disk", "50GB")
 
     assert (told.code, told.out.count("no save")) == (0, 3)
     assert told.err.splitlines() == [
@@ -170,7 +170,7 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         ([*MODEL, "--disk", "500"], "--disk 500 has no unit, and would be 500 bytes\nhint: --disk 500GB, say"),
         ([*MODEL, "--dtype", "int8"], "no element type"),
         ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
-        ([*MODEL, "--steps", "10", "--every", "100"], "no save"),
+        ([*MODEL, "--steps", "10", "--save-every", "100"], "no save"),
         ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are no prices: 3 of four"),
         ([*MODEL, "--price", "1,2,3,-4"], "a price cannot be -4.0"),
         ([*MODEL, "--copy-rate", "fast"], "is no size"),

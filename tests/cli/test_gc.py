@@ -97,7 +97,7 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     outcome = run("gc", "--keep-last", "1", "--store", store)
 
     assert outcome.code == 0
-    assert "too young to go: " in outcome.out
+    assert "too young to remove: " in outcome.out
     assert outcome.out.splitlines()[1].endswith("B later")
     assert "--grace 0s" in outcome.out
 
@@ -151,7 +151,7 @@ def test_it_asks_before_the_trash_is_emptied(run: Run, store: Path) -> None:
 
     assert b"nothing was removed" in answered(b"n\n", *words)[1]
     assert [each["step"] for each in run("log", "--dropped", "--json", "--store", store).fields["dropped"]] == [2]
-    assert b"1 file of the trash" in answered(b"y\n", *words)[1]
+    assert b"1 file in the trash" in answered(b"y\n", *words)[1]
     assert run("log", "--dropped", "--json", "--store", store).fields["dropped"] == []
 
 

@@ -3,11 +3,13 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
-from layerstore.cli.app import COMMANDS, command_line
+from layerstore.cli.app import command_line
+from layerstore.cli.help import COMMANDS
 from layerstore.cli.render import name_store, with_store
 from tests.cli.conftest import Run
 
@@ -71,14 +73,17 @@ def test_a_folder_is_no_reference(run: Run, store: Path) -> None:
         assert (outcome.code, outcome.err.count("is a path, not a reference to what the store holds")) == (2, 1)
 
 
-def test_a_part_of_an_id_leads_to_the_commit(run: Run, store: Path) -> None:
-    """Twelve digits name one; of fewer only a hint is made."""
+@pytest.mark.parametrize(
+    "words", [["show"], ["ls"], ["diff", "sft"], ["pin", "of_id"], ["compose", "--dry-run"], ["drop"], ["verify"]]
+)
+def test_the_beginning_of_an_id_names_the_commit(run: Run, store: Path, words: list[str]) -> None:
+    """Four digits are enough where a REF is taken, visible or in the trash."""
     commit = run("show", "sft@2", "--json", "--store", store).fields["commit"]
 
-    short = run("show", commit[:7], "--store", store)
-
-    assert (short.code, short.err.splitlines()[-1]) == (13, f"hint: did you mean {commit[:12]}?")
-    assert run("show", commit[:12], "--json", "--store", store).fields["commit"] == commit
+    assert run(*words, commit[:4], "--store", store).code == 0
+    assert run("show", commit[:7], "--json", "--store", store).fields["commit"] == commit
+    assert run("log", "--before", commit[:4], "--json", "--store", store).code == (13 if words == ["drop"] else 0)
+    assert run("undrop", commit[:4], "--store", store).code == (0 if words == ["drop"] else 13)
 
 
 def test_a_store_is_made_at_one_place(run: Run, tmp_path: Path) -> None:
@@ -90,12 +95,16 @@ def test_a_store_is_made_at_one_place(run: Run, tmp_path: Path) -> None:
     assert run("init", "a", "--store", "./a/").code == 0
 
 
-def test_what_was_taken_of_several_is_counted(run: Run, store: Path, checkpoints: Path) -> None:
-    """The error is of the first that is wrong: nobody should think that those after it were looked at."""
+def test_what_was_taken_of_several_is_counted(run: Run, store: Path, checkpoints: Path, tmp_path: Path) -> None:
+    """One that is missing stops all; one that proves damaged stops those after it."""
     first, second = checkpoints / "global_step2", checkpoints / "global_step4"
+    torn = tmp_path / "torn" / "global_step9"
+    shutil.copytree(second, torn, copy_function=shutil.copy)
+    shard = next(torn.glob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:1000])
 
-    none = run("ingest", checkpoints / "global_step1", first, "--store", store)
-    two = run("ingest", checkpoints / "global_step9", first, second, "--store", store)
+    none = run("ingest", checkpoints / "global_step9", first, "--store", store)
+    two = run("ingest", first, second, torn, "--run", "sft", "--store", store)
     assert "; none of 2 checkpoints were taken" in none.err
     assert "; 2 of 3 checkpoints were taken" in two.err
     assert " of 1 " not in run("ingest", "gone", "--store", store).err

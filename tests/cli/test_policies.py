@@ -74,6 +74,20 @@ def test_settings_reach_their_policy(run: Run, saves: list[Path]) -> None:
     assert "no setting 'share'" in wrong.err
 
 
+def test_a_policy_may_bring_its_settings(run: Run, saves: list[Path]) -> None:
+    """In one word, at ingest and compose as for estimate; but not one of them twice."""
+    run("ingest", *saves)
+    saved = run("ingest", *saves, "--run", "other", "--policy", "filter:first=1,last=0")
+    in_one = run("compose", "sft", "--policy", "filter:first=1,last=0,share=1/3", "--dry-run", "--json").fields
+    options = ["--first", "1", "--last", "0", "--share", "1/3"]
+    apart = run("compose", "sft", "--policy", "filter", *options, "--dry-run", "--json").fields
+    twice = run("compose", "sft", "--policy", "filter:first=1", "--first", "1", "--dry-run")
+
+    assert saved.code == 0
+    assert in_one["parameters"] == apart["parameters"]
+    assert (twice.code, "first was given twice" in twice.err) == (2, True)
+
+
 def test_an_old_layer_is_refused_and_nothing_is_written(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """With exit code 15."""
     run("ingest", *saves)

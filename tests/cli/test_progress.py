@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from layerstore.cli.progress import LINE_SECONDS, Phase, progress_line, shown_progress
+from layerstore.cli.progress import LINE_SECONDS, Phase, bar_line, progress_line, shown_progress
 from layerstore.cli.render import be_quiet, speak_up
 
 
@@ -74,6 +74,18 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(monkeypatch: pyt
     monkeypatch.setattr(sys, "stderr", Closed())
 
     _worked()
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_bar_names_its_phase_and_fits(width: int) -> None:
+    """It is left out where there is no room, and where nobody knows the end."""
+    half, unknown = Phase("ingest", 10**9, 5 * 10**8, 60), Phase("records of sft", 0, 1200, 30)
+
+    line = bar_line(half, width=width)
+    assert line.startswith("ingest")
+    assert len(line) < width
+    assert ("[##########----------]" in line) == (width > 60)
+    assert bar_line(unknown, width=width) == progress_line(unknown, None)
 
 
 def test_a_phase_that_has_begun_since_has_a_rate_of_its_own() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.cli.app import ANSWERING, COMMANDS
+from layerstore.cli.app import ANSWERING
+from layerstore.cli.help import COMMANDS
 from tests.cli.conftest import Run
 from tests.cli.test_errors import COMMANDS as WORDS
 

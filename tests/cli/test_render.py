@@ -1,5 +1,7 @@
 """How values are put into words."""
 
+import re
+
 import pytest
 
 from layerstore.cli import render
@@ -34,12 +36,67 @@ def test_no_width_of_a_terminal_loses_a_letter(
     """However the columns of a table share the line: what is folded is all there."""
     monkeypatch.setenv("COLUMNS", str(columns))
     pin = "released-2026-11-candidate-of-the-week"
-    table = [render.Column("COMMIT"), render.Column("RUN", folds=True), render.Column("PINS", folds=True, width_min=10)]
+    table = [render.Column("COMMIT"), render.Column("RUN", folds=True), render.Column("PINS", folds=True)]
 
     render.say_table(table, [["0123456789ab" * 3, "llama", pin]])
 
     lines = capsys.readouterr().out.splitlines()[1:]
     assert "".join(line[len("0123456789ab" * 3 + "  llama  ") :].strip() for line in lines) == pin
+
+
+TABLE = [
+    render.Column("RUN", folds=True),
+    render.Column("STEP", "right"),
+    render.Column("WHY", folds=True),
+    render.Column("SAVED", drops=1),
+    render.Column("SIZE", "right", drops=2),
+]
+ROW = ["pretraining-of-the-year", "1200000", "the newest of its run", "2 min ago", "112.5 GB"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "headers"),
+    [
+        (160, ["RUN", "STEP", "WHY", "SAVED", "SIZE"]),
+        (80, ["RUN", "STEP", "WHY", "SAVED", "SIZE"]),
+        (60, ["RUN", "STEP", "WHY", "SAVED"]),
+        (45, ["RUN", "STEP", "WHY"]),
+    ],
+)
+def test_a_narrow_terminal_folds_between_words_and_leaves_out_the_least_important_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, headers: list[str]
+) -> None:
+    """What is left out is named; no word is broken."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    render.say_table(TABLE, [ROW])
+
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert headers == first.split()
+    assert max(map(len, lines)) <= columns
+    assert {*" ".join(ROW[:3]).split()} <= {*" ".join(lines).split()}
+    assert (len(headers) < len(TABLE)) == lines[-1].startswith("no room for ")
+
+
+def test_verdicts_have_colours_only_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns stay aligned, since colours take no room."""
+    rows = [["sft@2", "remove", "1.0 GB"], ["sft@4", "keep", ""]]
+    columns = [render.Column("COMMIT"), render.Column(""), render.Column("FREES", "right")]
+
+    render.say_table(columns, rows)
+    plain = capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    render.say_table(columns, rows)
+    render.say_paragraph("problem  clock  differs")
+    coloured = capsys.readouterr().out
+
+    assert "\x1b" not in plain
+    assert "\x1b[31mremove\x1b[0m" in coloured
+    assert "\x1b[32mkeep\x1b[0m" in coloured
+    assert "\x1b[31mproblem\x1b[0m  clock" in coloured
+    assert plain in re.sub(r"\x1b\[\d+m", "", coloured)
 
 
 def test_a_warning_folds_between_words_and_a_hint_does_not(

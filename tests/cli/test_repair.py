@@ -13,7 +13,7 @@ import layerstore
 from layerstore.format import decode_identity, encode_identity
 from tests.cli.conftest import Run
 
-NOTHING = "nothing to repair; the tensors' own bytes were not read: --read-data reads those too"
+NOTHING = "nothing to repair; tensor data was not read; --read-data checks it too"
 
 
 def last_object(store: Path) -> Path:
@@ -57,9 +57,9 @@ def test_what_is_lost_is_told_with_the_way_out(run: Run, store: Path, checkpoint
     people = run("repair", "--store", store)
     programs = run("repair", "--store", store, "--json")
 
-    assert "costs sft@4: 1 layer, model.layers.1" in verify.out
+    assert "affects sft@4: 1 layer, model.layers.1" in verify.out
     assert "sft@4: 1 layer lost" in verify.out
-    assert "sft: the newest step that is whole is sft@2" in verify.out
+    assert "sft: the newest intact step is sft@2" in verify.out
     assert verify.err.splitlines()[-1].endswith(" repair --dry-run says what can be done")
     assert (people.code, programs.code) == (20, 20)
     assert "lost of sft@4: 1 layer, model.layers.1" in people.out
@@ -282,7 +282,7 @@ def test_a_part_without_objects_is_not_called_sound(run: Run, store: Path) -> No
 
     assert outcome.code == 0
     assert "0 of them read" in outcome.out
-    assert "no damage in names and sizes; no object lies in this part" in outcome.out
+    assert "no damage in names and sizes; this part holds no object" in outcome.out
 
 
 @pytest.mark.parametrize("words", [("0/3",), ("4/3",), ("0%",), ("101%",), ("some",), ("1/3", "--seed", "1")])
@@ -301,4 +301,4 @@ def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
     outcome = run("verify", "--store", store)
 
     assert outcome.code == 0
-    assert "1 orphan, which harms nothing" in outcome.out.splitlines()
+    assert "1 orphan: harmless, and removed by the next gc" in outcome.out.splitlines()

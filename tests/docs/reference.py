@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from layerstore import errors
 from layerstore.cli import app as cli
+from layerstore.cli.help import COMMANDS, OTHERS, heading, help_record
 from tests.docs import python_api
 from tests.docs.pages import DOCS
 from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS
@@ -50,7 +51,7 @@ def group() -> TyperGroup:
 @cache
 def commands() -> dict[str, TyperCommand]:
     """Return every command, in the order of ``--help``."""
-    found = {name: cli.command_line().load(name) for name in cli.COMMANDS}
+    found = {name: cli.command_line().load(name) for name in COMMANDS}
     return {name: command for name, command in found.items() if isinstance(command, TyperCommand)}
 
 
@@ -107,11 +108,17 @@ def _paragraphs(text: str) -> str:
 
 
 def _options(command: TyperCommand | TyperGroup) -> str:
-    context = typer.Context(command)
-    records = (parameter.get_help_record(context) for parameter in command.params)
-    return "\n".join(
-        f"- `{_TYPE.sub('', spelt)}`: {_DASHED.sub(_in_code, text)}" for spelt, text in filter(None, records)
-    )
+    """Return what *command* takes, under the headings of its help if there are several."""
+    groups: dict[str, list[str]] = {}
+    for param in command.params:
+        record = help_record(param, typer.Context(command))
+        if record is not None:
+            line = f"- `{_TYPE.sub('', record[0])}`: {_DASHED.sub(_in_code, record[1])}"
+            groups.setdefault(heading(param), []).append(line)
+    groups |= {OTHERS: groups.pop(OTHERS)}  # last
+    if not groups.keys() - {"Arguments", OTHERS}:
+        return "\n".join(line for lines in groups.values() for line in lines)
+    return "\n\n".join(f"{_DASHED.sub(_in_code, name)}:\n\n" + "\n".join(lines) for name, lines in groups.items())
 
 
 def _in_code(match: re.Match[str]) -> str:

@@ -1,0 +1,78 @@
+"""
+The layout of ``--help``: options in groups under headings, defaults at the end, and commands by what they are for.
+
+Plain text, as typer writes it without rich, which would take three times as long to import.
+"""
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from typer.core import TyperArgument, TyperCommand, TyperOption
+
+if TYPE_CHECKING:
+    from typer._click.core import Context, Parameter
+    from typer._click.formatting import HelpFormatter
+
+SECTIONS = {
+    "Save": ("init", "ingest", "pin"),
+    "Look": ("log", "show", "ls", "diff", "stats", "report"),
+    "Restore": ("compose", "undrop"),
+    "Maintain": ("drop", "gc", "verify", "repair", "reindex", "migrate"),
+    "Elsewhere": ("remote", "push", "pull", "clone"),
+    "Before you start": ("doctor", "estimate", "demo"),
+}
+"""The commands in the order of ``--help``; each is a function in the module of its name."""
+
+COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
+
+# typer's way to write the bounds of a number.
+_AT_LEAST, _BETWEEN = re.compile(r"x>=(\d+)(?=[;\]])"), re.compile(r"(\d+)<=x<=(\d+)(?=[;\]])")
+
+# Options without a heading of their own, which come last.
+OTHERS = "Options"
+
+
+class Command(TyperCommand):
+    """A command whose help has the options in groups."""
+
+    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Write arguments, then options by heading."""
+        write_options(self.get_params(ctx), ctx, formatter)
+
+
+def write_options(params: "list[Parameter]", ctx: "Context", formatter: "HelpFormatter") -> None:
+    """Write the options among *params* under their headings, in the order of the first of each."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        record = help_record(param, ctx)
+        if record is not None:
+            groups.setdefault(heading(param), []).append(record)
+    others = groups.pop(OTHERS, [])
+    for name, records in [*groups.items(), *([(OTHERS, others)] if others else [])]:
+        with formatter.section(name):
+            formatter.write_dl(records)
+
+
+def heading(param: "Parameter") -> str:
+    """Return the heading that *param* comes under."""
+    if isinstance(param, TyperArgument):
+        return "Arguments"
+    return (isinstance(param, TyperOption) and param.rich_help_panel) or OTHERS
+
+
+def help_record(param: "Parameter", ctx: "Context") -> tuple[str, str] | None:
+    """Return how *param* is written, and its help with the default at the end; None if it is hidden."""
+    record = param.get_help_record(ctx)
+    if record is None:
+        return None
+    text = _BETWEEN.sub(r"\1 to \2", _AT_LEAST.sub(r"at least \1", record[1]))
+    return record[0], text.replace("  [", " [")
+
+
+def write_commands(summary: Callable[[str], str], formatter: "HelpFormatter") -> None:
+    """Write all commands, by what they are for, each with its *summary*."""
+    width = max(map(len, COMMANDS))
+    for name, commands in SECTIONS.items():
+        with formatter.section(name):
+            formatter.write_dl([(command.ljust(width), summary(command)) for command in commands])
