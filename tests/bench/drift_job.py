@@ -59,7 +59,7 @@ class Line:
 
 def drift(parameters: int, *, share: Fraction) -> Drift:
     """Return drift with a budget of this *share* of a full save."""
-    return Drift(threshold=THRESHOLD, budget=int(parameters * DEEPSPEED_BYTES * share), stalest=STALEST)
+    return Drift(threshold=THRESHOLD, budget=int(parameters * DEEPSPEED_BYTES * share), stalest=STALEST, by="norm")
 
 
 DRIFT = Line(name="drift, 1/40", policy=partial(drift, share=Fraction(1, 40)))
