@@ -148,8 +148,7 @@ def compose(
     latest  each layer as the commit has it
     exact   every layer from exactly this step, or an error
     parity  half of the layers from REF, the other half from the save before
-    filter  the ends of the model and the norms from REF, the rest from its
-            last turn
+    filter  the model's ends and norms from REF, the rest from its last turn
     drift   each layer from the newest save that found it had moved
 
     \b
@@ -163,12 +162,10 @@ def compose(
     _check(form, shards=shards, export=export, is_useful=dry_run or not (out is None and pin is None))
     with opened(store) as opened_store:
         if recipe is not None:
-            given = {"REF": ref, "--step": step, "--policy": policy}
-            _check_alone(given | {f"--{name}": value for name, value in settings.items()})
+            _check_alone({"REF": ref, "--step": step, "--policy": policy}, settings)
             composite = opened_store.compose(recipe=recipe, run=run, without_damaged=without_damaged)
         else:
-            reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
-            chosen = _policy(policy or "latest", settings)
+            reference, chosen = chosen_reference(opened_store, ref=ref, run=run, step=step), _policy(policy, settings)
             composite = opened_store.compose(reference, policy=chosen, without_damaged=without_damaged)
         for note in composite.recipe_notes:
             say_warning(note)
@@ -179,12 +176,13 @@ def compose(
         plan, write = (_plan_hf, composite.export) if form == "hf" else (_plan_zero3, composite.write)
         if out is None or dry_run:
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
-            fields: dict[str, object] = {"out": None if out is None else str(out), "pin": pin, "dry_run": dry_run}
-            plan(composite, options, outcome, fields, as_json=as_json)
+            plan(
+                composite, options, outcome, {"out": out and str(out), "pin": pin, "dry_run": dry_run}, as_json=as_json
+            )
             return
         with shown_progress(as_json=as_json) as progress:
-            replaces: Literal["foreign"] | bool = "foreign" if force_foreign else force
-            written = write(out, verify=not no_verify, force=replaces, progress=progress, **options)
+            options |= {"verify": not no_verify, "force": "foreign" if force_foreign else force, "progress": progress}
+            written = write(out, **options)
         _say_written(composite, written, adam_step=adam_step, as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
@@ -211,15 +209,16 @@ def _check(form: str, *, shards: Mapping[str, object], export: Mapping[str, obje
         )
 
 
-def _policy(policy: str, settings: Mapping[str, object]) -> "str | Policy":
+def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy":
     from layerstore.policy import EXACT
 
+    policy = policy or "latest"
     return policy if policy == EXACT and not settings else described_policy(policy, settings)
 
 
-def _check_alone(given: Mapping[str, object]) -> None:
-    """Raise InvalidInput if *given* has options for something that the recipe already decides."""
-    for name, value in given.items():
+def _check_alone(given: Mapping[str, object], settings: Mapping[str, object]) -> None:
+    """Raise InvalidInput if *given* or *settings* are for something that the recipe already decides."""
+    for name, value in {**given, **{f"--{setting}": value for setting, value in settings.items()}}.items():
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
 

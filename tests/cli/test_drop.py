@@ -51,7 +51,7 @@ def test_undrop_brings_it_back(run: Run, store: Path) -> None:
     dropped = run("drop", "sft@4", "--store", store)
     people = run("log", "--dropped", "--store", store).out.splitlines()
     [fields] = run("log", "sft", "--dropped", "--store", store, "--json").fields["dropped"]
-    command = dropped.out.splitlines()[-1].partition("until then: ")[2].split()
+    command = dropped.out.splitlines()[-1].partition("to bring it back: ")[2].split()
 
     assert empty.out == "the trash holds no commit\n"
     assert people[0].split() == ["RUN", "STEP", "COMMIT", "SAVED", "DROPPED"]

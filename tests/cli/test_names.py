@@ -33,7 +33,7 @@ def test_a_pin_of_an_abandoned_commit_says_so(run: Run) -> None:
     assert listed.splitlines()[1].split()[:2] == ["old", "sft~1@3"]
     assert made.startswith("older is sft~1@3 (commit ")
     assert "means sft~1@3 already" in taken.err
-    assert "run         sft~1@3\n" in shown
+    assert "run          sft~1@3\n" in shown
     assert {line.split()[1] for line in shown.splitlines() if line.startswith(("model.", "lm_head"))} == {
         "sft@2",
         "sft~1@3",
@@ -106,7 +106,7 @@ def test_a_pin_of_a_mixture_says_so_with_its_policy(run: Run, tmp_path: Path) ->
         (False, False),
     ]
     assert again.startswith("second is a mixture by parity (fresh even) on sft@2 (commit ")
-    assert "mixture     parity (fresh even) chose the layers; all else is from sft@2\n" in shown
+    assert "mixture      parity (fresh even) chose the layers; everything else is from sft@2\n" in shown
     assert "\npolicy " not in shown
     assert "mixture" not in plain
     assert {name: (pin["mixture"], pin["policy"]) for name, pin in fields.items()} == {

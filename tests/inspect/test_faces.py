@@ -54,7 +54,7 @@ def test_times_are_times_too(store: Store) -> None:
 def test_an_empty_answer_says_why(tmp_path: Path) -> None:
     """It is an empty list all the same."""
     with layerstore.init(tmp_path / "new") as store:
-        assert store.log() == store.pins() == store.dropped() == []
+        assert [*store.log(), *store.pins(), *store.dropped()] == []
         assert repr(store.log()) == "[]  # no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one"
         assert "store.pin(NAME, REF)" in store.pins()._repr_html_()
 

@@ -208,9 +208,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_older_report_is_replaced(small: Path, tmp_path: Path) -> None:
-    """By the same name, in one rename, with nothing left beside it; folders above are made."""
-    out = tmp_path / "new" / "folder" / "report.html"
+    """By the same name, in one rename, with nothing left beside it; its folder has to be there."""
+    out = tmp_path / "folder" / "report.html"
     with layerstore.open(small) as store:
+        with pytest.raises(InvalidInput, match="there is no folder"):
+            store.report(out)
+        out.parent.mkdir()
         store.report(out)
         first = out.read_bytes()
         out.write_bytes(BEGINS + b"older")
