@@ -141,8 +141,7 @@ def compose(
     """
     Write a checkpoint to resume from, or weights for Transformers.
 
-    The policy or recipe says which save each layer comes from; everything else comes from the commit REF.
-    DIR appears whole or not at all.
+    The policy or recipe says which save each layer comes from; all else is REF's. DIR appears whole or not at all.
 
     \b
     latest  each layer as the commit has it
@@ -176,9 +175,8 @@ def compose(
         plan, write = (_plan_hf, composite.export) if form == "hf" else (_plan_zero3, composite.write)
         if out is None or dry_run:
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
-            plan(
-                composite, options, outcome, {"out": out and str(out), "pin": pin, "dry_run": dry_run}, as_json=as_json
-            )
+            facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}
+            plan(composite, options, outcome, facts, as_json=as_json)
             return
         with shown_progress(as_json=as_json) as progress:
             options |= {"verify": not no_verify, "force": "foreign" if force_foreign else force, "progress": progress}
