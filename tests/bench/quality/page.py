@@ -15,9 +15,11 @@ _PICTURES = {
     "differences": "A line for each arm: its difference to the control, with the interval; shaded is what other "
     "batches alone do.",
     "frontier": "Each arm by how many times fewer bytes a run saves, and by how much its loss is higher.",
-    "recovery": "The difference to the control by steps after the resume, a curve for each arm.",
-    "movements": "A row for each layer and a column for each save; darker cells moved further.",
-    "loss": "The training loss of both tasks over 400 steps, with the range over seeds.",
+    "recovery": "The difference to the control by steps after the resume, a curve for each arm; most of it is gone "
+    "after a few dozen steps.",
+    "movements": "A row for each layer and a column for each save; layers move furthest early on, while the rate is "
+    "high.",
+    "loss": "The training loss of both tasks falls over 400 steps; a band around each curve is the range over seeds.",
 }
 
 

@@ -38,15 +38,21 @@ def draw(settings: Settings, rows: Sequence[Row], folder: Path) -> None:
 
 def loss(settings: Settings, found: Findings) -> str:
     """Draw the training loss of the trunks: the mean over seeds, and from the lowest to the highest."""
-    chart = Chart(
-        title="Training without a failure",
-        description=f"Loss of both tasks over {settings.steps} steps: mean and range over seeds.",
-        height=360,
-    )
     smooth = {
         task: [_smoothed(row["trained_losses"]) for (name, _), row in found.trunks.items() if name == task]
         for task in TASKS
     }
+    ends = (
+        f"{task} from {mean(curve[0] for curve in curves):.2f} to {mean(curve[-1] for curve in curves):.2f}"
+        for task, curves in smooth.items()
+        if curves
+    )
+    chart = Chart(
+        title="Training without a failure",
+        description=f"The training loss over {settings.steps} steps, its mean and its range over seeds, falls: "
+        f"{'; '.join(ends)} nats a token.",
+        height=360,
+    )
     every = [value for curves in smooth.values() for curve in curves for value in curve]
     x = spanning([settings.steps], begin=_LEFT, end=_RIGHT)
     y = spanning(every, begin=300, end=80, with_zero=False)
@@ -67,12 +73,14 @@ def loss(settings: Settings, found: Findings) -> str:
 def differences(settings: Settings, found: Findings) -> str:
     """Draw every arm's difference to the control with its interval, and how far other batches alone move the loss."""
     names = [name for name in _names(settings) if found.keys(name)]
+    intervals = {name: interval(found.differences(name, found.keys(name))) for name in names}
+    said = "; ".join(f"{name} {of.mean:+.4f}" for name, of in intervals.items())
     chart = Chart(
         title="Held-out loss at the end, beside the job that never failed",
-        description="One line for each arm: mean over seeds and its 90 % interval. Shaded is what other batches do.",
+        description="One line for each arm: mean over seeds and its 90 % interval. Shaded is what other batches do. "
+        f"The means: {said}.",
         height=110 + 30 * len(names),
     )
-    intervals = {name: interval(found.differences(name, found.keys(name))) for name in names}
     band = root_mean_square(found.differences(NOISE, found.keys(NOISE)) or [0.0])
     ends = [end for of in intervals.values() for end in (of.mean, of.low, of.high)]
     x = spanning([*ends, band, -band], begin=_LEFT + 90, end=_RIGHT)
@@ -98,9 +106,11 @@ def frontier(settings: Settings, found: Findings) -> str:
         times = _times_fewer(settings, found, name)
         if times is not None and found.keys(name):
             points[name] = (times, interval(found.differences(name, found.keys(name))))
+    said = "; ".join(f"{name} {times:.1f} times at {of.mean:+.4f}" for name, (times, of) in points.items())
     chart = Chart(
         title="Bytes saved and what that costs",
-        description="For each arm, how many times fewer bytes a whole run saves, and by how much its loss is higher.",
+        description="For each arm, how many times fewer bytes a whole run saves, and by how much its loss is higher: "
+        f"{said}.",
         height=400,
     )
     x = spanning([times for times, _ in points.values()], begin=_LEFT, end=_RIGHT, is_logarithmic=True)
@@ -130,7 +140,8 @@ def movements(settings: Settings, found: Findings) -> str:
     largest = max((mean(of) for of in sums.values()), default=1.0)
     chart = Chart(
         title="How far each layer moves from one save to the next",
-        description=f"A row for each layer, a column for each save; the darkest is {largest:.2%} of its length.",
+        description=f"A row for each layer and a column for each save, darker where a layer moved further; the darkest "
+        f"is {largest:.2%} of its length.",
         height=90 + 18 * len(layers),
     )
     chart.text(_RIGHT, 24, f"darkest: {largest:.2%} of its length", css="end")
@@ -154,9 +165,11 @@ def recovery(settings: Settings, found: Findings) -> str:
     """Draw how the difference to the control changes after a resume, in the mean over all jobs and failures."""
     names = [name for name in _names(settings) if name not in (FULL, RARE) and found.keys(name)]
     curves = {name: _curve(found, name) for name in names}
+    said = "; ".join(f"{name} {curve[0][1]:+.4f} and {curve[-1][1]:+.4f}" for name, curve in curves.items() if curve)
     chart = Chart(
         title="After the resume",
-        description="Held-out loss above the control's, by steps since the resume, in the mean over jobs.",
+        description="Held-out loss above the control's by steps since the resume, in the mean over jobs, right after "
+        f"it and at the last step that all have: {said}.",
         height=380,
     )
     points = [point for curve in curves.values() for point in curve]
