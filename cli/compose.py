@@ -272,11 +272,11 @@ def _say_written(
     from layerstore.compose import Exported
 
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
-    how, folder = "", json.dumps(shown(written.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
+    how, folder = "", shown(json.dumps(str(written.out), ensure_ascii=False))  # as Python writes it
     if isinstance(written, Exported):
         fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
-        how = written.how_to_load
+        how = shown(written.how_to_load)
     else:
         fields |= {"world_size": written.world_size}
         ranks = counted(written.world_size, "rank")
@@ -349,5 +349,5 @@ def _adam_steps(composite: "Composite") -> str:
 def _written_as(composite: "Composite", adam_step: str | None) -> str:
     if adam_step == "per-layer":
         return "each layer keeps its own"
-    bases = (age.optimizer_step for age in composite.staleness.layers if age.steps == 0)
-    return f"written as {next(bases, None) or 'in the base'}"
+    bases = (age.optimizer_step for age in composite.staleness.layers if age.steps == 0 and age.optimizer_step)
+    return f"written as {next(bases, 'in the base')}"

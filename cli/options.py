@@ -46,13 +46,17 @@ def nearest_store() -> Path:
     """
     Return ``.layerstore`` in this folder, else that in the nearest folder above, up to the home folder.
 
-    If there is none, return where this folder's would be.
+    Above this folder only a store of this user's counts: anybody may leave one in a folder like /tmp. If there is none,
+    return where this folder's would be.
     """
     here = Path.cwd()
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  # Path.home raises for a container's user without one
+    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  # Path.home raises for a user without one
     for folder in (here, *here.parents):
         if os.path.exists(folder / DEFAULT_STORE):  # noqa: PTH110  # False, too, where nobody may look
-            return DEFAULT_STORE if folder == here else folder / DEFAULT_STORE
+            if folder == here:
+                return DEFAULT_STORE
+            if (folder / DEFAULT_STORE).stat().st_uid == os.getuid():
+                return folder / DEFAULT_STORE
         if folder == home:
             break
     return DEFAULT_STORE

@@ -138,7 +138,7 @@ class Movements:
     weighted: Mapping[str, float] = field(default_factory=dict)
     """
     The mean over its elements of how far each has moved times the size of its gradients, relative to the same mean of
-    the masters themselves over the whole model. Empty if the optimizer keeps no second moment of every element.
+    the masters themselves over all layers that are measured. Empty if the optimizer lacks second moments of some.
     """
 
     def decisions(self) -> dict[Tree, Tree]:

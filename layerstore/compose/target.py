@@ -18,8 +18,11 @@ from layerstore.layers import typed
 from layerstore.storage import Repository, mapped_errors
 from layerstore.zero3 import SUMMARY
 
+_WRITTEN_SECONDS = 10.0
+"""How much later than the summary the last file of a folder may be written."""
+
 Force = bool | Literal["foreign"]
-"""Whether an older one is replaced: none, one that layerstore wrote, or any."""
+"""Whether an older one is replaced: none, one that is as layerstore wrote it, or any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, 
         InvalidInput: It is inside the store, contains the store, or is not a path for a folder.
         AlreadyExists: Something is there that may not be replaced.
     """
+    if force not in (False, True, "foreign"):
+        raise InvalidInput(f"force cannot be {force!r}", hint="choose one of: False, True, 'foreign'")
     with _looking_at(out):
         path = _placed(repo, out)
         if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -113,7 +118,7 @@ def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: 
             "nothing was changed",
             hint="choose another folder with -o, or remove it by hand",
         )
-    is_ours = (path / SUMMARY).is_file()
+    is_ours = _is_ours(path, signs)
     if not force and is_ours:
         raise AlreadyExists(
             f"{path} exists and is not empty; nothing was changed",
@@ -121,9 +126,19 @@ def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: 
         )
     if force != "foreign" and not is_ours:
         raise AlreadyExists(
-            f"{path} is {what} that layerstore did not write (it has no file {SUMMARY!r}); nothing was changed",
+            f"{path} is {what} that layerstore did not write, or that has changed since (see {SUMMARY!r}); nothing was "
+            "changed",
             hint="choose another folder with -o, or replace it all the same with --force-foreign",
         )
+
+
+def _is_ours(path: Path, signs: tuple[str, ...]) -> bool:
+    """Whether layerstore wrote the folder, and nobody has saved into it since: then a *sign* would be younger."""
+    summary = path / SUMMARY
+    if not summary.is_file():
+        return False
+    latest = summary.stat().st_mtime + _WRITTEN_SECONDS
+    return all((path / sign).stat().st_mtime <= latest for sign in signs if (path / sign).is_file())
 
 
 def _begins(repo: Repository, path: Path, begins: bytes) -> bool:

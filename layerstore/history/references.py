@@ -111,8 +111,8 @@ def locate(
 
 
 def begins_id(text: str) -> bool:
-    """Whether *text* may be the beginning of a commit's id."""
-    return _COMMIT_ID.fullmatch(text) is not None
+    """Whether *text* may be the beginning of a commit's id; a short number is a step that somebody wrote alone."""
+    return _COMMIT_ID.fullmatch(text) is not None and not (text.isdecimal() and len(text) < _SHOWN_ID_DIGITS)
 
 
 def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:

@@ -64,6 +64,7 @@ def _samples(
         old_type = slices.find(Kind.MASTER, name, shard=0).tensor.dtype
         if not can_measure(old_type) or not can_measure(masters[name, 0].dtype):
             continue
+        is_weighted = (name, 0) in squares and can_measure(squares[name, 0].dtype)
         for begin, end in sampled(elements):
             old = b""
             for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
@@ -74,7 +75,7 @@ def _samples(
             yield (
                 Numbers(memoryview(old), old_type),
                 new,
-                _read(reader, squares, name, parts) if (name, 0) in squares else None,
+                _read(reader, squares, name, parts) if is_weighted else None,
             )
 
 

@@ -248,8 +248,9 @@ def _versions(commit: Commit, layers: Iterable[str]) -> str:
 
 
 def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
-    """Return how far each layer's masters had moved since their last version, if the save recorded it."""
-    movements = commit.record.policy.decisions.get("movements")
+    """Return how far each layer had moved since its last version, as the save decided by it, if it recorded that."""
+    decisions = commit.record.policy.decisions
+    movements = decisions.get("weighted_movements") or decisions.get("movements")
     if not isinstance(movements, dict) or not movements:
         return None
     moved = (movements.get(name) for name in layers)

@@ -1,7 +1,7 @@
 """
 ``drift``: save the layers that moved most since their last save, within a budget and with a limit on age.
 
-A movement is weighed by the size of the gradients, because that predicts better what an old layer costs.
+A movement is weighted by the size of the gradients, which is meant to predict what an old layer costs.
 
 With only a threshold, all layers would become due together, then none; with only an age limit, nearly all at one save.
 So the worst go first, and old layers are renewed in turns before they all reach the limit.

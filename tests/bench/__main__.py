@@ -117,7 +117,7 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
 def _run_quality(options: argparse.Namespace) -> None:
     size = TINY if options.tiny else REAL
     if options.page:
-        quality.write_page(size, rows=options.rows or quality.COMMITTED)
+        quality.write_page(REAL, rows=options.rows or quality.COMMITTED)
     elif options.table:
         quality.show(size, rows=options.rows or quality.COMMITTED, plots=options.plots)
     else:

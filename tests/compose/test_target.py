@@ -1,5 +1,7 @@
 """Promises about what a composite replaces, and when it does not appear at all."""
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,25 @@ def test_what_layerstore_did_not_write_is_replaced_only_by_name(store: Store, tm
     for write, out in foreign:
         write(out, force="foreign")
         assert (out / "layerstore.json").exists()
+
+
+def test_what_a_trainer_has_saved_since_is_replaced_only_by_name(store: Store, tmp_path: Path) -> None:
+    """It resumed from the folder, and saved into it."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+    composite = store.compose("sft")
+    shards, model = composite.write(tmp_path / "shards").out, composite.export(tmp_path / "model").out
+    composite.write(shards, force=True)
+    composite.export(model, force=True)
+    later = time.time() + 3600
+    for saved in (shards / "latest", model / "model.safetensors"):
+        os.utime(saved, (later, later))
+    before = digests(tmp_path)
+
+    for write in (write_composite, write_export):
+        with pytest.raises(AlreadyExists, match="or that has changed since"):
+            write(store, shards if write is write_composite else model, force=True)
+
+    assert before == digests(tmp_path)
 
 
 @pytest.mark.known_fault("llmtailor 9")

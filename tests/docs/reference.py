@@ -261,8 +261,8 @@ _SHOWN = (
 _NOTES = (
     "DeepSpeed's Lion allocates a second moment and leaves it zero.",
     "Under ZeRO-3 an optimizer sees flat vectors: Adafactor has nothing to factor, and keeps its second moment whole.",
-    "It also notes the RMS of each rank's part, and computes it anew before using it; at another world size every rank "
-    "begins with that of rank 0, and `compose` says so.",
+    "It also stores the RMS of each rank's part, but computes it anew before using it: a resume at another world size, "
+    "which starts from that of rank 0, is not affected.",
     "Muon keeps a momentum for matrices, and Adam's moments for everything else.",
     "DeepSpeedCPUAdam is trained with betas whose powers are exact: [at the usual ones](support.md#deepspeeds-c-adam) "
     "DeepSpeed's own resume differs from the uninterrupted run in the last bits.",
@@ -281,7 +281,7 @@ def models_page() -> str:
 # Models and optimizers
 
 Every model below is trained under every optimizer below: {len(CASES)} trainings by real DeepSpeed ZeRO-3 on two CPU
-ranks, of models as small as their architecture allows, with random weights.
+ranks, of models as small as their architecture allows, with random weights: this shows bookkeeping, not quality.
 {GENERATED}
 
 Each training saves its first {SAVES} steps by parity, and goes on to step {STEPS}. The tests then show that

@@ -8,7 +8,9 @@ import pytest
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
-from tests.unit.checkpoints import Checkpoints
+from layerstore.policy import Save
+from layerstore.tree import Tree
+from tests.unit.checkpoints import Checkpoints, checkpoint
 
 
 @pytest.fixture
@@ -30,6 +32,31 @@ def versions(store: Store, ref: str, **options: Any) -> dict[str, str]:
 def entries(store: Store, ref: str) -> tuple[LayerEntry, ...]:
     """Return what the record of *ref* says of its layers."""
     return store.compose(ref)._composition.layers  # what the record says and no face shows
+
+
+class AllBut:
+    """A policy under which one layer is never due again."""
+
+    name = "all-but"
+
+    def __init__(self, layer: str) -> None:
+        self.parameters: dict[Tree, Tree] = {"layer": layer}
+
+    def due(self, save: Save) -> set[str]:
+        """Return the others."""
+        return set(save.layers) - {str(self.parameters["layer"])}
+
+
+def test_a_frozen_layer_of_an_older_save_makes_no_mixture(store: Store, tmp_path: Path) -> None:
+    """It is the same at every save; one that is trained is not, and the composite says so."""
+    for run, layer in (("frozen", "model.layers.0"), ("trained", "model.layers.1")):
+        for step in (1, 2):
+            source = checkpoint(tmp_path / run, step=step, frozen=("model.layers.0",))
+            store.ingest(source, run=run, policy=AllBut(layer))
+
+    assert steps(store, "frozen")["model.layers.0"] == steps(store, "trained")["model.layers.1"] == 1
+    assert store.compose("frozen").mixture is None
+    assert str(store.compose("trained").mixture).startswith("1 of 5 layers are older than step 2")
 
 
 # -- saving what is due --------------------------------------------------------------------------------------------

@@ -15,18 +15,21 @@ _PICTURES = {
     "differences": "A line for each arm: its difference to the control, with the interval; shaded is what other "
     "batches alone do.",
     "frontier": "Each arm by how many times fewer bytes a run saves, and by how much its loss is higher.",
-    "recovery": "The difference to the control by steps after the resume, a curve for each arm; most of it is gone "
-    "after a few dozen steps.",
-    "movements": "A row for each layer and a column for each save; layers move furthest early on, while the rate is "
-    "high.",
-    "loss": "The training loss of both tasks falls over 400 steps; a band around each curve is the range over seeds.",
+    "recovery": "The difference to the control by steps after the resume, a curve for each arm, from the "
+    "resume to the last step that all jobs have.",
+    "movements": "A row for each layer and a column for each save, from the first step to the last; darker cells "
+    "moved further.",
+    "loss": "The training loss of both tasks from the first step to the last; a band around each curve is the range "
+    "over seeds.",
 }
 
 
 def write(settings: Settings, rows: Sequence[Row], *, docs: Path) -> None:
     """Write what *rows* say between the two marks of the page, and draw its pictures."""
-    fill(docs / "evidence.md", section(settings, rows), begin=BEGIN)
+    if not Findings(rows).trunks:
+        raise SystemExit("nothing was run yet: there is nothing to write")
     draw(settings, rows, docs / "pictures")
+    fill(docs / "evidence.md", section(settings, rows), begin=BEGIN)
 
 
 def section(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:

@@ -135,7 +135,9 @@ def movements(settings: Settings, found: Findings) -> str:
         if arm == FULL:
             for layer, movement in row["movements"].items():
                 sums.setdefault((layer, step), []).append(movement)
-    layers = list(dict.fromkeys(layer for layer, _ in sums))
+    saves = (row["layers"] for row in found.saves.values() if row["arm"] == FULL)
+    order: Sequence[str] = next(saves, [])  # the model's own
+    layers = [layer for layer in order if any(layer == each for each, _ in sums)]
     steps = sorted({step for _, step in sums})
     largest = max((mean(of) for of in sums.values()), default=1.0)
     chart = Chart(

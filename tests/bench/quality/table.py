@@ -147,11 +147,12 @@ def about(settings: Settings, found: Findings) -> Iterator[str]:
                 f"{mean(row['loss'] for row in trunks):.4f}, {mean(row['accuracy'] for row in trunks):.1%} of the "
                 "questions"
             )
-    is_identical = "yes" if found.is_identical() else "NO"
+    is_identical = ("yes" if found.is_identical() else "NO") if found.keys(FULL) else "not known"
     yield f"control identical to the last bit: {is_identical}, in {len(found.keys(FULL))} resumes"
-    jobs = len(TASKS) * len({seed for _, seed in found.trunks})
-    if len(found.keys(NOISE)) < jobs * len(settings.failures):
-        yield "not all of it was run yet: the figures below are of what there is"
+    resumes = len(TASKS) * len({seed for _, seed in found.trunks}) * len(settings.failures)
+    lacking = [arm.name for arm in arms(settings) if len(found.keys(arm.name)) < resumes]
+    if lacking:
+        yield f"not run yet, or not in all jobs: {'; '.join(lacking)}"
 
 
 def tables(settings: Settings, found: Findings) -> list[Table]:
