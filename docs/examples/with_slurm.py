@@ -49,7 +49,7 @@ def main() -> None:
             engine.step()
             if engine.global_rank == 0:
                 print(f"step {step}: {loss.item()}", flush=True)
-            is_last = stopped(engine.device)
+            is_last = stopped(tokens.device)
             if step % 2 == 0 or is_last:
                 saver.save()  # layerstore
             if is_last:

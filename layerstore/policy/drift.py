@@ -34,7 +34,7 @@ class Drift:
     of the layer's own norm. The latter also stands in where the optimizer keeps no second moments.
     """
 
-    name: ClassVar[str] = "drift"
+    name = "drift"
     by_number: ClassVar[bool] = True
     measures: ClassVar[bool] = True
 

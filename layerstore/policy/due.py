@@ -64,7 +64,7 @@ class Policy(Protocol):
 class Latest:
     """Everything is due, so a composite has its base's own layers; also called ``full``."""
 
-    name: ClassVar[str] = "full"
+    name = "full"
     by_number: ClassVar[bool] = True
 
     @property

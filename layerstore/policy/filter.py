@@ -29,7 +29,7 @@ class Filter:
     aux: Literal["rotate", "always"] = "rotate"
     """Whether embeddings and heads take turns too; norms are always due."""
 
-    name: ClassVar[str] = "filter"
+    name = "filter"
     by_number: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class Parity:
     _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
 
-    name: ClassVar[str] = "parity"
+    name = "parity"
     by_number: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -357,7 +357,6 @@ def test_the_report_can_be_pasted(run: Run, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(home))
     mounted(monkeypatch, tmp_path / "scratch", "lustre", cache=home / ".cache")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORCE_COLOR", "1")
 
     outcome = run("doctor", "scratch/store")
 

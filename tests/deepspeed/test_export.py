@@ -97,7 +97,8 @@ def test_an_export_equals_what_the_trainer_gathered(
     assert files == {path.name for path in out.glob("*.safetensors")}
     assert all(not differing(load_file(source / file), load_file(out / file)) for file in files)
     beside = {"config.json", "generation_config.json", "model.safetensors.index.json"}
-    assert {path.name for path in out.iterdir()} - files == beside & {path.name for path in source.iterdir()}
+    expected = {"layerstore.json"} | beside & {path.name for path in source.iterdir()}
+    assert {path.name for path in out.iterdir()} - files == expected
     assert all((source / file).read_bytes() == (out / file).read_bytes() for file in beside if (out / file).exists())
 
 

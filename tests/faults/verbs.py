@@ -179,7 +179,7 @@ DEEDS: dict[str, Deed] = {
     "verify": _verify,
     "compose": _unless(AlreadyExists, lambda store, folder: store.compose("run@2").write(folder / "out")),
     "export": _unless(AlreadyExists, lambda store, folder: store.compose("run@2").export(folder / "exported")),
-    "overwrite": lambda store, folder: store.compose("run@2").write(folder / "out", force=True),
+    "overwrite": lambda store, folder: store.compose("run@2").write(folder / "out", force="foreign"),
 }
 
 

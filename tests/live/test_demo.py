@@ -170,7 +170,7 @@ def test_the_command_has_the_librarys_numbers(capsys: pytest.CaptureFixture[str]
     """The command repeats default and bound, so that ``--help`` need not import the library."""
     main(["demo", "--help"])
 
-    assert f"[default: {STEPS}; {STEPS_MIN}<=x" in " ".join(capsys.readouterr().out.split())
+    assert f"[default: {STEPS}; {STEPS_MIN} to" in " ".join(capsys.readouterr().out.split())
 
 
 def facts(**changed: Any) -> dict[str, Any]:

@@ -66,8 +66,12 @@ def saved_of(trained: Launched, name: str) -> list[CommitRecord]:
 def without_movements(facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     """Return what a record says without how far layers have moved, and that."""
     decisions = dict(facts["policy"]["decisions"])
-    moved = decisions.pop("movements", {})
-    return facts | {"policy": facts["policy"] | {"decisions": decisions}}, dict(moved)
+    moved = {
+        f"{measure} of {layer}": movement
+        for measure in ("movements", "weighted_movements")
+        for layer, movement in decisions.pop(measure, {}).items()
+    }
+    return facts | {"policy": facts["policy"] | {"decisions": decisions}}, moved
 
 
 @pytest.mark.parametrize("case", [each for each in CASES if each.misuse != "given_up"], ids=lambda case: case.name)
