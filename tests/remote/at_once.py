@@ -11,7 +11,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Overtaken
+from layerstore.errors import NotFound, Overtaken
 from tests.unit.checkpoints import Checkpoints, snapshot
 
 
@@ -48,7 +48,8 @@ def push_and_collect(
     def collect(which: Store, last: int) -> None:
         chance = random.Random(last)
         while is_on():
-            with suppress(Overtaken):  # half a day is half as many seconds
+            # Half a day is half as many seconds; and the other collection may take a commit while this one looks at it.
+            with suppress(Overtaken, NotFound):
                 removed.append(which.gc(Keep(last=last), remote=url).objects.count)
             time.sleep(chance.uniform(0, grace_seconds / 6))
 
