@@ -284,7 +284,8 @@ Every model below is trained under every optimizer below: {len(CASES)} trainings
 ranks, of models as small as their architecture allows, with random weights: this shows bookkeeping, not quality.
 {GENERATED}
 
-Each training saves its first {SAVES} steps by parity, and goes on to step {STEPS}. The tests then show that
+Each training saves its first {SAVES} steps by parity, and goes on to step {STEPS}. The command below trains all of them, and the
+usual runs a sample of at least three. The tests then show that
 
 {shown}
 
@@ -298,7 +299,7 @@ Each training saves its first {SAVES} steps by parity, and goes on to step {STEP
 
 {notes}
 
-<!-- not run: it takes about ten minutes -->
+<!-- not run: it takes half an hour -->
 ```sh
 pytest -n0 -m "full or exhaustive" tests/live/test_families.py
 ```
