@@ -284,7 +284,7 @@ Every model below is trained under every optimizer below: {len(CASES)} trainings
 ranks, of models as small as their architecture allows, with random weights: this shows bookkeeping, not quality.
 {GENERATED}
 
-Each training saves its first {SAVES} steps by parity, and goes on to step {STEPS}. The command below trains all of them,
+Each training saves its first {SAVES} steps by parity, and goes on to step {STEPS}. The command below trains them all,
 and every `.ci/run` a sample. The tests then show that
 
 {shown}
