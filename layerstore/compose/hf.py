@@ -163,7 +163,7 @@ def plan_export(
         files += made
         notes = [*chosen.notes, *_doubts(state, versions, slices), *config_notes]
         beside = [file for file in beside if file.path != CONFIG]
-    notes = [*([composition.mixture] if composition.mixture else []), *notes]
+    notes = [*filter(None, [composition.mixture]), *notes]
     type_name = "mixed" if code is None else dtype_name(code)
     summary = literal_file(SUMMARY, composition.summary_file(notes, format="hf", dtype=type_name))
     return ExportPlan(

@@ -117,7 +117,7 @@ def plan_ranks(
     if adam_step not in ADAM_STEPS:
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
     first = repo.state(base.states[0])
-    notes = [*([composition.mixture] if composition.mixture else []), *_buffer_notes(slices, count)]
+    notes = [*filter(None, [composition.mixture]), *_buffer_notes(slices, count)]
     notes += _gathered_notes(first, slices) if composition.older_layers else ()
     groups = None
     if count != base.world_size:
