@@ -137,7 +137,8 @@ def movements(settings: Settings, found: Findings) -> str:
                 sums.setdefault((layer, step), []).append(movement)
     saves = (row["layers"] for row in found.saves.values() if row["arm"] == FULL)
     order: Sequence[str] = next(saves, [])  # the model's own
-    layers = [layer for layer in order if any(layer == each for each, _ in sums)]
+    moved = {layer for layer, _ in sums}
+    layers = [layer for layer in order if layer in moved]
     steps = sorted({step for _, step in sums})
     largest = max((mean(of) for of in sums.values()), default=1.0)
     chart = Chart(
