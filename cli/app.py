@@ -307,6 +307,7 @@ def _is_out_of_memory(exc: BaseException | None) -> bool:
             or (isinstance(exc, OSError) and exc.errno == errnos.ENOMEM)
             or (isinstance(exc, RuntimeError) and says == "can't start new thread")
             or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's libraries
+            or (isinstance(exc, SystemError) and "_find_and_load" in says)  # any library written in C
         ):
             return True
         exc = exc.__cause__

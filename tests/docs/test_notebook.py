@@ -24,14 +24,21 @@ def test_a_real_kernel_draws_results(tmp_path: Path) -> None:
     """Tables for stores, logs and composites, a line for a pin, and for an error its hint."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
+    traitlets = pytest.importorskip("traitlets.config")
     pytest.importorskip("ipykernel")
     with layerstore.init(tmp_path / "store") as store:
         store.ingest(checkpoint(tmp_path))
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)
 
+    # By default a kernel is told ports that are free now, and dies if another test has taken one by the time it starts.
+    kernel = traitlets.Config(
+        KernelManager={"transport": "ipc", "connection_file": str(tmp_path / "kernel.json")},
+    )
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, resources=resources, allow_errors=True, kernel_name="python3").execute()
+    nbclient.NotebookClient(
+        notebook, config=kernel, resources=resources, allow_errors=True, kernel_name="python3"
+    ).execute()
 
     *shown, error = [cell.outputs[-1] for cell in notebook.cells]
     drawn, log, composite, pin = (output["data"] for output in shown)
