@@ -44,9 +44,14 @@ class Staleness:
         return dict(sorted(counts.items()))
 
     @property
+    def trained(self) -> tuple[LayerAge, ...]:
+        """The layers that the optimizer updates: the others are the same at every save."""
+        return tuple(age for age in self.layers if age.optimizer_step is not None) or self.layers
+
+    @property
     def is_mixed(self) -> bool:
-        """Whether layers of several saves are mixed."""
-        return len({(age.run, age.attempt, age.step) for age in self.layers}) > 1
+        """Whether trained layers of several saves are mixed."""
+        return len({(age.run, age.attempt, age.step) for age in self.trained}) > 1
 
 
 def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
@@ -55,16 +60,13 @@ def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
 
 
 def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
-    """
-    Say that no training ever had this model, if *layers* are from several saves; None if they are from one.
-
-    Layers that the optimizer does not update are the same at every save.
-    """
-    ages = staleness_of(base, layers).layers
-    trained = [age for age in ages if age.optimizer_step is not None] or list(ages)
-    if len({(age.run, age.attempt, age.step) for age in trained}) == 1:
+    """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
+    staleness = staleness_of(base, layers)
+    if not staleness.is_mixed:
         return None
-    others = [age for age in trained if (age.run, age.attempt, age.step) != (base.run, base.attempt, base.step)]
+    others = [
+        age for age in staleness.trained if (age.run, age.attempt, age.step) != (base.run, base.attempt, base.step)
+    ]
     are = "older than" if all(age.steps is not None and age.steps > 0 for age in others) else "not from"
     return (
         f"{len(others)} of {len(layers)} layers are {are} step {base.step}: this model never existed during training "

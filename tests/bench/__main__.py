@@ -12,6 +12,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
     python -m tests.bench quality [--seeds 3] [--tiny] [--rows DIR]    # what a mixture costs a fine-tuning
+    python -m tests.bench quality [--rows DIR] --trial    # what many policies cost at once, over the histories it kept
     python -m tests.bench quality [--rows DIR] --table | --page    # of rows that are there; into docs/evidence.md
     python -m tests.bench chaos [--points 40] [--ranks 1] [--rows FILE]    # saves that are killed, with ckpt-chaos
     python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="quality or peers, so small that it ends in a minute")
     parser.add_argument("--rows", type=Path, help="where results are kept: a folder for quality, a file for peers")
     parser.add_argument("--table", action="store_true", help="only print what quality or peers has found, and draw it")
+    parser.add_argument("--trial", action="store_true", help="ask many policies over the histories that quality kept")
     parser.add_argument("--plots", type=Path, help="folder for pictures of what quality or peers has found")
     parser.add_argument(
         "--page", action="store_true", help="only write what was found into docs/benchmarks.md or evidence.md"
@@ -118,6 +120,8 @@ def _run_quality(options: argparse.Namespace) -> None:
     size = TINY if options.tiny else REAL
     if options.page:
         quality.write_page(REAL, rows=options.rows or quality.COMMITTED)
+    elif options.trial:
+        quality.try_policies(size, folder=options.dir, rows=options.rows)
     elif options.table:
         quality.show(size, rows=options.rows or quality.COMMITTED, plots=options.plots)
     else:

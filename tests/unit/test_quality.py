@@ -1,6 +1,7 @@
 """The parts of the quality benchmark that need no training: texts, tokens, rows, intervals, the table."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from xml.etree import ElementTree
@@ -8,10 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 import layerstore
-from tests.bench.quality import corpus, table, tokenizer
+from layerstore.policy import Drift, Filter, Parity, Policy
+from tests.bench.quality import corpus, table, tokenizer, trial
 from tests.bench.quality.arms import FULL, NOISE, RARE, DriftByBudget, arms
 from tests.bench.quality.intervals import interval
-from tests.bench.quality.job import RUN, movements
+from tests.bench.quality.job import movements
 from tests.bench.quality.page import BEGIN, section
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import REAL, TASKS, TINY
@@ -184,7 +186,7 @@ def test_the_control_saves_everything_and_measures_it(tmp_path: Path, monkeypatc
         for step in (1, 2):
             done = store.ingest(
                 generate(tmp_path / f"{step}", hidden=8, vocab=16, step=step, seed=step),
-                run=RUN,
+                run=trial.RUN,
                 policy=control.policy(1000),
             )
             moved = movements(store)
@@ -192,6 +194,27 @@ def test_the_control_saves_everything_and_measures_it(tmp_path: Path, monkeypatc
     assert done.layers == done.layers_saved
     assert done.layers == tuple(moved)
     assert min(moved.values()) > 0
+
+
+def test_a_trial_asks_the_policies_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it finds over a history is what ingesting the history under the policy saves."""
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))
+    policies: dict[str, Policy] = {"parity": Parity(), "filter": Filter(), "drift": Drift(threshold=1.3, stalest=3)}
+    settings = replace(TINY, steps=30)
+    stores = {name: layerstore.init(tmp_path / name) for name in ("full", *policies)}
+    for step in range(settings.save_every, settings.steps + 1, settings.save_every):
+        source = generate(tmp_path / f"{step}", hidden=8, vocab=16, layers=4, step=step, seed=step)
+        for name, store in stores.items():
+            store.ingest(source, run=trial.RUN, policy=policies.get(name, "full"))
+
+    history = trial.History(settings, tmp_path / "full")
+
+    for name, policy in policies.items():
+        *_, last = history.choices(policy)
+        assert last == {line.layer: line.step for line in stores[name].ls(trial.RUN)}, name
+    assert history.times_fewer(list(history.choices(Parity()))) == pytest.approx(2, rel=0.3)
+    for store in stores.values():
+        store.close()
 
 
 def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:

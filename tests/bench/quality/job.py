@@ -21,14 +21,14 @@ import layerstore
 from layerstore.live.demo.launch import tell
 from layerstore.live.demo.training import tag_of
 from layerstore.policy import Policy
-from tests.bench.quality.arms import RARE, Arm, arms
+from tests.bench.quality import trial
+from tests.bench.quality.arms import FULL, RARE, Arm, arms
 from tests.bench.quality.data import digest_of, task_data
 from tests.bench.quality.settings import SIZES, TASKS, Settings, TaskName
 from tests.bench.quality.training import BASE, DATA, Trainer
 from tests.bench.ranked import begin, leave
 from tests.bench.rows import Row, Rows
 
-RUN = "job"
 _STRIDE = 1_000_003
 """So far apart are the seeds of the batches of two jobs: more than either has steps."""
 
@@ -67,11 +67,15 @@ class Job:
         self._arms = arms(settings)
 
     def run(self) -> None:
-        """Do what the rows lack; the stores are removed when nothing is."""
+        """Do what the rows lack; the stores are removed when nothing is, but for a history for the trial."""
         missing = lacking(self._settings, self._rows, self._of)
         if missing:
             self._trainer = self._begun()
             self._do(missing)
+        if self._seed == 0 and (self._folder / FULL).exists():
+            kept = self._work / trial.history_name(self._task)
+            shutil.rmtree(kept, ignore_errors=True)
+            (self._folder / FULL).rename(kept)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _do(self, missing: list[tuple[int, Arm]]) -> None:
@@ -146,7 +150,7 @@ class Job:
         self._trainer.engine.save_checkpoint(str(folder), tag=tag_of(step))
         rows = []
         for name, (store, policy) in stores.items():
-            done = store.ingest(folder, run=RUN, policy=policy, trust_store=True)
+            done = store.ingest(folder, run=trial.RUN, policy=policy, trust_store=True)
             rows.append(
                 {
                     "kind": "save",
@@ -191,7 +195,7 @@ class Job:
         """Fill the engine from what *arm* has saved before *failure*, train to the end, and note what came out."""
         settings, trainer, started = self._settings, self._trainer, time.monotonic()
         base = settings.resumed_at(failure)
-        resumed = layerstore.resume(trainer.engine, self._folder / arm.store, run=RUN, step=base, must_exist=True)
+        resumed = layerstore.resume(trainer.engine, self._folder / arm.store, run=trial.RUN, step=base, must_exist=True)
         assert resumed is not None
         if arm.is_averaged:
             self._load_average(base)
@@ -250,7 +254,7 @@ class Job:
 
 def movements(store: layerstore.Store) -> dict[str, float]:
     """Return how far each layer had moved at the newest save of *store*, since it was saved; nothing if unmeasured."""
-    newest = store.repo.catalog.view(RUN).visible[-1]
+    newest = store.repo.catalog.view(trial.RUN).visible[-1]
     decisions = store.repo.catalog.commit(newest.name).record.policy.decisions
     movements = cast("dict[str, float]", decisions.get("movements", {}))
     return {layer: float(f"{movement:.3g}") for layer, movement in movements.items()}

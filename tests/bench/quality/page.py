@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.bench.quality import trial
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import Settings
 from tests.bench.quality.table import Findings, about, remarks, tables
@@ -43,3 +44,6 @@ def section(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
         yield from [f"![{words}](pictures/quality-{name}.svg)", ""]
     for table in each:
         yield from [*table.markdown(), ""]
+    tried = trial.table(rows)
+    if tried is not None:
+        yield from [*tried.markdown(), ""]

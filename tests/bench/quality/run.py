@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from layerstore.live.demo.launch import Event, run_ranks
-from tests.bench.quality import data, page, table
+from tests.bench.quality import data, page, table, trial
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import TASKS, Settings, TaskName
@@ -26,11 +26,20 @@ def run(settings: Settings, *, folder: Path | None, rows: Path | None, seeds: in
     *folder* is where texts, base and stores are kept, *rows* what was found. What was interrupted is begun anew there:
     the base at its newest save, a job at its trunk or at its next resume.
     """
-    folder = folder or Path(tempfile.gettempdir()) / "layerstore-quality"
-    # A folder of its own for other settings: texts, base and stores would be wrong for them.
-    work = (folder / f"{settings.name}-{settings.digest('')[:8]}").absolute()
+    work = _work(settings, folder)
     rows = (rows or work / "rows").absolute()
     _show(settings, _of_one(_read(rows), _make(settings, work=work, rows=rows, seeds=seeds)), plots=plots)
+
+
+def try_policies(settings: Settings, *, folder: Path | None, rows: Path | None) -> None:
+    """Ask the policies that *rows* lack over the histories that `run` has kept in *folder*, and print the tables."""
+    work = _work(settings, folder)
+    rows = (rows or work / "rows").absolute()
+    for task in TASKS:
+        if not (work / trial.history_name(task)).exists():
+            raise SystemExit(f"{work} has no history of {task}: python -m tests.bench quality --dir DIR makes one")
+        trial.run(settings, task, work=work, rows=Rows(rows / f"trial-{task}.jsonl"))
+    _show(settings, _of_one(_read(rows)), plots=None)
 
 
 def show(settings: Settings, *, rows: Path, plots: Path | None) -> None:
@@ -51,6 +60,12 @@ def _show(settings: Settings, found: list[Row], *, plots: Path | None) -> None:
     print("\n".join(table.lines(settings, found)), flush=True)
     if plots is not None and found:
         draw(settings, found, plots)
+
+
+def _work(settings: Settings, folder: Path | None) -> Path:
+    """Return the folder for these settings: texts, base and stores of others would be wrong for them."""
+    folder = folder or Path(tempfile.gettempdir()) / "layerstore-quality"
+    return (folder / f"{settings.name}-{settings.digest('')[:8]}").absolute()
 
 
 def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:

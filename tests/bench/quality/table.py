@@ -12,6 +12,7 @@ from math import isinf
 from statistics import mean
 
 from tests.bench.published import DEEPSPEED_BYTES
+from tests.bench.quality import trial
 from tests.bench.quality.arms import FULL, NOISE, RARE, arms
 from tests.bench.quality.intervals import Interval, interval, root_mean_square
 from tests.bench.quality.settings import TASKS, Settings
@@ -47,7 +48,7 @@ class Findings:
                 self.trunks[row["task"], row["seed"]] = row
             elif row["kind"] == "save":
                 self.saves[row["task"], row["seed"], row["arm"], row["step"]] = row
-            else:
+            elif row["kind"] == "resume":
                 key = Key(task=row["task"], seed=row["seed"], failure=row["failure"])
                 self.resumes[row["arm"], key] = row
 
@@ -130,6 +131,9 @@ def lines(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
     for table in tables(settings, found):
         yield from ["", *table.text()]
     yield from ["", *remarks(settings, found)]
+    tried = trial.table(rows)
+    if tried is not None:
+        yield from ["", *tried.text()]
 
 
 def about(settings: Settings, found: Findings) -> Iterator[str]:

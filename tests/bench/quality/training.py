@@ -163,14 +163,13 @@ def schedule(*, steps: int, warmup: int) -> Callable[[int], float]:
     return share
 
 
-def _engine(settings: Settings, *, schedule: Callable[[int], float], rate: float, weights: Path | None) -> Engine:
-    import deepspeed
+def llama(settings: Settings) -> Any:
+    """Return the model with its first weights, the same every time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    llama: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "hidden_size": settings.hidden,
         "intermediate_size": settings.intermediate,
         "num_hidden_layers": settings.layers,
@@ -182,7 +181,15 @@ def _engine(settings: Settings, *, schedule: Callable[[int], float], rate: float
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    model = LlamaForCausalLM(LlamaConfig(**llama))
+    return LlamaForCausalLM(LlamaConfig(**shape))
+
+
+def _engine(settings: Settings, *, schedule: Callable[[int], float], rate: float, weights: Path | None) -> Engine:
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    model = llama(settings)
     if weights is not None:
         model.load_state_dict(torch.load(weights, weights_only=True))
     named = list(model.named_parameters())
