@@ -8,7 +8,6 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
-    SHORT_ID_DIGITS,
     Column,
     counted,
     say,
@@ -19,7 +18,7 @@ from layerstore.cli.render import (
     shown,
 )
 from layerstore.json_fields import json_fields
-from layerstore.units import size
+from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from layerstore.distance import Distance
@@ -100,7 +99,7 @@ def _sameness(is_same: bool) -> str:
 
 def _side(side: "DiffSide") -> str:
     pin = f", pin {side.pin}" if side.pin else ""
-    return shown(f"{side.reference} (commit {side.commit[:SHORT_ID_DIGITS]}{pin}), {counted(side.world_size, 'rank')}")
+    return shown(f"{side.reference} (commit {short_id(side.commit)}{pin}), {counted(side.world_size, 'rank')}")
 
 
 def _row(layer: "LayerDiff", kinds: list[str], *, stat: bool) -> list[str]:

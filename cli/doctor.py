@@ -58,7 +58,8 @@ def _tell(diagnosis: "Diagnosis") -> None:
     versions = ", ".join(f"{name} {found or '(none)'}" for name, found in diagnosis.versions.items())
     _say(f"versions: {shown(versions)}", indent=2)
     notes = sum(finding.verdict == "note" for finding in diagnosis.findings)
-    say(f"{counted(len(diagnosis.problems), 'problem')}, {counted(notes, 'note')}")
+    fit = "fit for a store" if diagnosis.ok else "not fit for a store"
+    say(f"{fit}: {counted(len(diagnosis.problems), 'problem')}, {counted(notes, 'note')}")
 
 
 def _say(text: str, *, indent: int) -> None:

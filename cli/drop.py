@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, some, with_store
+from layerstore.cli.render import counted, say, say_json, shown, some, with_store
 from layerstore.json_fields import json_fields
-from layerstore.units import size
+from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from layerstore.gc import Dropped
@@ -39,7 +39,7 @@ def drop(
         if as_json:
             say_json({"given_up": list(given_up), "dry_run": dry_run})
         else:
-            name = f"{shown(ref)} (commit {', '.join(commit[:SHORT_ID_DIGITS] for commit in given_up)})"
+            name = f"{shown(ref)} (commit {', '.join(short_id(commit) for commit in given_up)})"
             say(f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/")
     elif as_json:
         say_json({**json_fields(dropped), "dry_run": dry_run})
@@ -69,11 +69,11 @@ def undrop(
     if as_json:
         say_json({"run": record.run, "step": record.step, "attempt": record.attempt, "commit": commit.id})
     else:
-        say(f"{shown(f'{record.run}@{record.step}')} is back (commit {commit.id[:SHORT_ID_DIGITS]})")
+        say(f"{shown(f'{record.run}@{record.step}')} is back (commit {short_id(commit.id)})")
 
 
 def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
-    name = f"{shown(dropped.reference)} (commit {dropped.commit[:SHORT_ID_DIGITS]})"
+    name = f"{shown(dropped.reference)} (commit {short_id(dropped.commit)})"
     say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
     if dropped.inherited_by:
         keep = "keeps" if len(dropped.inherited_by) == 1 else "keep"
@@ -86,6 +86,6 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
     else:
         say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
     if not dry_run:
-        back = with_store(f"layerstore undrop {dropped.commit[:SHORT_ID_DIGITS]}")
+        back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
         freed = f"frees up to {size(dropped.size_bytes)} after 7 days, or at once with --empty-trash"
         say(f"gc {freed}; to bring it back: {back}")

@@ -352,7 +352,13 @@ def _time(seconds: float) -> str:
 
     >>> _time(0.0123), _time(90), _time(2 * 86400), _time(1e9)
     ('12.3 ms', '1.5 min', '2.0 days', '31.7 years')
+    >>> _time(0), _time(1e11)
+    ('under 0.1 ms', 'over 100 years')
     """
+    if seconds < 1e-4:
+        return "under 0.1 ms"
+    if seconds > 100 * 365.25 * _DAY:
+        return "over 100 years"
     length, unit = next((each for each in _TIMES if seconds >= each[0]), _TIMES[-1])
     return f"{seconds / length:,.1f} {unit}"
 

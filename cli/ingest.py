@@ -20,7 +20,6 @@ from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
-    SHORT_ID_DIGITS,
     counted,
     say,
     say_json,
@@ -40,7 +39,7 @@ from layerstore.errors import (
     StorageIO,
 )
 from layerstore.json_fields import json_fields
-from layerstore.units import size
+from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -306,7 +305,7 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
         say_warning(note)
     if as_json:
         return
-    name = f"{shown(ingested.run)}@{ingested.step} (commit {ingested.commit[:SHORT_ID_DIGITS]})"
+    name = f"{shown(ingested.run)}@{ingested.step} (commit {short_id(ingested.commit)})"
     if not ingested.is_new:
         healed = ", ".join(_written_again(ingested))
         unread = "" if ingested.reused_read else "; reused, not read"

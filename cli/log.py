@@ -8,7 +8,6 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import (
-    SHORT_ID_DIGITS,
     Column,
     age,
     counted,
@@ -21,7 +20,7 @@ from layerstore.cli.render import (
     with_store,
 )
 from layerstore.json_fields import json_fields, json_value
-from layerstore.units import size
+from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -99,7 +98,7 @@ def log(
         _say_lines(sound, took if timing else None, remotes, metrics=metric or ())
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
-            next_page = with_store(f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}")
+            next_page = with_store(f"layerstore log {shown(more.run)} --before {short_id(more.after)}{options}")
             say_note(f"{counted(more.commits, 'older commit')}: {next_page}")
     elif not damaged and before is None:
         none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
@@ -130,7 +129,7 @@ def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {
             Column("RUN", folds=True): lambda each: each.commit.record.run,
             Column("STEP", "right"): lambda each: str(each.commit.record.step),
-            Column("COMMIT", drops=2): lambda each: each.commit.id[:SHORT_ID_DIGITS],
+            Column("COMMIT", drops=2): lambda each: short_id(each.commit.id),
             Column("SAVED", drops=1): lambda each: age(each.commit.observed.time_ns),
             Column("DROPPED"): lambda each: age(each.dropped_ns),
         }
@@ -169,7 +168,7 @@ def _say_lines(
     if with_graph or any(entry.attempt > 1 for entry in entries):
         of_entry[Column("ATTEMPT", "right")] = lambda entry: str(entry.attempt)
     of_entry[Column("STEP", "right")] = lambda entry: str(entry.step)
-    of_entry[Column("COMMIT", drops=1)] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
+    of_entry[Column("COMMIT", drops=1)] = lambda entry: short_id(entry.commit)
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
     of_entry |= {Column(name.upper(), "right"): partial(_metric, name) for name in metrics}

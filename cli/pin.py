@@ -8,7 +8,6 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
-    SHORT_ID_DIGITS,
     Column,
     age,
     say,
@@ -22,6 +21,7 @@ from layerstore.cli.render import (
 from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
 from layerstore.layers import is_name, typed
+from layerstore.units import short_id
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -106,7 +106,7 @@ def _make(store: "Store", name: str, ref: str, *, as_json: bool) -> None:
         if mixture := mixture_of(made.record, made.record.layers):
             say_warning(mixture)
         [name_of_base] = store.names_of([made.record])
-        base = f"{name_of_base} (commit {made.base[:SHORT_ID_DIGITS]})"
+        base = f"{name_of_base} (commit {short_id(made.base)})"
         mixed_by = _mixed_by(made)
         say(f"{shown(made.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
 
@@ -125,7 +125,7 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         }
         if any(map(_mixed_by, pins)):
             columns[Column("MIXED BY", folds=True)] = lambda row: _mixed_by(row[0])
-        columns[Column("COMMIT", drops=1)] = lambda row: row[0].base[:SHORT_ID_DIGITS]
+        columns[Column("COMMIT", drops=1)] = lambda row: short_id(row[0].base)
         columns[Column("SAVED", drops=2)] = lambda row: age(row[0].observed.time_ns)
         columns[Column("LAYERS", "right", drops=3)] = lambda row: f"{len(row[0].record.layers):,}"
         say_rows(columns, zip(pins, store.names_of(pin.record for pin in pins), strict=True))

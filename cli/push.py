@@ -1,12 +1,13 @@
 """``layerstore push`` and ``layerstore pull``: send what a remote lacks, and fetch what it has."""
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, shown, some
+from layerstore.cli.render import counted, say, say_json, say_note, shown, some
 from layerstore.errors import NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layout import is_url
@@ -61,6 +62,8 @@ def push(
             return
         pushed = opened_store.push(name, refs=refs, move_pins=move_pins, progress=progress)
     _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+    if pushed.commits and not as_json:
+        say_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
 
 
 def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = False) -> None:

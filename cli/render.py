@@ -24,8 +24,6 @@ T = TypeVar("T")
 # Incremented when a field is removed or changes its meaning; new fields may be added at any time.
 JSON_SCHEMA = 1
 
-SHORT_ID_DIGITS = 12
-
 # In a file or a pipe, nothing is folded.
 _WIDTH_OF_A_PIPE = 100_000
 

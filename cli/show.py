@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
 from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
-    SHORT_ID_DIGITS,
     Column,
     age,
     metric_in_words,
@@ -17,7 +16,7 @@ from layerstore.cli.render import (
     some,
 )
 from layerstore.json_fields import iso_time, json_fields
-from layerstore.units import size
+from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from layerstore.inspect import CommitView, LayerLine
@@ -48,7 +47,7 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     columns: dict[Column, Callable[[tuple[LayerLine, str]], str]] = {
         Column("LAYER", folds=True): lambda row: row[0].layer,
         Column("SAVED AT", folds=True): lambda row: row[1],
-        Column("VERSION", drops=1): lambda row: row[0].version[:SHORT_ID_DIGITS],
+        Column("VERSION", drops=1): lambda row: short_id(row[0].version),
         Column("PARAMETERS", "right", drops=2): lambda row: f"{row[0].parameters:,}",
         Column("SIZE", "right"): lambda row: size(sum(row[0].bytes_by_kind.values())),
     }
@@ -67,7 +66,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "layout": f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
-        "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
+        "replaces": ", ".join(short_id(commit) for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {_saved(view)}, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
         "other state": f"{size(view.beside_bytes)} (RNG, scheduler, files)",

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NewType, Protocol
 
 from layerstore.tree import Tree
-from layerstore.units import utc
+from layerstore.units import short_id, utc
 
 StrPath = str | os.PathLike[str]
 """A path as users give it."""
@@ -308,7 +308,7 @@ class Commit(Recorded):
     id: CommitId
 
     def __repr__(self) -> str:
-        return f"<Commit {self.id[:12]} {_in_short(self.record, self.observed)}>"
+        return f"<Commit {short_id(self.id)} {_in_short(self.record, self.observed)}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,3 +54,17 @@ def utc(time_ns: int) -> datetime:
     """
     seconds, rest = divmod(time_ns, 10**9)
     return datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest // 1000)
+
+
+SHORT_ID_DIGITS = 12
+"""Of a commit's id, where it is shown; with so many, digits alone are no number either."""
+
+
+def short_id(id_: str) -> str:
+    """
+    Return the beginning of an id, as people write it.
+
+    >>> short_id("3f0c9a1b7e52d8c4b0a1")
+    '3f0c9a1b7e52'
+    """
+    return id_[:SHORT_ID_DIGITS]

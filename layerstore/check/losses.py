@@ -11,8 +11,7 @@ from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Commit, CommitId, Kind, ObjectId, Origin
 from layerstore.policy import Latest
 from layerstore.storage import RecordName, Repository, RunView
-
-_SHORT_ID_DIGITS = 12
+from layerstore.units import short_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +126,11 @@ def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
     """Return the references of *holders*, with the commit's id if a reference is ambiguous."""
     names = []
     for holder, reference in zip(holders, references_to(repo, [holder.save for holder in holders]), strict=True):
-        plain = f"{holder.save.run}@{holder.save.step} (commit {holder.commit[:_SHORT_ID_DIGITS]}, hidden)"
+        plain = f"{holder.save.run}@{holder.save.step} (commit {short_id(holder.commit)}, hidden)"
         names.append(holder.pin or (reference if holder.is_shown else plain))
     counts = Counter(names)
     return [
-        name if counts[name] == 1 else f"{name} (commit {holder.commit[:_SHORT_ID_DIGITS]})"
+        name if counts[name] == 1 else f"{name} (commit {short_id(holder.commit)})"
         for holder, name in zip(holders, names, strict=True)
     ]
 

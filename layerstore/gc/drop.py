@@ -15,7 +15,7 @@ from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
 from layerstore.storage import RecordName, Repository, RunView
-from layerstore.units import utc
+from layerstore.units import short_id, utc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def find_dropped(repo: Repository, ref: str) -> Commit:
     if not found:
         raise NotFound(f"{ref} is not in the trash", hint="layerstore log --dropped lists what is")
     if len(found) > 1:
-        ids = ", ".join(commit.id[:12] for commit in found)
+        ids = ", ".join(short_id(commit.id) for commit in found)
         raise Conflict(f"{len(found)} commits of {ref} are in the trash: {ids}", hint="name one by its id")
     return found[0]
 
@@ -187,14 +187,14 @@ def undrop(repo: Repository, ref: str) -> Commit:
             raise NotFound(f"{ref} is not dropped: it was saved again", hint="layerstore log lists it")
         if rival is not None:
             raise Conflict(
-                f"{record.run}@{record.step} is commit {rival.id[:12]} by now; nothing was changed",
-                hint=f"layerstore drop {rival.id[:12]} makes room for it",
+                f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
+                hint=f"layerstore drop {short_id(rival.id)} makes room for it",
             )
         hides = next((row for row in ([] if view is None else view.rows.values()) if commit.id in row.supersedes), None)
         if hides is not None:
             raise Conflict(
-                f"{ref} was replaced by commit {hides.id[:12]}, {record.run}@{hides.step}; nothing was changed",
-                hint=f"layerstore drop {hides.id[:12]} makes room for it",
+                f"{ref} was replaced by commit {short_id(hides.id)}, {record.run}@{hides.step}; nothing was changed",
+                hint=f"layerstore drop {short_id(hides.id)} makes room for it",
             )
         if record.run in repo.records.pin_names():
             raise Conflict(
@@ -204,7 +204,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
         if any(row.lineage != record.lineage for row in own):
             raise Conflict(
                 f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
-                hint=f"layerstore compose {commit.id[:12]} -o DIR composes it from the trash",
+                hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
             )
         try:
             republish(repo, commit)

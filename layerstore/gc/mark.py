@@ -17,6 +17,7 @@ from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
 from layerstore.storage import RecordName, RecordRow, Repository
+from layerstore.units import short_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class Marks:
             if self._repo.parts.modified_ns(session) < self.dead_before_ns:
                 self.dead_sessions.append(session)
                 continue
-            with named(f"session {session[:12]}", gives_up="layerstore repair"):
+            with named(f"session {short_id(session)}", gives_up="layerstore repair"):
                 for part in self._repo.parts.of_session(session):
                     self.needs.add_part(part)
 

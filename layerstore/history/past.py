@@ -8,6 +8,7 @@ from layerstore.history.references import Resolved
 from layerstore.model import Commit, CommitId, LayerEntry, Observed, Saving
 from layerstore.policy import Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
+from layerstore.units import short_id
 
 
 def saved_at(repo: Repository, save: Saving) -> RecordName | None:
@@ -55,8 +56,9 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
     for row in view.history(attempt, step=step - 1):
         if newer is not None and (newer.step, newer.attempt) == (row.step, row.attempt):
             raise Conflict(
-                f"{view.run}@{row.step} is ambiguous: this step has two commits: {newer.id[:12]}, {row.id[:12]}",
-                hint=f"layerstore drop {newer.id[:12]} moves one of them to the trash",
+                f"{view.run}@{row.step} is ambiguous: this step has two commits: "
+                f"{short_id(newer.id)}, {short_id(row.id)}",
+                hint=f"layerstore drop {short_id(newer.id)} moves one of them to the trash",
             )
         yield row
         newer = row

@@ -15,11 +15,11 @@ from layerstore.layers import Reference, parse_reference, typed
 from layerstore.model import Commit, CommitId, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
+from layerstore.units import SHORT_ID_DIGITS, short_id
 
 # The beginning of a commit's id, as in git. One that is no shorter than those that `log` shows can be nothing else.
 _ID_DIGITS_MIN = 4
 _COMMIT_ID = re.compile(f"[0-9a-f]{{{_ID_DIGITS_MIN},32}}")
-_SHOWN_ID_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def locate(
 
 def begins_id(text: str) -> bool:
     """Whether *text* may be the beginning of a commit's id; a short number is a step that somebody wrote alone."""
-    return _COMMIT_ID.fullmatch(text) is not None and not (text.isdecimal() and len(text) < _SHOWN_ID_DIGITS)
+    return _COMMIT_ID.fullmatch(text) is not None and not (text.isdecimal() and len(text) < SHORT_ID_DIGITS)
 
 
 def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
@@ -120,7 +120,7 @@ def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
     known = list(ids)
     return InvalidInput(
         f"{len(known)} commits begin with {text!r}",
-        hint=f"write more of the id: {', '.join(each[:_SHOWN_ID_DIGITS] for each in known[:4])}",
+        hint=f"write more of the id: {', '.join(short_id(each) for each in known[:4])}",
     )
 
 
@@ -135,7 +135,7 @@ def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
         return Resolved.of_commit(repo.trash.read_record(dropped[0]))
     if found or dropped:
         raise ambiguous_id(text, (each.id for each in found or dropped))
-    if len(text) >= _SHOWN_ID_DIGITS:
+    if len(text) >= SHORT_ID_DIGITS:
         raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
     return None
 
@@ -185,10 +185,10 @@ def _raise_damaged(view: RunView) -> None:
 def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
     newest = [row for row in rows if row.attempt == max(other.attempt for other in rows)]
     if len(newest) > 1:
-        ids = ", ".join(row.id[:12] for row in newest)
+        ids = ", ".join(short_id(row.id) for row in newest)
         raise Conflict(
             f"{view.run}@{newest[0].step} is ambiguous: this step has {len(newest)} commits: {ids}",
-            hint=f"layerstore drop {newest[0].id[:12]} moves one to the trash; a commit's id names it everywhere",
+            hint=f"layerstore drop {short_id(newest[0].id)} moves one to the trash; a commit's id names it everywhere",
         )
     return newest[0]
 

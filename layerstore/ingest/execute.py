@@ -43,7 +43,7 @@ from layerstore.progress import Progress
 from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
-from layerstore.units import size
+from layerstore.units import short_id, size
 from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 _HOW_TO_SAVE_IT = (
@@ -83,7 +83,7 @@ class Ingested:
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:
-        head = f"<Ingested {self.run}@{self.step} {self.commit[:12]}"
+        head = f"<Ingested {self.run}@{self.step} {short_id(self.commit)}"
         if not self.is_new:
             return f"{head}: was in the store before>"
         written = f"{size(self.bytes_new)} new, {size(self.bytes_reused)} reused"
@@ -292,8 +292,8 @@ class _Ingest:
                 return self._outcome(tx, tx.commit(record, observed=old.observed), content)
         if not asked.replace and not asked.opens_attempt and self._is_meant(rival):
             raise Conflict(
-                f"{self.run}@{self.checkpoint.step} is saved already, with other content (commit {rival.id[:12]}); "
-                "nothing was changed",
+                f"{self.run}@{self.checkpoint.step} is saved already, with other content "
+                f"(commit {short_id(rival.id)}); nothing was changed",
                 hint=_HOW_TO_SAVE_IT,
             )
         return None

@@ -10,7 +10,7 @@ from layerstore.history import ambiguous_id, metrics_of, pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
-from layerstore.units import size, utc
+from layerstore.units import short_id, size, utc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class LogEntry:
     """Why its record cannot be read, None if it is sound; a damaged one has only run, step and commit."""
 
     def __repr__(self) -> str:
-        head = f"<LogEntry {self.run}@{self.step} {self.commit[:12]}"
+        head = f"<LogEntry {self.run}@{self.step} {short_id(self.commit)}"
         if self.damage is not None:
             return f"{head}: {self.damage}>"
         saved = f"{self.layers_saved} of {self.layers} layers, {size(self.bytes_new)} new"

@@ -14,7 +14,7 @@ from layerstore.model import Kind, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
 from layerstore.tables import frame, html_table
-from layerstore.units import size, utc
+from layerstore.units import short_id, size, utc
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -77,7 +77,7 @@ class CommitView:
     def __repr__(self) -> str:
         saved = f"{self.layers_saved} of {len(self.layers)} layers saved, {size(self.size_bytes)}"
         when = f"world size {self.world_size}, {self.time:%Y-%m-%d %H:%M} UTC"
-        return f"<CommitView {self.run}@{self.step} {self.commit[:12]}: {saved}, policy {self.policy}, {when}>"
+        return f"<CommitView {self.run}@{self.step} {short_id(self.commit)}: {saved}, policy {self.policy}, {when}>"
 
     def _repr_html_(self) -> str:
         return html_table(map(json_fields, self.layers), caption=repr(self))

@@ -27,6 +27,7 @@ from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest, RecordRow, row_of
+from layerstore.units import short_id
 
 Answer = TypeVar("Answer")
 
@@ -289,7 +290,7 @@ class Catalog:
         gone = sorted(names)
         told = self._with_index(lambda manifest: manifest.drop(gone)) if gone else None
         if told and not self._is_mirror:
-            named = ", ".join(f"{name.run}@{name.step} ({name.id[:12]})" for name in told[:_NAMED_MAX])
+            named = ", ".join(f"{name.run}@{name.step} ({short_id(name.id)})" for name in told[:_NAMED_MAX])
             more = f" and {len(told) - _NAMED_MAX} more" if len(told) > _NAMED_MAX else ""
             are = "the commit {} is" if len(told) == 1 else "the commits {} are"
             warnings.warn(
@@ -332,7 +333,8 @@ class Catalog:
             found = self._records.read_entries(name, {entry.layer for entry in entries})
         if any(found.get(entry.layer) != entry for entry in entries):
             raise IntegrityError(
-                f"the record of {name.run}@{name.step} (commit {name.id[:12]}) does not say what was read of it before",
+                f"the record of {name.run}@{name.step} (commit {short_id(name.id)}) "
+                "does not say what was read of it before",
                 hint="layerstore reindex makes the index afresh",
             )
 
@@ -345,7 +347,7 @@ class Catalog:
             if self._records.is_listed(name):
                 raise
             raise NotFound(
-                f"{name.run}@{name.step} (commit {name.id[:12]}) was removed by a collection meanwhile",
+                f"{name.run}@{name.step} (commit {short_id(name.id)}) was removed by a collection meanwhile",
                 hint=f"layerstore log {typed(name.run)} lists what is left",
             ) from exc
 

@@ -23,6 +23,7 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, ObjectId
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.files import Files, network_filesystem
+from layerstore.units import short_id
 
 
 class Trash:
@@ -57,7 +58,7 @@ class Trash:
         """
         data = self._files.read_if_there(self._record(name), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
-            raise NotFound(f"{name.run}@{name.step} (commit {name.id[:12]}) is not in the trash any more")
+            raise NotFound(f"{name.run}@{name.step} (commit {short_id(name.id)}) is not in the trash any more")
         return self._records.decode(data, name)
 
     def modified_ns(self, name: RecordName) -> int:

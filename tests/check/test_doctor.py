@@ -366,7 +366,7 @@ def test_the_report_can_be_pasted(run: Run, tmp_path: Path, monkeypatch: pytest.
     assert lines[0] == "layerstore doctor scratch/store"
     assert {line.split()[0] for line in lines[1:versions] if line[:1].strip()} == {"ok", "note"}
     assert all(line.startswith("  ") for line in lines[versions + 1 : -1])
-    assert lines[-1] == "0 problems, 2 notes"
+    assert lines[-1] == "fit for a store: 0 problems, 2 notes"
     assert "secret-owner" not in outcome.out
     assert "~/.cache/layerstore/manifests" in outcome.out
     assert "\x1b" not in outcome.out
