@@ -66,23 +66,23 @@ class Meter:
     """Adds up the distance, pair of chunks by pair of chunks."""
 
     def __init__(self) -> None:
-        self._elements = 0
+        self._elements = 0.0
         self._aa = self._bb = self._ab = self._dd = 0.0
         self._nonfinite_a = self._nonfinite_b = 0
 
-    def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
-        """Add the next elements of both; their numbers must be equal."""
+    def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str, weight: float = 1.0) -> None:
+        """Add the next elements of both, whose numbers must be equal; each stands for *weight* elements."""
         import numpy as np
 
         first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
         assert first.size == second.size, "both sides advance together"
         with np.errstate(over="ignore", invalid="ignore"):  # counted below, and reported
             difference = first - second
-            self._aa += (aa := float(first @ first))
-            self._bb += (bb := float(second @ second))
-            self._ab += float(first @ second)
-            self._dd += float(difference @ difference)
-        self._elements += first.size
+            self._aa += weight * (aa := float(first @ first))
+            self._bb += weight * (bb := float(second @ second))
+            self._ab += weight * float(first @ second)
+            self._dd += weight * float(difference @ difference)
+        self._elements += weight * first.size
         # A sum of squares is finite only if all its terms are, so most chunks need no second pass.
         self._nonfinite_a += 0 if math.isfinite(aa) else int(np.count_nonzero(~np.isfinite(first)))
         self._nonfinite_b += 0 if math.isfinite(bb) else int(np.count_nonzero(~np.isfinite(second)))
@@ -90,7 +90,7 @@ class Meter:
     def distance(self, *, left_out: tuple[str, ...] = ()) -> Distance:
         """Return the distance of everything added so far."""
         return Distance(
-            elements=self._elements,
+            elements=round(self._elements),
             relative_l2=self._relative_l2(),
             cosine=self._cosine(),
             nonfinite_a=self._nonfinite_a,
@@ -118,7 +118,7 @@ class Meter:
         return math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine
 
 
-def movement_of(*, dd: float, aa: float, elements: int) -> float:
+def movement_of(*, dd: float, aa: float, elements: float) -> float:
     """Return the relative movement, given the sums of squares of the difference (*dd*) and of the first (*aa*)."""
     return math.sqrt(dd) / max(math.sqrt(aa), _FLOOR * math.sqrt(elements))
 
@@ -155,7 +155,7 @@ class Weighted:
     """Of how far they have moved."""
     lengths: float
     """Of their own magnitudes."""
-    elements: int
+    elements: float
 
 
 def weighted_movements(layers: Mapping[str, Weighted]) -> dict[str, float]:
@@ -186,19 +186,18 @@ class WeightedMeter:
     """Adds up the sums of one layer, chunk by chunk."""
 
     def __init__(self) -> None:
-        self._moved = self._lengths = 0.0
-        self._elements = 0
+        self._moved = self._lengths = self._elements = 0.0
 
-    def add(self, old: Numbers, new: Numbers, squares: Numbers) -> None:
-        """Add the next elements: their masters before and now, and their second moments."""
+    def add(self, old: Numbers, new: Numbers, squares: Numbers, *, weight: float = 1.0) -> None:
+        """Add the next elements: their masters before and now, and their second moments; each stands for *weight*."""
         import numpy as np
 
         first, second, third = (_numbers(of.data, of.dtype) for of in (old, new, squares))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite makes its layer due
             roots = np.sqrt(third)
-            self._moved += float(roots @ np.abs(second - first))
-            self._lengths += float(roots @ np.abs(first))
-        self._elements += first.size
+            self._moved += weight * float(roots @ np.abs(second - first))
+            self._lengths += weight * float(roots @ np.abs(first))
+        self._elements += weight * first.size
 
     def sums(self) -> Weighted:
         """Return the sums of everything added so far."""

@@ -38,11 +38,11 @@ def movements(repo: Repository, layers: tuple[LayerSource, ...], inherited: Mapp
             if version is None or version.parameters != layer.parameters:
                 continue
             meter, weighted = Meter(), WeightedMeter()
-            for old, new, squares in _samples(repo, reader, layer, version):
-                meter.add(old.data, new.data, dtype_a=old.dtype, dtype_b=new.dtype)
+            for weight, old, new, squares in _samples(repo, reader, layer, version):
+                meter.add(old.data, new.data, dtype_a=old.dtype, dtype_b=new.dtype, weight=weight)
                 is_weighted &= squares is not None
                 if squares is not None:
-                    weighted.add(old, new, squares)
+                    weighted.add(old, new, squares, weight=weight)
             movement = 0.0 if is_still(layer.parameters) else meter.movement()
             if movement is not None:
                 relative[layer.layer] = movement
@@ -52,8 +52,12 @@ def movements(repo: Repository, layers: tuple[LayerSource, ...], inherited: Mapp
 
 def _samples(
     repo: Repository, reader: SourceReader, layer: LayerSource, version: LayerVersion
-) -> Iterator[tuple[Numbers, Numbers, Numbers | None]]:
-    """Yield samples of the masters in *version* and in *layer*, and of its second moments if the optimizer has any."""
+) -> Iterator[tuple[float, Numbers, Numbers, Numbers | None]]:
+    """
+    Yield samples of the masters in *version* and in *layer*, and of its second moments if the optimizer has any.
+
+    Before them stands how many elements each sampled one stands for.
+    """
     slices = Slices([version])
     masters, squares = _slices(layer, Kind.MASTER), _slices(layer, Kind.OPTIMIZER, state=SECOND_MOMENT)
     shards = max((shard + 1 for _, shard in masters), default=0)
@@ -73,6 +77,7 @@ def _samples(
             parts = list(stretches(elements, shards, begin=begin, end=end))
             new = _read(reader, masters, name, parts)
             yield (
+                sample_weight(elements),
                 Numbers(memoryview(old), old_type),
                 new,
                 _read(reader, squares, name, parts) if is_weighted else None,
@@ -117,6 +122,18 @@ def sampled(elements: int) -> Iterator[tuple[int, int]]:
     for run in range(RUNS):
         begin = run * (elements - RUN_ELEMENTS) // (RUNS - 1)
         yield begin, begin + RUN_ELEMENTS
+
+
+def sample_weight(elements: int) -> float:
+    """
+    Return how many elements of a parameter of *elements* elements each sampled one stands for.
+
+    Without it a norm of 4,096 elements, all of them near 1, would count for as much as a matrix of millions.
+
+    >>> sample_weight(10), sample_weight(1_048_576)
+    (1.0, 512.0)
+    """
+    return max(elements / (RUNS * RUN_ELEMENTS), 1.0)
 
 
 def layers_due(

@@ -152,12 +152,15 @@ class Chart:
         self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
 
     def legend(self, names: Sequence[str], colours: Sequence[str], *, y: float) -> None:
-        """Say which colour is whose."""
+        """Say which colour is whose, in as many lines as it takes."""
         x = 20.0
         for name, colour in zip(names, colours, strict=True):
+            width = 30 + 6.5 * len(name)
+            if x + width > WIDTH and x > 20:
+                x, y = 20.0, y + 18
             self.dot(x + 5, y - 4, colour)
             self.text(x + 14, y, name)
-            x += 30 + 6.5 * len(name)
+            x += width
 
     def svg(self) -> str:
         """Return the whole picture."""

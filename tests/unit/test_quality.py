@@ -224,10 +224,14 @@ def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:
         if row["kind"] == "trunk":
             row["trained_losses"] = [3.0 - 0.01 * step for step in range(TINY.steps)]
 
-    draw(TINY, rows, tmp_path)
+    shared = {"kind": "trial", "task": TASKS[0], "damage": {"10": 0.01, "20": 0.02}}
+    tried = [{**shared, "policy": name, "times_fewer": 2.0} for name in trial.policies(TINY)]
+
+    draw(TINY, [*rows, *tried], tmp_path)
 
     drawn = {path.stem: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
-    assert drawn.keys() == {f"quality-{name}" for name in ("loss", "differences", "frontier", "movements", "recovery")}
+    names = ("loss", "differences", "frontier", "movements", "recovery", "trial")
+    assert drawn.keys() == {f"quality-{name}" for name in names}
     assert all("nan" not in "".join(of.attrib.values()) for each in drawn.values() for of in each.iter())
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.distance import SECOND_MOMENT, Movements, Weighted, movement_of, weighted_movements
 from layerstore.dtypes import by_code
-from layerstore.ingest import is_still, sampled
+from layerstore.ingest import is_still, sample_weight, sampled
 from layerstore.live.engine import Captured
 from layerstore.live.ranks import Exchange
 from layerstore.model import Kind
@@ -62,7 +62,7 @@ class MovementWatch:
         self._exchange = exchange
         self._layers: tuple[str, ...] = ()
         self._counts: list[int] = []
-        """The sampled elements of each layer on all ranks."""
+        """The elements of each layer that are trained."""
         self._paths: set[tuple[Path, Path | None]] = set()
         """The storages of masters, each with that of their second moments."""
         self._masters: list[_Places] = []
@@ -70,6 +70,8 @@ class MovementWatch:
         """In the same order; none where there are no second moments."""
         self._layer_of = torch.empty(0, dtype=torch.long)
         """The layer of each of this rank's sampled elements."""
+        self._weights = torch.empty(0, dtype=torch.float64)
+        """How many elements each of them stands for."""
         self._base: torch.Tensor | None = None
         self._known: set[str] = set()
 
@@ -92,10 +94,10 @@ class MovementWatch:
         dd, aa, moved, lengths = sums = torch.zeros(4, count, dtype=torch.float64)
         if self._base is not None:
             difference = sample.masters - self._base
-            dd.index_add_(0, self._layer_of, difference.square())
-            aa.index_add_(0, self._layer_of, self._base.square())
+            dd.index_add_(0, self._layer_of, self._weights * difference.square())
+            aa.index_add_(0, self._layer_of, self._weights * self._base.square())
             if sample.squares is not None:
-                roots = sample.squares.sqrt()
+                roots = self._weights * sample.squares.sqrt()
                 moved.index_add_(0, self._layer_of, roots * difference.abs())
                 lengths.index_add_(0, self._layer_of, roots * self._base.abs())
         lacking = float(sample.squares is None)
@@ -137,13 +139,10 @@ class MovementWatch:
         if layers == self._layers and paths == self._paths:
             return
         self._layers, self._paths = layers, paths
-        self._counts = [
-            sum(end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(prod(of.shape)))
-            for layer in share.layers
-        ]
+        self._counts = [sum(prod(of.shape) for of in layer.parameters if not of.frozen) for layer in share.layers]
         shapes = {of.name: of.shape for layer in share.layers for of in layer.parameters}
         pairs.sort(key=lambda pair: str(_paths(*pair[1:])))
-        self._masters, self._squares, layer_of = [], [], list[int]()
+        self._masters, self._squares, layer_of, weights = [], [], list[int](), list[float]()
         for _, members in groupby(pairs, key=lambda pair: _paths(*pair[1:])):
             at, at_squares = list[int](), list[int]()
             for number, masters, squares in members:
@@ -151,10 +150,12 @@ class MovementWatch:
                 at += [_first(masters) + element for element in own]
                 at_squares += [_first(squares) + element for element in own] if squares else []
                 layer_of += [number] * len(own)
+                weights += [sample_weight(prod(shapes[masters.name]))] * len(own)
             self._masters.append(_Places(masters, torch.tensor(at, dtype=torch.long)))
             if squares:
                 self._squares.append(_Places(squares, torch.tensor(at_squares, dtype=torch.long)))
         self._layer_of = torch.tensor(layer_of, dtype=torch.long)
+        self._weights = torch.tensor(weights, dtype=torch.float64)
         self.forget()
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from layerstore.policy import Drift, Filter, Parity, Policy, Save
-from layerstore.policy.drift import By
 from layerstore.tree import Tree
 from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.quality.settings import Settings
@@ -55,7 +54,7 @@ class DriftByBudget:
     _NEVER = 10**9
 
     def __init__(self, budget: int) -> None:
-        self._drift = Drift(threshold=0.0, budget=budget, stalest=self._NEVER, by="norm")
+        self._drift = Drift(threshold=0.0, budget=budget, stalest=self._NEVER)
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
@@ -74,27 +73,21 @@ def arms(settings: Settings) -> tuple[Arm, ...]:
     """Return all arms that are trained; what is saved ``RARE`` needs no training, see `job`."""
 
     def drift(parameters: int) -> Policy:
-        """Return drift as it was before it knew of gradients."""
         budget = parameters * DEEPSPEED_BYTES // settings.few - settings.state_bytes
         # Half of the budget is for turns, the rest for what moved most, however little that is.
-        return Drift(threshold=0.0, budget=budget, stalest=2 * settings.few, by="norm")
+        return Drift(threshold=0.0, budget=budget, stalest=2 * settings.few)
 
     def drift_by_budget(parameters: int) -> Policy:
         return DriftByBudget(max(parameters * DEEPSPEED_BYTES // settings.fewer - settings.state_bytes, 1))
-
-    def by_threshold(threshold: float, by: By) -> Policy:
-        return Drift(threshold=threshold, stalest=settings.steps // settings.save_every // 2, by=by)
 
     few, fewer = f"drift, 1/{settings.few}", f"drift, 1/{settings.fewer}"
     return (
         Arm(name=FULL, store=FULL, policy=lambda _: FullMeasured()),
         Arm(name="parity", store="parity", policy=lambda _: Parity()),
         Arm(name="filter", store="filter", policy=lambda _: Filter()),
+        Arm(name="drift", store="drift", policy=lambda _: Drift()),
         Arm(name=few, store="drift-few", policy=drift),
         Arm(name=fewer, store="drift-fewer", policy=drift_by_budget),
-        Arm(name="drift by norm, 0.01", store="drift-norm", policy=lambda _: by_threshold(0.01, "norm")),
-        Arm(name="drift by gradient, 0.01", store="drift-gradient", policy=lambda _: by_threshold(0.01, "gradient")),
-        Arm(name="drift by gradient, 0.02", store="drift-gradient-2", policy=lambda _: by_threshold(0.02, "gradient")),
         Arm(name=f"average of {settings.averaged}", store=FULL, is_averaged=True),
         Arm(name=NOISE, store=FULL, reads_other_batches=True),
     )

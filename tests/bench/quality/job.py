@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,8 +80,9 @@ class Job:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _do(self, missing: list[tuple[int, Arm]]) -> None:
-        if not self._folder.exists() or not self._rows.find(kind="trunk", **self._of):
-            self._train_trunk()
+        wanted = {FULL, *(arm.store for _, arm in missing)}
+        if not self._rows.find(kind="trunk", **self._of) or not all((self._folder / of).exists() for of in wanted):
+            self._train_trunk(wanted)
         for failure, arm in missing:
             self._resume(arm, failure)
 
@@ -97,11 +99,11 @@ class Job:
 
     # -- the trunk -----------------------------------------------------------------------------------------------
 
-    def _train_trunk(self) -> None:
-        """Train without an interruption, save at every opportunity, and evaluate where a resumed job will be."""
+    def _train_trunk(self, wanted: Collection[str]) -> None:
+        """Train without an interruption, save into the *wanted* stores, and evaluate where a resumed job will be."""
         settings, started = self._settings, time.monotonic()
         shutil.rmtree(self._folder, ignore_errors=True)
-        stores = {arm.name: self._store(arm) for arm in self._arms if arm.policy is not None}
+        stores = {arm.name: self._store(arm) for arm in self._arms if arm.policy is not None and arm.store in wanted}
         checks = {step for failure in settings.failures for step in settings.checks(failure)}
         rarely = {settings.equal_work(failure): failure for failure in settings.failures}
         losses, trained, saves = dict[int, float](), [], list[Row]()

@@ -23,6 +23,10 @@ _PICTURES = {
     "loss": "The training loss of both tasks from the first step to the last; a band around each curve is the range "
     "over seeds.",
 }
+_TRIAL = (
+    "A curve for each way to choose layers: how many times fewer bytes the later saves have, and by how much the "
+    "loss is higher right after a resume."
+)
 
 
 def write(settings: Settings, rows: Sequence[Row], *, docs: Path) -> None:
@@ -46,4 +50,4 @@ def section(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
         yield from [*table.markdown(), ""]
     tried = trial.table(rows)
     if tried is not None:
-        yield from [*tried.markdown(), ""]
+        yield from [*tried.markdown(), "", f"![{_TRIAL}](pictures/quality-trial.svg)", ""]

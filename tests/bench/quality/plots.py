@@ -1,8 +1,8 @@
 """
-The five pictures that are drawn from the rows.
+The pictures that are drawn from the rows.
 
-Training with its spread, every arm's difference beside the noise, bytes against damage, which layers move when, and how
-a resumed training recovers.
+Training with its spread, every arm's difference beside the noise, bytes against damage, which layers move when, how a
+resumed training recovers, and what many policies cost at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +34,8 @@ def draw(settings: Settings, rows: Sequence[Row], folder: Path) -> None:
     }
     for name, picture in pictures.items():
         (folder / f"quality-{name}.svg").write_text(picture(settings, found))
+    if tried := [row for row in rows if row["kind"] == "trial"]:
+        (folder / "quality-trial.svg").write_text(at_once(tried))
 
 
 def loss(settings: Settings, found: Findings) -> str:
@@ -177,11 +179,43 @@ def recovery(settings: Settings, found: Findings) -> str:
     )
     points = [point for curve in curves.values() for point in curve]
     x = spanning([steps for steps, _ in points], begin=_LEFT, end=_RIGHT)
-    y = spanning([difference for _, difference in points], begin=320, end=80)
+    y = spanning([difference for _, difference in points], begin=320, end=100)
     chart.axes(x, y, across="steps after the resume", upwards="Δ loss")
     for name, curve in curves.items():
-        chart.line([(x.at(steps), y.at(difference)) for steps, difference in curve], _colour(settings, name))
+        path = [(x.at(steps), y.at(difference)) for steps, difference in curve]
+        chart.line(path, _colour(settings, name), is_dashed=_is_dashed(settings, name))
     chart.legend(names, [_colour(settings, name) for name in names], y=46)
+    return chart.svg()
+
+
+def at_once(tried: Sequence[Row]) -> str:
+    """Draw what each policy costs right after a resume, by how many times fewer bytes it saves."""
+    damage, times = dict[str, list[float]](), dict[str, list[float]]()
+    for row in tried:
+        damage.setdefault(row["policy"], []).append(mean(row["damage"].values()))
+        times.setdefault(row["policy"], []).append(row["times_fewer"])
+    points = {name: (mean(times[name]), mean(of)) for name, of in damage.items()}
+    families = ("in turns", "drift by norm", "drift by gradient", "drift decaying")
+    curves = {family: sorted(at for name, at in points.items() if name.startswith(family)) for family in families}
+    said = "; ".join(f"{name} {at:.1f} times at {of:+.4f}" for name, (at, of) in points.items())
+    chart = Chart(
+        title="Right after a resume, before training heals any of it",
+        description=f"For each policy, how many times fewer bytes the later saves have, and Δ loss at once: {said}.",
+        height=400,
+    )
+    x = spanning([at for at, _ in points.values()], begin=_LEFT, end=_RIGHT, is_logarithmic=True)
+    y = spanning([of for _, of in points.values()], begin=340, end=90)
+    chart.axes(x, y, across="times fewer bytes in the saves after the first", upwards="Δ loss at once")
+    for curve, colour in zip(curves.values(), COLOURS, strict=False):
+        path = [(x.at(at), y.at(of)) for at, of in curve]
+        chart.line(path, colour)
+        for place in path:
+            chart.dot(*place, colour)
+    chart.legend(families, COLOURS[: len(families)], y=46)
+    for name, (at, of) in points.items():
+        if not name.startswith(families):
+            chart.dot(x.at(at), y.at(of), COLOURS[-1])
+            chart.text(x.at(at) + 8, y.at(of) - 6, name)
     return chart.svg()
 
 
@@ -190,9 +224,17 @@ def _names(settings: Settings) -> list[str]:
 
 
 def _colour(settings: Settings, name: str) -> str:
-    """Return the arm's colour, the same in all pictures; the last two arms share one, and are in none together."""
-    number = _names(settings).index(name)
-    return COLOURS[-1] if number == 0 else COLOURS[min(number, len(COLOURS) - 1) - 1]
+    """Return the arm's colour, the same in all pictures; what is only compared with is grey."""
+    return COLOURS[-1] if name in (FULL, NOISE, RARE) else COLOURS[_place(settings, name) % (len(COLOURS) - 1)]
+
+
+def _is_dashed(settings: Settings, name: str) -> bool:
+    """Return whether an arm before it has its colour already."""
+    return name not in (FULL, NOISE, RARE) and _place(settings, name) >= len(COLOURS) - 1
+
+
+def _place(settings: Settings, name: str) -> int:
+    return _names(settings).index(name) - 1
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:

@@ -181,6 +181,21 @@ def test_only_saved_layers_are_measured_anew(tmp_path: Path) -> None:
     assert found == pytest.approx(dict.fromkeys(ALL, 0.0) | {LAYERS[1]: 1.0, LAYERS[2]: 2.0})
 
 
+def test_a_parameter_counts_by_its_size(tmp_path: Path) -> None:
+    """However few of a large one's elements are looked at: a layer whose norms alone move has hardly moved."""
+    ranks = Ranks(tmp_path)
+    ranks.saved()
+    before, moved = {}, []
+    ranks.change("model.layers.1", lambda values: before.update({values.data_ptr(): values.clone()}))
+    ranks.change("model.layers.1", lambda values: values.add_(1.0) if len(values) < RUN_ELEMENTS else None)
+    ranks.change("model.layers.1", lambda values: moved.append(values - before[values.data_ptr()]))
+
+    found = ranks.movements().relative["model.layers.1"]
+
+    lengths = torch.cat(list(before.values())).norm()
+    assert found == pytest.approx(float(torch.cat(moved).norm() / lengths), rel=0.1)
+
+
 def test_a_movement_counts_as_much_as_its_gradients_are_large(tmp_path: Path) -> None:
     """Of two layers that move alike, the one whose second moments are 16 times as large counts four times as much."""
     ranks = Ranks(tmp_path)
