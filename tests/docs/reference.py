@@ -136,7 +136,7 @@ def errors_page() -> str:
 
 What layerstore raises by itself is a `layerstore.LayerstoreError`, in a branch by what a caller would do about it.
 `kind` and `exit_code` are stable: new ones may come, none changes its meaning.
-What a message means and what to do about it: [troubleshooting](../operating/troubleshooting.md).
+What a message means and what to do about it: [troubleshooting](../operating/troubleshooting/README.md).
 {GENERATED}
 
 ```text
