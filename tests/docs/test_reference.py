@@ -1,6 +1,7 @@
 """The reference is what the code says."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ import pytest
 import layerstore
 import layerstore.transformers
 from layerstore import errors
-from tests.docs.pages import DOCS
+from tests.docs import python_pages
+from tests.docs.pages import DOCS, name
 from tests.docs.reference import PAGES, commands, group
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_page_is_the_generated_one(page: Path) -> None:
     """Whoever changes an option, an error or a signature writes it anew: python -m tests.docs.reference."""
     assert page.read_text() == PAGES[page]()
@@ -28,13 +30,21 @@ def test_options_are_listed_once() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", text)) <= known | {"--help"}
 
 
-def test_everything_exported_is_on_its_page() -> None:
-    """Each public name with what it takes; and the values that come back, with their fields."""
-    text = next(page for page in PAGES if page.name == "python.md").read_text()
+def headings() -> list[str]:
+    """Return every heading of the Python reference, of all its pages."""
+    return [line for page in python_pages.PAGES for line in page.read_text().splitlines() if line.startswith("#")]
 
-    for module in (layerstore, layerstore.transformers):
-        for name in set(module.__all__) - {"errors", *vars(errors)}:
-            assert f"# {module.__name__}.{name}\n" in text
-    for name in ("layerstore.Ingested", "layerstore.GcOutcome", "CommitRecord", "Damage"):
-        assert f"\n### {name}\n" in text
-    assert "- `bytes_reused: int`" in text
+
+def test_everything_exported_is_on_one_page() -> None:
+    """Each public name, each method of a store, and the values that come back, with their fields."""
+    found = Counter(heading.lstrip("# ") for heading in headings())
+    exported = {
+        f"{module.__name__}.{each}"
+        for module in (layerstore, layerstore.transformers)
+        for each in set(module.__all__) - {"errors", *vars(errors)}
+    }
+
+    expected = {*exported, "Store.ingest", "Store.gc", "CommitRecord", "Damage"}
+    assert {each for each in expected if found[each] != 1} == set()
+    assert {each for each in python_pages.known() if each.startswith("Store.")} <= set(found)
+    assert "- `bytes_reused: int`" in (python_pages.FOLDER / "ingesting.md").read_text()
