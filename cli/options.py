@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import typer
 
@@ -73,8 +73,19 @@ def store_or_nearest(path: str | None) -> str | Path:
 
 
 Command: TypeAlias = Callable[..., None]
-Table: TypeAlias = Mapping[str, tuple[type, str, str]]
+Table: TypeAlias = Mapping[str, tuple[Any, str, str]]
 """Options by name: the type of each, its metavar and its help."""
+
+
+def one_of(choices: Any) -> str:
+    """
+    Return the metavar of an option that takes one of a few words, the values of a Literal.
+
+    >>> from typing import Literal
+    >>> one_of(Literal["zero3", "hf"])
+    'zero3|hf'
+    """
+    return "|".join(get_args(choices))
 
 
 def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:
@@ -97,7 +108,7 @@ def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command],
                 continue
             for name, (of, metavar, text) in table.items():
                 option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel=panel)
-                annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # built at run time
+                annotation = Annotated[of | None, option]  # built at run time
                 parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         return run

@@ -74,6 +74,8 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 def _timing(line: bytes) -> SaveTiming | None:
     try:
         said: Any = json.loads(line)
-        return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
+        timing = SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    # Timings are sorted by these.
+    return timing if isinstance(timing.attempt, int) and isinstance(timing.step, int) else None

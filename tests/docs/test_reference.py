@@ -3,12 +3,14 @@
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import layerstore
 import layerstore.transformers
 from layerstore import errors
+from layerstore.policy import Drift, Filter, Parity
 from tests.docs import python_pages
 from tests.docs.pages import DOCS, name
 from tests.docs.reference import PAGES, commands, group
@@ -28,6 +30,34 @@ def test_options_are_listed_once() -> None:
     assert "| option |" not in text
     assert set(re.findall(r"(?m)^### (.+)$", text)) <= set(commands())
     assert set(re.findall(r"`(--[a-z-]+)", text)) <= known | {"--help"}
+
+
+def choices(annotation: Any) -> list[Any]:
+    """Return the words of a Literal, or of a Literal that may be None."""
+    return next(([*get_args(of)] for of in (annotation, *get_args(annotation)) if get_origin(of) is Literal), [])
+
+
+def test_words_to_choose_from_are_those_that_are_taken() -> None:
+    """An option whose help says ``one|of|these`` takes these, and every option that takes few words says which."""
+    said, taken = {}, {}
+    for command in (group(), *commands().values()):
+        for each in command.params:
+            place, metavar = f"{command.name} {each.name}", str(each.metavar)
+            if re.fullmatch(r"[\w-]+(?:\|[\w-]+)+", metavar) and each.name != "show_completion":  # an enumeration
+                said[place] = metavar.split("|")
+            if words := choices(each.type_descriptor.annotation):
+                taken[place] = words
+
+    assert said == taken
+    assert taken["compose form"] == ["zero3", "hf"]
+
+
+@pytest.mark.parametrize(("policy", "setting"), [(Parity, "fresh"), (Filter, "aux"), (Drift, "by")])
+def test_the_command_line_knows_the_words_of_each_setting(policy: type, setting: str) -> None:
+    """They are those of the policy."""
+    option = next(each for each in commands()["compose"].params if each.name == setting)
+
+    assert choices(get_type_hints(policy)[setting]) == choices(option.type_descriptor.annotation) != []
 
 
 def headings() -> list[str]:

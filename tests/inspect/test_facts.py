@@ -200,12 +200,14 @@ def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
     """Where nothing was recorded there is nothing; what is no number any more is a word."""
     with layerstore.open(drifting) as store:
         drift, plain = store.report()["runs"]
-        took = store.timings("drift")
+        took = {(of.attempt, of.step): of for of in store.timings("drift")}
+        untimed = store.timings("plain")
         names = store.repo.records.names("drift")
         decided = {name.id: store.repo.records.read(name).record.policy.decisions["movements"] for name in names}
 
     assert all(moved is None for moved in plain["drift"])
     assert plain["timings"] is None
+    assert repr(untimed) == "[]  # only saves made during training are timed"
     saves = drift["saves"]
     for column, moved in enumerate(drift["drift"]):
         recorded: Any = decided[saves["commit"][column]]
