@@ -74,8 +74,8 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 def _timing(line: bytes) -> SaveTiming | None:
     try:
         said: Any = json.loads(line)
-        timing = SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
+        if not (isinstance(said["attempt"], int) and isinstance(said["step"], int)):
+            return None  # timings are sorted by these
+        return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    # Timings are sorted by these.
-    return timing if isinstance(timing.attempt, int) and isinstance(timing.step, int) else None

@@ -1,5 +1,6 @@
 """Promises of a report's facts: they are what log, show, stats, compose and gc say, and never more than is known."""
 
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -194,6 +195,20 @@ def drifting(tmp_path_factory: pytest.TempPathFactory) -> Path:
         History(run="plain", saves=3, layers=8),
     )
     return path
+
+
+def test_timings_are_in_order_whatever_a_line_of_their_file_says(drifting: Path, tmp_path: Path) -> None:
+    """A line that gives no number for its place is skipped."""
+    path = shutil.copytree(drifting, tmp_path / "store")
+    file = next((path / "stats" / "drift").iterdir())
+    known, edited = file.read_text(), json.loads(file.read_text().splitlines()[0]) | {"step": "first"}
+    file.write_text(f"{json.dumps(edited)}\n{known}")
+
+    with layerstore.open(path) as store, layerstore.open(drifting) as unchanged:
+        found = store.timings("drift")
+
+        assert found == unchanged.timings("drift") != []
+    assert found == sorted(found, key=lambda each: (each.attempt, each.step))
 
 
 def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
