@@ -108,7 +108,7 @@ def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command],
                 continue
             for name, (of, metavar, text) in table.items():
                 option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel=panel)
-                annotation = Annotated[of | None, option]  # built at run time
+                annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # built at run time
                 parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         return run

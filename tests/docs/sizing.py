@@ -39,7 +39,8 @@ TRAINING = Training(
 """As ``layerstore estimate`` assumes it; layers move as in its guide."""
 
 LAST, EVERY = 3, 1000
-RULES = ({"keep_last": LAST}, {"keep_last": LAST, "keep_every": EVERY}, {})
+Rules = tuple[int | None, int | None]
+RULES: tuple[Rules, ...] = ((LAST, None), (LAST, EVERY), (None, None))
 """What is kept: the newest, these and one of each thousand steps, everything."""
 
 
@@ -87,9 +88,9 @@ class Size:
         found = due_sets(POLICIES[policy], tuple(sizes), movement=movement, sizes=sizes)
         return found[: cycle_of(found)]
 
-    def kept(self, policy: str, rules: Mapping[str, int]) -> tuple[int, int]:
+    def kept(self, policy: str, rules: Rules) -> tuple[int, int]:
         """Return the bytes and files that a disk has when the run ends, records and states of ranks among the files."""
-        times = replace(self.training, **rules).timetable
+        times = replace(self.training, keep_last=rules[0], keep_every=rules[1]).timetable
         found = stored([*_groups(self.files, self.due(policy))], times, lingers_seconds=GC_GRACE_SECONDS)
         return found.end_bytes, found.end_files + (self.ranks + 1) * times.kept
 

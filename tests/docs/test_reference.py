@@ -32,6 +32,11 @@ def test_options_are_listed_once() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", text)) <= known | {"--help"}
 
 
+def annotation_of(param: Any) -> Any:
+    """Return the type that typer reads a parameter by."""
+    return param.type_descriptor.annotation
+
+
 def choices(annotation: Any) -> list[Any]:
     """Return the words of a Literal, or of a Literal that may be None."""
     return next(([*get_args(of)] for of in (annotation, *get_args(annotation)) if get_origin(of) is Literal), [])
@@ -45,7 +50,7 @@ def test_words_to_choose_from_are_those_that_are_taken() -> None:
             place, metavar = f"{command.name} {each.name}", str(each.metavar)
             if re.fullmatch(r"[\w-]+(?:\|[\w-]+)+", metavar) and each.name != "show_completion":  # an enumeration
                 said[place] = metavar.split("|")
-            if words := choices(each.type_descriptor.annotation):
+            if words := choices(annotation_of(each)):
                 taken[place] = words
 
     assert said == taken
@@ -57,7 +62,7 @@ def test_the_command_line_knows_the_words_of_each_setting(policy: type, setting:
     """They are those of the policy."""
     option = next(each for each in commands()["compose"].params if each.name == setting)
 
-    assert choices(get_type_hints(policy)[setting]) == choices(option.type_descriptor.annotation) != []
+    assert choices(get_type_hints(policy)[setting]) == choices(annotation_of(option)) != []
 
 
 def headings() -> list[str]:

@@ -22,7 +22,7 @@ def test_the_formulas_give_the_figures(of: Size) -> None:
 
     assert later["full"] == pytest.approx(full, rel=0.01)
     assert later["parity"] == pytest.approx(full / 2, rel=0.01)
-    assert of.kept("parity", {})[0] == pytest.approx(full + (saves - 1) * later["parity"], rel=0.01)
+    assert of.kept("parity", RULES[2])[0] == pytest.approx(full + (saves - 1) * later["parity"], rel=0.01)
     assert newest["full"] == pytest.approx((LAST + 1) * full, rel=0.01)
     assert newest["parity"] == pytest.approx((LAST / 2 + 1) * full, rel=0.01)
     assert list(spaced.values()) == pytest.approx([apart * full] * len(POLICIES), rel=0.01)
