@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
+from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, one_of, opened
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
+from layerstore.dtypes import DTypeName
 from layerstore.errors import InvalidInput
 from layerstore.units import size
 
@@ -60,27 +61,29 @@ WorldSize = Annotated[
         metavar="W", min=1, help="For how many ranks. [default: as many as the base has]", rich_help_panel=_OUTPUT
     ),
 ]
+_AdamStep = Literal["unify", "per-layer"]
 AdamStep = Annotated[
-    Literal["unify", "per-layer"] | None,
+    _AdamStep | None,
     typer.Option(
-        metavar="unify|per-layer",
+        metavar=one_of(_AdamStep),
         help="The optimizer's step counters: the base's (unify), or each layer's own. [default: unify]",
         rich_help_panel=_OUTPUT,
     ),
 ]
+_Form = Literal["zero3", "hf"]
 Format = Annotated[
-    str,
+    _Form,
     typer.Option(
         "--format",
-        metavar="zero3|hf",
+        metavar=one_of(_Form),
         help="zero3: shards to resume from; hf: weights for from_pretrained.",
         rich_help_panel=_OUTPUT,
     ),
 ]
 Dtype = Annotated[
-    str | None,
+    DTypeName | None,
     typer.Option(
-        metavar="bf16|fp16|fp32", help="With hf: the element type. [default: as trained]", rich_help_panel=_OUTPUT
+        metavar=one_of(DTypeName), help="With hf: the element type. [default: as trained]", rich_help_panel=_OUTPUT
     ),
 ]
 MaxShardSize = Annotated[
@@ -189,14 +192,12 @@ def compose(
 # -- input ---------------------------------------------------------------------------------------------------------
 
 
-def _check(form: str, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool) -> None:
-    """Raise InvalidInput if *form* is not a format, an option belongs to the other one, or there is nothing to do."""
+def _check(form: _Form, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool) -> None:
+    """Raise InvalidInput if an option belongs to the other format than *form*, or there is nothing to do."""
     others = {
         "zero3": (export, "hf", "shards keep the types and the files that were saved"),
         "hf": (shards, "zero3", "an export has neither ranks nor an optimizer"),
     }
-    if form not in others:
-        raise InvalidInput(f"{form!r} is no format", hint=f"choose one of {', '.join(others)}")
     foreign, other, why = others[form]
     for name, value in foreign.items():
         if value is not None:

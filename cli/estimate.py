@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, opened, with_options
+from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, one_of, opened, with_options
 from layerstore.cli.policy import described_policy
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
+from layerstore.dtypes import DTypeName, dtype_code
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.units import size, size_in_bytes
 
@@ -99,7 +100,9 @@ def estimate(
     bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "What all ranks write together")] = None,
     measure: Annotated[Path | None, _option("--measure", "DIR", "Write there for two seconds, and take that.")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
-    dtype: Annotated[str | None, _option("--dtype", "bf16|fp16|fp32", "What is trained in. [default: bf16]")] = None,
+    dtype: Annotated[
+        DTypeName | None, _option("--dtype", one_of(DTypeName), "What is trained in. [default: bf16]")
+    ] = None,
     trainable: Trainable = "1",
     movement: Movement = None,
     costs: Mapping[str, Any],
@@ -122,7 +125,6 @@ def estimate(
       layerstore estimate --params 70B --layers 80 --save-every 50 --disk 40TB
       layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
     """
-    from layerstore.dtypes import dtype_code
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)

@@ -85,7 +85,7 @@ def log(
         if not page.entries:
             next_one = _next_of_empty(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
-        took = {(name, *place): each for name in runs for place, each in opened_store.timings(name).items()}
+        took = {(name, of.attempt, of.step): of for name in runs for of in opened_store.timings(name)}
     _check_metrics(metric or (), page.entries)
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
     damaged = [entry for entry in page.entries if entry.damage is not None]

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import typer
 
@@ -73,8 +73,19 @@ def store_or_nearest(path: str | None) -> str | Path:
 
 
 Command: TypeAlias = Callable[..., None]
-Table: TypeAlias = Mapping[str, tuple[type, str, str]]
+Table: TypeAlias = Mapping[str, tuple[Any, str, str]]
 """Options by name: the type of each, its metavar and its help."""
+
+
+def one_of(choices: Any) -> str:
+    """
+    Return the metavar of an option that takes one of a few words, the values of a Literal.
+
+    >>> from typing import Literal
+    >>> one_of(Literal["zero3", "hf"])
+    'zero3|hf'
+    """
+    return "|".join(get_args(choices))
 
 
 def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:

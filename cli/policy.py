@@ -5,26 +5,30 @@ Options that are not given are not passed on: each policy knows its own defaults
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from layerstore.cli.options import Table, with_options
+from layerstore.cli.options import Table, one_of, with_options
 from layerstore.errors import InvalidInput
 from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
     from layerstore.policy import Keep, Policy
 
+_Fresh = Literal["even", "odd"]
+_Aux = Literal["rotate", "always"]
+_By = Literal["gradient", "norm"]
+
 _SETTINGS: Table = {
-    "fresh": (str, "even|odd", "parity: the half of the base; at ingest, of the first save. [default: even]"),
+    "fresh": (_Fresh, one_of(_Fresh), "parity: the half of the base; at ingest, of the first save. [default: even]"),
     "first": (int, "N", "filter: blocks always due at the start. [default: 2]"),
     "last": (int, "N", "filter: blocks always due at the end. [default: 2]"),
     "share": (str, "SHARE", "filter: how much of the rest at each turn. [default: 1/2]"),
     "every": (int, "N", "filter: a turn at every Nth save. [default: 5]"),
-    "aux": (str, "rotate|always", "filter: whether embeddings and heads take turns too. [default: rotate]"),
+    "aux": (_Aux, one_of(_Aux), "filter: whether embeddings and heads take turns too. [default: rotate]"),
     "threshold": (float, "X", "drift: movement above which a layer is due. [default: 0.01]"),
     "budget": (str, "SIZE", "drift: what a save may take, like 2GB. [default: no limit]"),
     "stalest": (int, "N", "drift: no layer older than N saves. [default: 10]"),
-    "by": (str, "gradient|norm", "drift: what a movement is weighed by. [default: gradient]"),
+    "by": (_By, one_of(_By), "drift: what a movement is weighed by. [default: gradient]"),
 }
 """The settings of all policies."""
 
@@ -65,11 +69,17 @@ def described_policy(text: str, settings: Mapping[str, object]) -> "Policy":
     for key in own.keys() & settings.keys():
         raise InvalidInput(f"{key} was given twice, in --policy {text} and as --{key}", hint="leave one of them out")
     try:
-        given = {**settings, **{key: _SETTINGS.get(key, (str,))[0](value) for key, value in own.items()}}
+        given = {**settings, **{key: _read(key, value) for key, value in own.items()}}
     except ValueError as exc:
         raise InvalidInput(f"--policy {text}: {exc}", hint="settings are like filter:every=10,share=1/3") from exc
     readers = {"share": _fraction, "budget": size_in_bytes}
     return policy_named(name, {key: readers[key](str(of)) if key in readers else of for key, of in given.items()})
+
+
+def _read(setting: str, value: str) -> object:
+    """Return the *value* of a setting as its option would read it; the policy checks words."""
+    of = _SETTINGS.get(setting, (str,))[0]
+    return of(value) if of in {int, float} else value
 
 
 def keep_of(rules: Mapping[str, Any]) -> "Keep":

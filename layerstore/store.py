@@ -204,11 +204,12 @@ class Store:
 
         return read_log(self._repo, run=run, limit=limit, before=before, graph=graph, metrics=metrics)
 
-    def timings(self, run: str) -> "dict[tuple[int, int], SaveTiming]":
-        """Return the timings of the saves of *run* that were made during training, by attempt and step."""
+    def timings(self, run: str) -> "Table[SaveTiming]":
+        """Return the timings of the saves of *run* that were made during training, in order of attempt and step."""
         from layerstore.publish import read_timings
 
-        return read_timings(self._repo, run)
+        found = read_timings(self._repo, run)
+        return Table((found[place] for place in sorted(found)), if_empty="only saves made during training are timed")
 
     def show(self, ref: str | None = None) -> "CommitView":
         """Return everything about one commit."""

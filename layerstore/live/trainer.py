@@ -3,13 +3,13 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from layerstore.live.engine import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
-from layerstore.live.saver import Saver, attach
+from layerstore.live.saver import Saver, SaverSettings, attach
 from layerstore.live.scratch import put, scratch
 from layerstore.store import Store, StrPath
 from layerstore.zero3 import TRAINER_STATE
@@ -27,7 +27,9 @@ class LayerstoreCallback(TrainerCallback):
     in it.
     """
 
-    def __init__(self, store: Store | StrPath, *, run: str, every: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, store: Store | StrPath, *, run: str, every: int | None = None, **settings: Unpack[SaverSettings]
+    ) -> None:
         self.saver: Saver | None = None
         """None unless the Trainer is training."""
         self._store = store

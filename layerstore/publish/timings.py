@@ -76,6 +76,8 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 def _timing(line: bytes) -> SaveTiming | None:
     try:
         said: Any = {"commit": "", **json.loads(line)}  # older savers did not note it
+        if not (isinstance(said["attempt"], int) and isinstance(said["step"], int)):
+            return None  # timings are sorted by these
         return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -113,8 +113,7 @@ class Layerstore(Way):
 
     def durable_seconds(self) -> list[float]:
         """Return how long every save took until the commit of all ranks was visible."""
-        timings = sorted(self._saver.store.timings(RUN).items())
-        return [of.visible_seconds for _, of in timings if of.visible_seconds is not None]
+        return [of.visible_seconds for of in self._saver.store.timings(RUN) if of.visible_seconds is not None]
 
     def save(self) -> None:
         """Begin a save, in sync mode end it too."""

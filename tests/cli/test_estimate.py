@@ -168,7 +168,7 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         ([*MODEL, "--bandwidth", "fast"], "is no size"),
         ([*MODEL, "--bandwidth", "1GB/s", "--measure", "."], "choose one"),
         ([*MODEL, "--disk", "500"], "--disk 500 has no unit, and would be 500 bytes\nhint: --disk 500GB, say"),
-        ([*MODEL, "--dtype", "int8"], "no element type"),
+        ([*MODEL, "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
         ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
         ([*MODEL, "--steps", "10", "--save-every", "100"], "no save"),
         ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are no prices: 3 of four"),

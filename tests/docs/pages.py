@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = (README, *sorted(DOCS.rglob("*.md")))
+GENERATED = "This page is generated: `python -m tests.docs.reference` writes it anew."
 
 # A fence may be indented where it belongs to an item of a list.
 _BLOCK = re.compile(

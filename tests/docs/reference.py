@@ -3,10 +3,9 @@ The pages of the reference that the code writes.
 
     python -m tests.docs.reference
 
-writes docs/reference/commands.md, errors.md, models.md and python.md anew; a test compares them.
+writes docs/reference/commands.md, errors.md, models.md and the pages of python/ anew; a test compares them.
 """
 
-import ast
 import errno
 import inspect
 import re
@@ -20,8 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 from layerstore import errors
 from layerstore.cli import app as cli
 from layerstore.cli.help import COMMANDS, OTHERS, heading, help_record
-from tests.docs import python_api
-from tests.docs.pages import DOCS
+from tests.docs import python_pages
+from tests.docs.pages import DOCS, GENERATED
 from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS
 
 FOLDER = DOCS / "reference"
@@ -35,8 +34,6 @@ NOT_RUN = {
 # Options in a sentence, and what typer appends to the name of an argument.
 _DASHED = re.compile(r"(?<![\w`-])--?[a-z][\w-]*")
 _TYPE = re.compile(r" <.*>$")
-
-GENERATED = "This page is generated: `python -m tests.docs.reference` writes it anew."
 
 
 # -- the command line ----------------------------------------------------------------------------------------------
@@ -136,7 +133,7 @@ def errors_page() -> str:
 
 What layerstore raises by itself is a `layerstore.LayerstoreError`, in a branch by what a caller would do about it.
 `kind` and `exit_code` are stable: new ones may come, none changes its meaning.
-What a message means and what to do about it: [troubleshooting](../operating/troubleshooting.md).
+What a message means and what to do about it: [troubleshooting](../operating/troubleshooting/README.md).
 {GENERATED}
 
 ```text
@@ -188,61 +185,6 @@ def _error(cls: type[errors.LayerstoreError]) -> str:
     if cls.usual_hint:
         lines.append(f"- hint, where it gives no other: {cls.usual_hint}")
     return "\n".join(lines) + "\n\n"
-
-
-# -- Python --------------------------------------------------------------------------------------------------------
-
-
-def python_page() -> str:
-    """Return the signatures and docstrings of what ``layerstore`` and ``layerstore.transformers`` export."""
-    front, trainer = python_api.exported("layerstore"), python_api.exported("layerstore.transformers")
-    acting = [each for each in (*front.values(), *trainer.values()) if _acts(each)]
-    values = {each.name: each for each in python_api.returned(acting)}
-    parts = [
-        f"""\
-# Python
-
-What `import layerstore` offers, and what comes back from it.
-`import layerstore` loads neither numpy nor torch: what needs them is loaded at first use.
-The exceptions, such as `layerstore.NotFound`, have [a page of their own](errors.md).
-Whatever is not here may change at any time.
-{GENERATED}
-""",
-        *(_entry(f"layerstore.{name}", each) for name, each in front.items() if name not in values),
-        "## The Trainer of Transformers\n",
-        *(_entry(f"layerstore.transformers.{name}", each, level="###") for name, each in trainer.items()),
-        "## What comes back\n\nThe values that the functions and methods above return, and what is in them.\n",
-        *(_value(f"layerstore.{name}" if name in front else name, each) for name, each in values.items()),
-    ]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
-
-
-def _entry(name: str, home: python_api.Home, *, level: str = "##") -> str:
-    node = home.node
-    if isinstance(node, ast.FunctionDef):
-        text = python_api.signature(node, name=name)
-        return f"{level} {name}\n\n```py\n{text}\n```\n\n{python_api.docstring(node)}\n"
-    own_fields = "\n".join(map(str, python_api.fields(node)))
-    made = python_api.constructor(node)
-    called = "" if made is None else f"```py\n{python_api.signature(made, name=name, of_class=True)}\n```\n"
-    called = re.sub(r" -> None\n```", "\n```", called)
-    functions = [
-        f"{level}# {node.name}.{each.name}\n\n```py\n{python_api.signature(each, of_class=True)}\n```\n\n"
-        f"{python_api.docstring(each)}\n"
-        for each in python_api.methods(node)
-    ]
-    return "\n".join([f"{level} {name}", "", called, python_api.docstring(node), "", own_fields, "", *functions])
-
-
-def _acts(home: python_api.Home) -> bool:
-    """Whether it is a function, or a class with methods: no mere value."""
-    return isinstance(home.node, ast.FunctionDef) or any(python_api.methods(home.node))
-
-
-def _value(name: str, home: python_api.Home) -> str:
-    assert isinstance(home.node, ast.ClassDef)
-    listed = "\n".join(map(str, python_api.fields(home.node)))
-    return f"### {name}\n\n{python_api.docstring(home.node)}\n\n{listed}\n"
 
 
 # -- models and optimizers -----------------------------------------------------------------------------------------
@@ -314,7 +256,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     FOLDER / "commands.md": commands_page,
     FOLDER / "errors.md": errors_page,
     FOLDER / "models.md": models_page,
-    FOLDER / "python.md": python_page,
+    **python_pages.PAGES,
 }
 
 

@@ -1,18 +1,22 @@
 """The reference is what the code says."""
 
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import layerstore
 import layerstore.transformers
 from layerstore import errors
-from tests.docs.pages import DOCS
+from layerstore.policy import Drift, Filter, Parity
+from tests.docs import python_pages
+from tests.docs.pages import DOCS, name
 from tests.docs.reference import PAGES, commands, group
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_page_is_the_generated_one(page: Path) -> None:
     """Whoever changes an option, an error or a signature writes it anew: python -m tests.docs.reference."""
     assert page.read_text() == PAGES[page]()
@@ -28,13 +32,54 @@ def test_options_are_listed_once() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", text)) <= known | {"--help"}
 
 
-def test_everything_exported_is_on_its_page() -> None:
-    """Each public name with what it takes; and the values that come back, with their fields."""
-    text = next(page for page in PAGES if page.name == "python.md").read_text()
+def annotation_of(param: Any) -> Any:
+    """Return the type that typer reads a parameter by."""
+    return param.type_descriptor.annotation
 
-    for module in (layerstore, layerstore.transformers):
-        for name in set(module.__all__) - {"errors", *vars(errors)}:
-            assert f"# {module.__name__}.{name}\n" in text
-    for name in ("layerstore.Ingested", "layerstore.GcOutcome", "CommitRecord", "Damage"):
-        assert f"\n### {name}\n" in text
-    assert "- `bytes_reused: int`" in text
+
+def choices(annotation: Any) -> list[Any]:
+    """Return the words of a Literal, or of a Literal that may be None."""
+    return next(([*get_args(of)] for of in (annotation, *get_args(annotation)) if get_origin(of) is Literal), [])
+
+
+def test_words_to_choose_from_are_those_that_are_taken() -> None:
+    """An option whose help says ``one|of|these`` takes these, and every option that takes few words says which."""
+    said, taken = {}, {}
+    for command in (group(), *commands().values()):
+        for each in command.params:
+            place, metavar = f"{command.name} {each.name}", str(each.metavar)
+            if re.fullmatch(r"[\w-]+(?:\|[\w-]+)+", metavar) and each.name != "show_completion":  # an enumeration
+                said[place] = metavar.split("|")
+            if words := choices(annotation_of(each)):
+                taken[place] = words
+
+    assert said == taken
+    assert taken["compose form"] == ["zero3", "hf"]
+
+
+@pytest.mark.parametrize(("policy", "setting"), [(Parity, "fresh"), (Filter, "aux"), (Drift, "by")])
+def test_the_command_line_knows_the_words_of_each_setting(policy: type, setting: str) -> None:
+    """They are those of the policy."""
+    option = next(each for each in commands()["compose"].params if each.name == setting)
+
+    assert choices(get_type_hints(policy)[setting]) == choices(annotation_of(option)) != []
+
+
+def headings() -> list[str]:
+    """Return every heading of the Python reference, of all its pages."""
+    return [line for page in python_pages.PAGES for line in page.read_text().splitlines() if line.startswith("#")]
+
+
+def test_everything_exported_is_on_one_page() -> None:
+    """Each public name, each method of a store, and the values that come back, with their fields."""
+    found = Counter(heading.lstrip("# ") for heading in headings())
+    exported = {
+        f"{module.__name__}.{each}"
+        for module in (layerstore, layerstore.transformers)
+        for each in set(module.__all__) - {"errors", *vars(errors)}
+    }
+
+    expected = {*exported, "Store.ingest", "Store.gc", "CommitRecord", "Damage"}
+    assert {each for each in expected if found[each] != 1} == set()
+    assert {each for each in python_pages.known() if each.startswith("Store.")} <= set(found)
+    assert "- `bytes_reused: int`" in (python_pages.FOLDER / "ingesting.md").read_text()

@@ -29,9 +29,11 @@ def saved(path: str) -> Ingested | None:
 """
 BAD = """\
 import layerstore
+import layerstore.transformers
 from layerstore import Nothing
 
 layerstore.open("store").compose().export("model", dtype="bfloat")
+layerstore.transformers.LayerstoreCallback("store", run="sft", mode="fast")
 """
 
 
@@ -65,6 +67,7 @@ def test_mypy_finds_everything_and_only_what_is_there(programs: Path) -> None:
     assert code == 1
     assert 'Module "layerstore" has no attribute "Nothing"' in text
     assert 'Argument "dtype" to "export"' in text
+    assert 'Argument "mode" to "LayerstoreCallback"' in text
 
 
 def test_pyright_finds_everything_and_only_what_is_there(programs: Path) -> None:
@@ -88,3 +91,4 @@ def test_pyright_finds_everything_and_only_what_is_there(programs: Path) -> None
     assert code == 1
     assert '"Nothing" is unknown import symbol' in text
     assert '"dtype"' in text
+    assert '"mode"' in text

@@ -1,5 +1,6 @@
 """Promises of a report's facts: they are what log, show, stats, compose and gc say, and never more than is known."""
 
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -196,16 +197,32 @@ def drifting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_timings_are_in_order_whatever_a_line_of_their_file_says(drifting: Path, tmp_path: Path) -> None:
+    """A line that gives no number for its place is skipped."""
+    path = shutil.copytree(drifting, tmp_path / "store")
+    file = next((path / "stats" / "drift").iterdir())
+    known, edited = file.read_text(), json.loads(file.read_text().splitlines()[0]) | {"step": "first"}
+    file.write_text(f"{json.dumps(edited)}\n{known}")
+
+    with layerstore.open(path) as store, layerstore.open(drifting) as unchanged:
+        found = store.timings("drift")
+
+        assert found == unchanged.timings("drift") != []
+    assert found == sorted(found, key=lambda each: (each.attempt, each.step))
+
+
 def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
     """Where nothing was recorded there is nothing; what is no number any more is a word."""
     with layerstore.open(drifting) as store:
         drift, plain = store.report()["runs"]
-        took = store.timings("drift")
+        took = {(of.attempt, of.step): of for of in store.timings("drift")}
+        untimed = store.timings("plain")
         names = store.repo.records.names("drift")
         decided = {name.id: store.repo.records.read(name).record.policy.decisions["movements"] for name in names}
 
     assert all(moved is None for moved in plain["drift"])
     assert plain["timings"] is None
+    assert repr(untimed) == "[]  # only saves made during training are timed"
     saves = drift["saves"]
     for column, moved in enumerate(drift["drift"]):
         recorded: Any = decided[saves["commit"][column]]

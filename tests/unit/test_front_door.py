@@ -3,12 +3,14 @@
 import doctest
 import importlib
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import layerstore
 from layerstore import errors
 from layerstore.errors import LayerstoreError
+from layerstore.live.saver import SaverSettings
 from tests.docs.python_api import INTERNAL, exported, named_in_returns
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +56,12 @@ def test_every_result_is_exported() -> None:
     results = {each.name for home in exported("layerstore").values() for each in named_in_returns(home)}
 
     assert results - INTERNAL <= set(layerstore.__all__)
+
+
+def test_the_settings_of_a_saver_are_those_of_attach() -> None:
+    """The Trainer's callback passes them on, so editors know them there too, with the same types."""
+    taken = get_type_hints(layerstore.attach)
+
+    assert get_type_hints(SaverSettings) == {
+        name: of for name, of in taken.items() if name not in {"engine", "store", "run", "return"}
+    }

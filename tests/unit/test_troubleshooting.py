@@ -1,8 +1,8 @@
 """
-Every message of layerstore stands on the page that explains them.
+Every message of layerstore stands on one of the pages that explain them.
 
 The messages are taken from the syntax trees: the words with which an error class is made, and those of every warning.
-What is filled in is written … on the page, where a row may also say … for words that differ between messages.
+What is filled in is written … there, and a row may also say … for words that differ between messages.
 Words that are passed on as they come, without words of the place that raises them, are that other place's.
 """
 
@@ -19,7 +19,8 @@ from layerstore import errors
 from layerstore.storage.environment import ManifestUnusable
 from tests.unit.test_architecture import MODULES, ROOT
 
-PAGE = ROOT / "docs" / "operating" / "troubleshooting.md"
+FOLDER = ROOT / "docs" / "operating" / "troubleshooting"
+PAGES = sorted(FOLDER.glob("*.md"))
 WARNINGS = {
     *(("warnings", "warn"), ("LOG", "warning"), ("LOG", "error"), ("", "say_warning")),
     *(("notes", "append"), ("_notes", "append")),
@@ -76,17 +77,18 @@ def _is_said(function: ast.expr) -> bool:
 
 
 def patterns() -> list[str]:
-    """Return the messages of the page: what stands in code in the first cell of a table's row."""
+    """Return the messages of the pages: what stands in code in the first cell of a table's row."""
     return [pattern for cells in rows() for pattern in re.findall(r"`([^`]+)`", cells[0])]
 
 
 def rows() -> Iterator[list[str]]:
     """Yield the cells of each row of the tables of messages."""
-    is_ours = False
-    for line in PAGE.read_text().splitlines():
-        is_ours = line.startswith("|") and (is_ours or line.startswith("| message |"))
-        if is_ours and not line.startswith(("| message |", "|---")):
-            yield [cell.strip() for cell in line.strip("| ").split(" | ")]
+    for page in PAGES:
+        is_ours = False
+        for line in page.read_text().splitlines():
+            is_ours = line.startswith("|") and (is_ours or line.startswith("| message |"))
+            if is_ours and not line.startswith(("| message |", "|---")):
+                yield [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -117,8 +119,8 @@ def test_every_message_is_explained() -> None:
             f"| `{message.text}` | MEANING | WHAT TO DO |    <- {message.where}" for message in missing
         )
         pytest.fail(
-            f"{len(missing)} messages are not explained in {PAGE.relative_to(ROOT)}; rows to fill in:\n  {wanted}\n"
-            "WHY: a message is read by somebody who is stuck; the page says what it means and what to do.",
+            f"{len(missing)} messages are not explained in {FOLDER.relative_to(ROOT)}; rows to fill in:\n  {wanted}\n"
+            "WHY: a message is read by somebody who is stuck; a page says what it means and what to do.",
             pytrace=False,
         )
 
@@ -147,8 +149,8 @@ def test_every_row_says_what_it_means_and_what_to_do() -> None:
 
 
 def test_every_kind_of_error_has_its_section() -> None:
-    """What a program sees in ``kind`` is looked up on the page too."""
-    text = PAGE.read_text()
+    """What a program sees in ``kind`` is looked up on the first of the pages."""
+    text = (FOLDER / "README.md").read_text()
     kinds = {getattr(errors, name).kind for name in CLASSES if hasattr(errors, name)} | {"permission", "no_space"}
 
     assert sorted(kind for kind in kinds if f"`{kind}`" not in text) == []

@@ -4,12 +4,12 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from layerstore.errors import InvalidInput
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
-from layerstore.policy import Keep
+from layerstore.policy import Keep, Policy
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
 
@@ -25,6 +25,21 @@ _BUFFER_BYTES_MIN = 1_000_000
 
 class SmallBuffer(UserWarning):
     """The host has less free memory than one save needs: training may wait for the disk."""
+
+
+class SaverSettings(TypedDict, total=False):
+    """What ``layerstore.attach`` takes besides an engine, a store and a run, for those who pass it on."""
+
+    policy: str | Policy
+    mode: Mode
+    host_buffer: int | str
+    on_pressure: Pressure
+    keep: Keep | None
+    push: str | None
+    durable: Durable
+    frozen: Frozen
+    layer_pattern: str | None
+    on_saved: Callable[[SaveTiming], None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -414,7 +414,7 @@ class Layerstore(System):
     def durable_seconds(self) -> float:
         """Return how long it took until the commit of all ranks was visible."""
         assert self._saver is not None
-        _, newest = max(self._saver.store.timings(RUN).items())
+        newest = self._saver.store.timings(RUN)[-1]
         assert newest.visible_seconds is not None
         return newest.visible_seconds
 
