@@ -163,6 +163,7 @@ def _run(
         "versions_overlap": growth.versions_overlap,
         "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if len(times) > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
+        "metrics": {},
         "timings": _timings(list(timings.values())),
     }
 

@@ -33,11 +33,12 @@ def pins_of(
     listed, room = pins[:_PINS_MAX], _LAYERS_BYTES
     found = list[dict[str, Any]]()
     for pin, reference in zip(listed, references_to(repo, [pin.record for pin in listed]), strict=True):
-        taken = None
-        if pin.base not in commits or commit_id(pin.record) != pin.base:
+        taken, told = None, _pin(repo, pin, reference)
+        if pin.base not in commits or told["is_composite"]:
             taken = _taken(repo, pin, layers.get(pin.run, []), problems)
-            room -= len(json.dumps(taken))
-        found.append(_pin(repo, pin, reference) | {"taken": taken if room >= 0 else None})
+            size_bytes = len(json.dumps(taken))
+            taken, room = (taken, room - size_bytes) if size_bytes <= room else (None, room)
+        found.append(told | {"taken": taken})
     return {"pins": found, "pins_left_out": len(pins) - len(found)}
 
 
@@ -55,6 +56,7 @@ def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
         "made": None if made_ns is None else short_time(made_ns),
         "policy": record.policy.name,
         "policy_parameters": {str(name): str(value) for name, value in record.policy.parameters.items()},
+        "is_composite": commit_id(record) != pin.base,
         "mixture": mixture_of(record, record.layers),
     }
 

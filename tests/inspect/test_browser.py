@@ -85,6 +85,12 @@ def cells_of(page: Page) -> list[list[str]]:
     return found
 
 
+def commands_of(page: Page) -> list[str]:
+    """Return the commands of what was picked."""
+    found: list[str] = page.look("[...document.querySelectorAll('#commands pre')].map((line) => line.innerText)")
+    return found
+
+
 def test_it_loads_and_shows_the_figures(page: Page, store: Store) -> None:
     """Commits and runs as stats count them; the newest step of the longest run is picked; every section is there."""
     assert page.look("document.title").startswith("layerstore report: ")
@@ -131,7 +137,7 @@ def test_clicking_picks_a_step_and_shows_its_composite(page: Page, store: Store)
         (f"{age.steps:,}", f"{age.saves:,}") for age in composite.staleness.layers
     ]
     assert [row[5] for row in rows] == [layer.version[:8] for layer in composite.layers.values()]
-    assert page.text("#commands").splitlines() == [
+    assert commands_of(page) == [
         f"layerstore show --store {store.path} {reference}",
         f"layerstore compose --store {store.path} {reference} -o resume",
     ]
