@@ -1,7 +1,6 @@
 """Promises of the page in a browser: it shows the facts, by mouse and by keyboard, in light, dark and print."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,17 +13,6 @@ from tests.inspect.made_up import STARTED_NS, History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
 
 pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian: chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Return a browser of this module's own."""
-    path, profile = program(), tmp_path_factory.mktemp("profile")
-    assert path is not None
-    started = Browser(path, profile)
-    yield started
-    started.close()
-    shutil.rmtree(profile, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -179,17 +167,8 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
 
 def test_another_run_and_another_policy(page: Page, store: Store) -> None:
     """Of full saves the page tells what parity would take, as compose does."""
-    page.look(
-        """(() => {
-            const change = (id, value) => {
-                const node = document.getElementById(id);
-                node.value = value;
-                node.dispatchEvent(new Event("change"));
-            };
-            change("run", "1");
-            change("policy", "parity");
-        })()"""
-    )
+    page.choose("#run", "1")
+    page.choose("#policy", "parity")
     composite = store.compose("full", policy="parity")
 
     assert page.text("#picked-summary").startswith(f"full@{composite.step} by parity: ")
