@@ -3,7 +3,8 @@ Shell completion of values; typer itself completes commands and options.
 
 The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``. The names of
 runs, steps and pins are in the store's folders, so no record, index or library is needed. A dropped step is therefore
-offered until gc has removed it. On errors nothing is offered; the command itself will report them.
+offered until gc has removed it. Names of metrics are read from the newest commit of each run. On errors nothing is
+offered; the command itself will report them.
 """
 
 import contextlib
@@ -94,7 +95,9 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
     elif metavar in {"REF", "A", "B"} or (metavar == "MODEL" and "@" in incomplete):  # a model is usually a path
         words = _references(incomplete, store)
     else:
-        offered = {"RUN": _runs, "R": _runs, "PIN": _pins, "P": _policies}.get(metavar)
+        offered = {"RUN": _runs, "R": _runs, "PIN": _pins, "P": _policies, "METRIC": _metrics}.get(
+            metavar.partition("[")[0]
+        )
         words = offered(store) if offered else []
     return items([word for word in words if word.startswith(incomplete)])
 
@@ -136,6 +139,17 @@ def _policies(store: Path) -> list[str]:
     return sorted([EXACT, *names()])
 
 
+def _metrics(store: Path) -> list[str]:
+    import layerstore
+    from layerstore.history import metrics_of
+
+    with layerstore.open(store) as opened:
+        catalog = opened.repo.catalog
+        views = [catalog.view(run) for run in catalog.runs()]
+        newest = [catalog.commit(view.visible[-1].name).record for view in views if view.visible]
+        return sorted({name for record in newest for name in metrics_of(opened.repo, record) if _is_plain(name)})
+
+
 def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
     """Return the newest steps of *run* that start with *first_digits*, newest first."""
     from layerstore.layout import RECORD_NAME, layout_at
@@ -151,4 +165,8 @@ def _names(folder: Path) -> list[str]:
         found = os.listdir(folder)  # noqa: PTH208  # names, not paths
     except OSError:  # no such run, or no such store
         return []
-    return [name for name in sorted(found) if name.isprintable() and name[0] != "." and _SPECIAL.isdisjoint(name)]
+    return [name for name in sorted(found) if name[0] != "." and _is_plain(name)]
+
+
+def _is_plain(name: str) -> bool:
+    return name.isprintable() and _SPECIAL.isdisjoint(name)

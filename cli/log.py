@@ -1,6 +1,7 @@
 """``layerstore log``: list the commits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from layerstore.cli.render import (
     Column,
     age,
     counted,
+    metric_in_words,
     say_json,
     say_note,
     say_rows,
@@ -18,7 +20,7 @@ from layerstore.cli.render import (
     shown,
     with_store,
 )
-from layerstore.json_fields import json_fields
+from layerstore.json_fields import json_fields, json_value
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ def log(
     timing: Annotated[
         bool, typer.Option("--timing", help="Show how long saves in training took, not what they hold.")
     ] = False,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="METRIC", help="Show what training measured, such as eval_loss; repeatable."),
+    ] = None,
     dropped: Annotated[bool, typer.Option("--dropped", help="List what is in the trash instead.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -57,11 +63,13 @@ def log(
     List commits by run, newest step first.
 
     Where gc has dropped a commit's moments, LACKS says so. PUSHED names remotes as of the last push.
+    Metrics come from trainer_state.json, DeepSpeed's client_state and save(metrics=…).
 
     \b
     Examples:
       layerstore log sft --graph
       layerstore log sft --timing
+      layerstore log sft --metric loss --metric eval_loss
       layerstore log --dropped
       layerstore log sft --limit 20 --before 3f0c9a1b --json
     """
@@ -70,22 +78,25 @@ def log(
             _say_dropped(opened_store.dropped(run), as_json=as_json)
         return
     with opened(store) as opened_store:
-        page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
+        page = opened_store.log_page(
+            run, limit=limit or None, before=before, graph=graph and not as_json, metrics=bool(metric)
+        )
         is_pushed = any(entry.pushed for entry in page.entries)
         remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
         if not page.entries:
             next_one = _next_of_empty(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
         took = {(name, *place): each for name in runs for place, each in opened_store.timings(name).items()}
+    _check_metrics(metric or (), page.entries)
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
     damaged = [entry for entry in page.entries if entry.damage is not None]
     for entry in damaged:
         say_warning(f"{entry.run}@{entry.step} is left out, its record is damaged: {entry.damage}")
     if as_json:
         entries = [line.entry for line in sound if line.entry is not None]
-        say_json(_fields(entries, damaged, took if timing else None, more=bool(page.more)))
+        say_json(_fields(entries, damaged, took if timing else None, metrics=metric, more=bool(page.more)))
     elif sound:
-        _say_lines(sound, took if timing else None, remotes)
+        _say_lines(sound, took if timing else None, remotes, metrics=metric or ())
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
             next_page = with_store(f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}")
@@ -93,6 +104,15 @@ def log(
     elif not damaged and before is None:
         none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
         say_note(f"{none}; next: {next_one}")
+
+
+def _check_metrics(wanted: Collection[str], entries: "list[LogEntry]") -> None:
+    from layerstore.nearest import unknown
+
+    there = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
+    for name in wanted:
+        if entries and name not in there:
+            raise unknown("metric", name, there)
 
 
 def _next_of_empty(store: "Store") -> str:
@@ -121,9 +141,17 @@ def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
 
 
 def _fields(
-    sound: list["LogEntry"], damaged: list["LogEntry"], took: "Took | None", *, more: bool
+    sound: list["LogEntry"],
+    damaged: list["LogEntry"],
+    took: "Took | None",
+    *,
+    metrics: Collection[str] | None,
+    more: bool,
 ) -> dict[str, object]:
     commits = [json_fields(entry) for entry in sound]
+    if metrics is not None:
+        for fields, entry in zip(commits, sound, strict=True):
+            fields["metrics"] = json_value({name: entry.metrics[name] for name in metrics if name in entry.metrics})
     if took is not None:
         for fields, entry in zip(commits, sound, strict=True):
             timing = took.get((entry.run, entry.attempt, entry.step))
@@ -132,7 +160,9 @@ def _fields(
     return {"commits": commits, "more": more, **({"damaged": lost} if lost else {})}
 
 
-def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, str]) -> None:
+def _say_lines(
+    lines: list["LogLine"], took: "Took | None", remotes: dict[str, str], *, metrics: Collection[str]
+) -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
     of_entry: dict[Column, Callable[[LogEntry], str]] = {Column("RUN", folds=True): lambda entry: entry.run}
@@ -142,6 +172,7 @@ def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, s
     of_entry[Column("COMMIT", drops=1)] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
+    of_entry |= {Column(name.upper(), "right"): partial(_metric, name) for name in metrics}
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":
         return lambda line: "" if line.entry is None else cell(line.entry)  # None where two attempts join
@@ -152,6 +183,10 @@ def _say_lines(lines: list["LogLine"], took: "Took | None", remotes: dict[str, s
     say_rows(columns | {column: of_line(cell) for column, cell in of_entry.items()}, lines)
     if took is not None and any((entry.run, entry.attempt, entry.step) not in took for entry in entries):
         say_note("-: not measured; only saves made with attach() are timed")
+
+
+def _metric(name: str, entry: "LogEntry") -> str:
+    return metric_in_words(entry.metrics[name]) if name in entry.metrics else "-"
 
 
 def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "dict[Column, Callable[[LogEntry], str]]":

@@ -9,6 +9,7 @@ from layerstore.cli.render import (
     SHORT_ID_DIGITS,
     Column,
     age,
+    metric_in_words,
     say,
     say_facts,
     say_json,
@@ -71,6 +72,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
         "other state": f"{size(view.beside_bytes)} (RNG, scheduler, files)",
         "files": some(view.files, limit=6),
+        "metrics": some([f"{name} {metric_in_words(value)}" for name, value in view.metrics.items()]),
     }
     return {name: value for name, value in facts.items() if value}
 

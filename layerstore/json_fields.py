@@ -23,7 +23,7 @@ _FIELDS = {
     "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
     "CommitView": "run step attempt fork save_number commit pin time=time_ns world_size flavour tag policy "
     "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
-    "has_moments",
+    "has_moments metrics",
     "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
     "DiffSide": "run step commit pin world_size",
     "LayerDiff": "layer same=is_same status kinds bytes_changed",

@@ -175,16 +175,20 @@ class Store:
             composition = compose_by_policy(self._repo, self._resolved(ref), chosen)
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 
-    def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> "Table[LogEntry]":
+    def log(
+        self, run: str | None = None, *, limit: int | None = None, before: str | None = None, metrics: bool = False
+    ) -> "Table[LogEntry]":
         """
         Return the commits of *run*, or of every run by name, newest step first.
 
-        At most *limit* per run; the page starts after the commit *before*.
+        At most *limit* per run; the page starts after the commit *before*. With *metrics*, each has what training
+        measured at its step, from ``trainer_state.json`` or client_state, which takes longer.
         """
         if_empty = (
             "no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one" if before is None else "no older commit"
         )
-        return Table(self.log_page(run, limit=limit, before=before).entries, if_empty=if_empty)
+        page = self.log_page(run, limit=limit, before=before, metrics=metrics)
+        return Table(page.entries, if_empty=if_empty)
 
     def log_page(
         self,
@@ -193,11 +197,12 @@ class Store:
         limit: int | None = None,
         before: str | None = None,
         graph: bool = False,
+        metrics: bool = False,
     ) -> "LogPage":
         """Return what `log` returns, the number of commits that follow and, with *graph*, a drawing of all attempts."""
         from layerstore.inspect import read_log
 
-        return read_log(self._repo, run=run, limit=limit, before=before, graph=graph)
+        return read_log(self._repo, run=run, limit=limit, before=before, graph=graph, metrics=metrics)
 
     def timings(self, run: str) -> "dict[tuple[int, int], SaveTiming]":
         """Return the timings of the saves of *run* that were made during training, by attempt and step."""

@@ -49,7 +49,7 @@ def main() -> None:
             if engine.global_rank == 0:
                 print(f"step {step}: {loss.item()}, {seen} tokens", flush=True)
             if step % 2 == 0:
-                saver.save(client_state={"seen": seen})  # layerstore
+                saver.save(client_state={"seen": seen}, metrics={"loss": loss.item()})  # layerstore
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ Compose: from a query to a composite, and from a composite to files, arrays, or 
 and ``hf``: a new format plans its files as these do, and has them written by ``assemble`` into a ``target``.
 """
 
-from layerstore.compose.assemble import content_of
 from layerstore.compose.choose import (
     Composition,
     check_members,
@@ -43,7 +42,6 @@ __all__ = [
     "compose_by_recipe",
     "compose_exact",
     "compose_latest",
-    "content_of",
     "execute_compose",
     "execute_export",
     "losses_told",

@@ -104,16 +104,6 @@ def _continues(first: Piece, second: Piece) -> bool:
     )
 
 
-def content_of(repo: Repository, content: bytes | ObjectContent) -> bytes:
-    """Return the verified content of a file that is not a tree."""
-    if isinstance(content, bytes):
-        return content
-    data = bytearray(content.size_bytes)
-    repo.objects.verify(content.object)
-    read_stretch(repo, content.object, whole(content, 0).object_offset, memoryview(data))
-    return bytes(data)
-
-
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
     """Fill *into* with the bytes of an object from *start*, unverified."""
     with repo.objects.open(ref, [(start, start + len(into))]) as file:

@@ -16,7 +16,6 @@ from layerstore.compose.assemble import (
     Assembly,
     OutputFile,
     assembling,
-    content_of,
     literal_file,
     plan_source_file,
 )
@@ -306,7 +305,7 @@ def _read_config(
     if isinstance(file.content, ObjectContent) and file.content.size_bytes > BLOB_BYTES_MAX:
         raise Unsupported(f"the base's {CONFIG} has {file.content.size_bytes} bytes, which no config has")
     try:
-        return file, parse_config(content_of(repo, file.content)), ""
+        return file, parse_config(repo.content_of(file.content)), ""
     except ValueError as exc:
         return file, None, str(exc)
 

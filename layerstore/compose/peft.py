@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from layerstore.compose.assemble import OutputFile, content_of, merged, plan_source_file, whole
+from layerstore.compose.assemble import OutputFile, merged, plan_source_file, whole
 from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, header_of, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import Frame
@@ -84,7 +84,7 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
         Unsupported: It is not LoRA: other methods have rules of their own.
     """
     try:
-        fields = json.loads(content_of(repo, config.content))
+        fields = json.loads(repo.content_of(config.content))
         method, bias = fields["peft_type"], fields.get("bias", "none")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise SourceCheckpoint(f"the base's {config.path} is no config of an adapter ({exc})") from exc

@@ -21,7 +21,6 @@ from layerstore.compose.assemble import (
     Literals,
     OutputFile,
     assembling,
-    content_of,
     merged,
     read_stretch,
     whole,
@@ -377,7 +376,7 @@ class RankLoad:
 
     def content(self, content: bytes | ObjectContent) -> bytes:
         """Return the content of a file that is not a tree."""
-        return content_of(self._repo, content)
+        return self._repo.content_of(content)
 
 
 # -- gathered weights ----------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from layerstore.gc.mark import Marks, concluding, named, pinned_commits
 from layerstore.gc.retention import CommitFate, Unserved, choose, unserved, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
-from layerstore.history import Needs, references_to
+from layerstore.history import Needs, metrics_of, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
 from layerstore.model import CommitId
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
@@ -221,18 +222,21 @@ def chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[Run
         )
         for view in views
     )
-    _check_metric(request.keep, [fate for _, fates in runs for fate in fates])
+    _check_metric(repo, request.keep, views, [fate for _, fates in runs for fate in fates])
     return runs
 
 
-def _check_metric(keep: Keep, fates: Sequence[CommitFate]) -> None:
+def _check_metric(repo: Repository, keep: Keep, views: Iterable[RunView], fates: Sequence[CommitFate]) -> None:
     best = keep.best_of
     reasons = {reason for fate in fates for reason in fate.kept_by}
     if best is None or best.reason in reasons or not fates:
         return
+    newest = (view.visible[-1].name for view in views if view.visible)
+    known = {name: None for commit in newest for name in metrics_of(repo, repo.catalog.commit(commit).record)}
+    there = f"the newest commits have {', '.join(known)}" if known else "the newest commits have no metrics at all"
     raise InvalidInput(
-        f"no commit has {best.metric!r} in its trainer_state.json; nothing was changed",
-        hint="the metric has to be logged at the step of a save, under this very name",
+        f"no commit has the metric {best.metric!r}; nothing was changed",
+        hint=did_you_mean(nearest(best.metric, known), else_=there),
     )
 
 

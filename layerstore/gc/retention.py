@@ -1,20 +1,18 @@
 """Retention: which commits of a run a collection keeps, and why; which composites that changes."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from layerstore.compose import compose_by_policy, content_of
+from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError
 from layerstore.gc.mark import commit_named
 from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history import Needs, Resolved, references_to, saved_now
-from layerstore.model import CommitId, CommitRecord
+from layerstore.history import Needs, Resolved, metrics_of, references_to, saved_now
+from layerstore.model import CommitId
 from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.units import utc
-from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
 NOT_PUSHED = "not pushed yet"
@@ -157,7 +155,7 @@ def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_m
             step=row.step,
             time_ns=saved_ns(repo, commit),
             is_in_history=is_in_history,
-            metrics=_metrics(repo, commit.record) if needs_metrics else {},
+            metrics=metrics_of(repo, commit.record) if needs_metrics else {},
         )
     if row_of(commit) != row:  # the record is sound: nobody should be told to give it up
         raise IntegrityError(
@@ -171,30 +169,6 @@ def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
     if keep is None or keep.drop_optimizer_older_than is None or not rows:
         return set()
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}
-
-
-def _metrics(repo: Repository, record: CommitRecord) -> dict[str, float]:
-    """Return the metrics that ``trainer_state.json`` has for the step of *record*."""
-    if not record.states:
-        return {}
-    for file in repo.state(record.states[0]).files:
-        if file.path == TRAINER_STATE:
-            return _logged_at(content_of(repo, file.content), record.step)
-    return {}
-
-
-def _logged_at(data: bytes, step: int) -> dict[str, float]:
-    try:
-        entries = json.loads(data, parse_int=float)["log_history"]
-        return {
-            name: value
-            for entry in entries
-            if isinstance(entry, dict) and entry.get("step") == step
-            for name, value in entry.items()
-            if isinstance(value, float)
-        }
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}  # not written by the Trainer, so there are no metrics
 
 
 def views_of(repo: Repository) -> list[RunView]:

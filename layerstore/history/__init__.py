@@ -1,5 +1,6 @@
 """The history of commits: references, attempts, the place of a new save, staleness, what a record needs."""
 
+from layerstore.history.metrics import METRICS, metrics_of
 from layerstore.history.needs import (
     PARTS,
     Needs,
@@ -33,6 +34,7 @@ from layerstore.history.references import (
 from layerstore.history.staleness import Staleness, check_staleness, mixture_of, others_in, staleness_of
 
 __all__ = [
+    "METRICS",
     "PARTS",
     "Needs",
     "NumberedRefs",
@@ -47,6 +49,7 @@ __all__ = [
     "has_shrunk",
     "is_mixture",
     "locate",
+    "metrics_of",
     "mixture_of",
     "named_by",
     "note_pushed",

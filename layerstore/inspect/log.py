@@ -1,12 +1,12 @@
 """Log: list the visible commits of a store, run by run and page by page."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import ambiguous_id, pushed_to
+from layerstore.history import ambiguous_id, metrics_of, pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
@@ -32,6 +32,8 @@ class LogEntry:
     """The remotes that had it as of the last push there, by URL."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What training measured at its step; read only if asked for."""
     damage: str | None = None
     """Why its record cannot be read, None if it is sound; a damaged one has only run, step and commit."""
 
@@ -90,12 +92,14 @@ def read_log(
     limit: int | None = None,
     before: str | None = None,
     graph: bool = False,
+    metrics: bool = False,
 ) -> LogPage:
     """
     Return the visible commits of *run*, or of every run, newest step first within each attempt.
 
     *limit* is per run. *before* is a commit's id or a prefix of one: the page starts after it, in its run. With
-    *graph*, each attempt is drawn next to the one that it forked from, the newest one's history first.
+    *graph*, each attempt is drawn next to the one that it forked from, the newest one's history first. With *metrics*,
+    entries have them.
 
     Raises:
         NotFound: There is no such run, or no such commit.
@@ -114,7 +118,7 @@ def read_log(
     for view in views:
         drawn = list(draw_graph(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
         page, left = _page(drawn, start, limit)
-        lines += [_line(repo, line, pins, pushed) for line in page]
+        lines += [_line(repo, line, pins, pushed, metrics=metrics) for line in page]
         if left:
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
@@ -145,13 +149,21 @@ def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) ->
 
 
 def _line(
-    repo: Repository, line: GraphLine, pins: dict[str, list[str]], pushed: Mapping[str, Collection[CommitId]]
+    repo: Repository,
+    line: GraphLine,
+    pins: dict[str, list[str]],
+    pushed: Mapping[str, Collection[CommitId]],
+    *,
+    metrics: bool,
 ) -> LogLine:
     if line.row is None:
         return LogLine(drawing=line.drawing, entry=None)
     try:
         urls = [url for url, commits in pushed.items() if line.row.id in commits]
-        entry = log_entry(repo.catalog.commit(line.row.name), pins.get(line.row.id, []), urls)
+        commit = repo.catalog.commit(line.row.name)
+        entry = log_entry(commit, pins.get(line.row.id, []), urls)
+        if metrics:
+            entry = replace(entry, metrics=metrics_of(repo, commit.record))
     except (IntegrityError, NotFound) as exc:  # lost but still in the index, or just removed
         entry = _damaged_entry(line.row.name, exc)
     return LogLine(drawing=line.drawing, entry=entry)

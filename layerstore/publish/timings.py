@@ -40,6 +40,8 @@ class SaveTiming:
     """Saves of this rank that were still being written when this one began."""
     failure: str
     """Why it was given up, empty if it was not."""
+    commit: str = ""
+    """The commit's id; empty if the save was given up."""
 
 
 def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
@@ -73,7 +75,7 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 
 def _timing(line: bytes) -> SaveTiming | None:
     try:
-        said: Any = json.loads(line)
+        said: Any = {"commit": "", **json.loads(line)}  # older savers did not note it
         return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -18,7 +18,7 @@ from layerstore.format import (
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, RECORD_BYTES_MAX
-from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
+from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectContent, RankState
 from layerstore.shares import ALONE, Shares
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
@@ -86,6 +86,15 @@ class Repository:
     def state(self, ref: BlobRef) -> RankState:
         """Read and check a rank's state."""
         return decode_state(self.objects.read(ref), ref=ref)
+
+    def content_of(self, content: bytes | ObjectContent) -> bytes:
+        """Return the verified content of a file that is not a tree."""
+        if isinstance(content, bytes):
+            return content
+        self.objects.verify(content.object)
+        end = content.object.size_bytes  # of the payload too
+        with self.objects.open(content.object, [(end - content.size_bytes, end)]) as file:
+            return file.read_at(end - content.size_bytes, content.size_bytes)
 
     def lock_run(self, run: str) -> AbstractContextManager[HeldLock]:
         """Hold the courtesy lock of *run*."""

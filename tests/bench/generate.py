@@ -62,6 +62,7 @@ def generate(
     tag: str | None = None,
     intermediate: int | None = None,
     precision: Precision = "bf16",
+    client_state: dict[Tree, Tree] | None = None,
 ) -> Path:
     """
     Write a checkpoint into *folder* and return the save folder, which is *folder*.
@@ -89,7 +90,7 @@ def generate(
         precision=precision,
         step=step,
         owns_scheduler=layout in ("raw", "lightning"),
-        client_state=_client_state(layout, step),
+        client_state=_client_state(layout, step) | (client_state or {}),
     )
     _Checkpoint(folder, job, layout=layout, seed=seed, tag=tag).write()
     return folder

@@ -18,8 +18,10 @@ import layerstore
 from layerstore.cli.app import command_line
 from layerstore.cli.complete import Shell, completed
 from layerstore.cli.help import COMMANDS
+from layerstore.tree import Tree
 from tests.cli.conftest import Run
 from tests.environment import processor_seconds
+from tests.generated import generate
 
 COMPLETION_SECONDS_MAX = 0.2
 
@@ -85,6 +87,20 @@ def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_what_may_come_next(complete: Complete, line: str, expected: list[str]) -> None:
     """Commands, options, choices, and what the store holds; nothing where the shell's own files are right."""
     assert expected == complete(line)
+
+
+def test_metrics_of_the_newest_commits_are_offered(
+    complete: Complete, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``log`` and by what names a best commit; in a store without any, nothing."""
+    before = complete("layerstore log --metric ")
+    with layerstore.open(store) as opened:
+        measured: dict[Tree, Tree] = {"metrics": {"loss": 2.0, "eval_loss": 2.5, "a b": 1.0}}
+        opened.ingest(generate(tmp_path / "measured", step=6, client_state=measured), run="dpo")
+
+    assert before == []
+    assert complete("layerstore log --metric ") == ["eval_loss", "loss"]
+    assert complete("layerstore gc --keep-best ev") == ["eval_loss"]
 
 
 def test_a_name_that_a_shell_would_act_upon_is_not_offered(complete: Complete, store: Path) -> None:

@@ -20,7 +20,7 @@ ROWS = {
     "`ingest`, one checkpoint": ["ingest out/checkpoint-1250 --run sft"],
     "`ingest`, several": ["ingest out/checkpoint-100 out/checkpoint-200 --run sft"],
     "`ingest --all`, `--watch`": ["ingest --all out --run sft"],
-    "`log`": ["log", "log --timing", "log --dropped"],
+    "`log`": ["log", "log --timing", "log --metric eval_loss", "log --dropped"],
     "`show`": ["show sft@200", "show mixed"],
     "`ls`": ["ls sft@200"],
     "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run"],
@@ -55,7 +55,7 @@ AS_ABOVE = {
     "`pin --list`": "`pin NAME REF`",
 }
 # Fields whose value is a mapping from names of a user's: they are data.
-MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters"} | {
+MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters", "metrics"} | {
     "parameters",
     "optimizer_steps",
 }
@@ -65,8 +65,9 @@ SELDOM = {
     "`ingest`, one checkpoint": "store trust",
     "`ingest`, several": "store trust",
     "`ingest --all`, `--watch`": "code hint kind message path store trust",
-    "`log`": "blocked_seconds copied_bytes damaged durable_seconds queued reason save visible_seconds written_bytes",
-    "`show`": "gc kind size",
+    "`log`": "blocked_seconds copied_bytes damaged durable_seconds queued reason save visible_seconds written_bytes "
+    "metric name value",
+    "`show`": "gc kind name size value",
     "`ls`": "kind size",
     "`compose`": "count name",
     "`compose --format hf`": "count dry_run name pin world_size",

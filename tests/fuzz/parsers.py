@@ -42,7 +42,7 @@ from layerstore.format import (
     unseal_pin,
 )
 from layerstore.format.records import seal, unseal
-from layerstore.gc.retention import _logged_at
+from layerstore.history.metrics import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe, read_text

@@ -234,7 +234,7 @@ def test_the_best_by_what_the_trainer_logged(store: Store, saved: Checkpoints) -
 
     collect(store, Keep(best="eval_loss:2"))
     assert steps(store) == [40, 30, 20]
-    with pytest.raises(InvalidInput, match="no commit has 'f1'"):
+    with pytest.raises(InvalidInput, match="no commit has the metric 'f1'"):
         collect(store, Keep(best="f1"))
     assert steps(store) == [40, 30, 20]
 

@@ -76,6 +76,20 @@ def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> N
     assert "from scratch" not in (left / "8.log").read_text()
 
 
+def test_commits_have_what_training_measured(left: Path) -> None:
+    """As the examples printed it: of save(metrics=…), and of the Trainer's log, which is written after the save."""
+    with layerstore.open(left / "store") as store:
+        plain, trainer = (store.log(run, metrics=True) for run in ("plain", "trainer"))
+
+    printed_losses = dict(
+        line.removeprefix("step ").split(", ")[0].split(": ") for line in printed(left, "with_deepspeed")
+    )
+    assert {str(entry.step): entry.metrics for entry in plain} == {
+        step: {"loss": float(loss)} for step, loss in printed_losses.items() if int(step) % 2 == 0
+    }
+    assert {entry.step for entry in trainer if "loss" in entry.metrics} >= {2, 4, 6}
+
+
 def test_a_bucket_has_all_and_each_machine_its_newest(left: Path) -> None:
     """What was pushed is whole; what ``keep`` does not name is removed once it was."""
     kept = {"elsewhere": [8, 6, 4, 2], "bucket-store": [8, 6], "lost": [4, 2]}

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import layerstore
-from layerstore.compose import content_of
 from layerstore.format import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
@@ -110,7 +109,7 @@ def files(state: RankState) -> dict[str, object]:
 def kept(store: Store, state: RankState, name: str) -> dict[str, Any]:
     """Return what torch loads of the file *name* beside one rank's state."""
     (content,) = (file.content for file in state.files if file.path == name)
-    loaded: dict[str, Any] = torch.load(BytesIO(content_of(store.repo, content)), weights_only=False)
+    loaded: dict[str, Any] = torch.load(BytesIO(store.repo.content_of(content)), weights_only=False)
     return loaded
 
 

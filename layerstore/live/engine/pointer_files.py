@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from layerstore.compose import Composition, RankStates, compose_latest, content_of, plan_ranks
+from layerstore.compose import Composition, RankStates, compose_latest, plan_ranks
 from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.format import Plain, from_plain, to_plain
 from layerstore.history import Resolved, reference_to, saved_now
@@ -173,7 +173,7 @@ def _write_files(store: Store, ranks: RankStates, folder: Path, *, tag: str) -> 
     for state in ranks:
         for file in state.files:
             if not file.path.startswith(f"{tag}/"):
-                _write(store.repo.files, folder / file.path, content_of(store.repo, file.content))
+                _write(store.repo.files, folder / file.path, store.repo.content_of(file.content))
                 names.add(file.path)
     return TRAINER_STATE in names
 

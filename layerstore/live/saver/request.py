@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.history import METRICS
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
 from layerstore.live.engine import ENGINE_KEYS, FOLDER, Engine, Memory, NotPlain, random_state
@@ -48,6 +49,7 @@ def read_request(
     client_state: object,
     extra_files: object,
     pin: object,
+    metrics: object = None,
 ) -> SaveRequest:
     """
     Return what ``save`` was called with.
@@ -63,6 +65,11 @@ def read_request(
         raise InvalidInput(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
     if not isinstance(extra_files, Mapping | None):
         raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
+    told = dict(client_state or {})
+    if metrics is not None:
+        if METRICS in told:
+            raise InvalidInput("metrics= is given, and client_state has metrics, too", hint="put all into one of them")
+        told[METRICS] = _metrics(metrics)
     files = {_below(name): Path(path) for name, path in (extra_files or {}).items()}
     number = _step(step)
     if pin is not None:
@@ -70,9 +77,20 @@ def read_request(
             raise InvalidInput(f"pin= is {pin!r}, no name")
         check_pin_name(repo, pin)
         check_pin_free(repo, pin, run=run, step=number)
-    return SaveRequest(
-        step=number, client_state=dict(client_state or {}), tag=tag, files=files, pin=pin, is_complete=True
-    )
+    return SaveRequest(step=number, client_state=told, tag=tag, files=files, pin=pin, is_complete=True)
+
+
+def _metrics(metrics: object) -> dict[str, float]:
+    """Return *metrics* as plain numbers: those of numpy, and tensors of one element, are taken, too."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidInput(f"metrics= is a {type(metrics).__name__}; it maps names to numbers")
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            raise InvalidInput(f"metrics= has {name!r}: {value!r}, which is no number") from exc
+    return found
 
 
 def _below(name: str) -> str:

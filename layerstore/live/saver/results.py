@@ -231,6 +231,7 @@ def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveT
         layers=len(joint.share.layers),
         queued=job.queued,
         failure=job.failure,
+        commit="" if job.commit is None else job.commit.id,
     )
     try:
         note_timing(repo, session, timing)

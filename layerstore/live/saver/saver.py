@@ -134,12 +134,14 @@ class Saver:
         extra_files: Mapping[str, StrPath] | None = None,
         tag: str | None = None,
         pin: str | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Saved:
         """
         Save the engine's state as step *step*, by default the engine's own counter.
 
         Every rank calls it, after ``engine.step()``. ``resume`` returns *client_state*; *extra_files* are kept byte
-        for byte, under the names that they get in a composed folder. *pin* names the commit.
+        for byte, under the names that they get in a composed folder. *pin* names the commit. *metrics*, such as
+        ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that name.
 
         Raises:
             TypeError: *client_state* holds something other than plain values, tensors and numpy's types.
@@ -156,6 +158,7 @@ class Saver:
             client_state=client_state,
             extra_files=extra_files,
             pin=pin,
+            metrics=metrics,
         )
         exclude_frozen = self._settings.frozen == "exclude"
         saved = self._save(read, lambda of: self._engine.states(of.tag, of.client_state, exclude_frozen=exclude_frozen))

@@ -1,0 +1,93 @@
+"""The callbacks of the guide on metrics take a save's commit into each tracker, and it can be read there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerstore.publish import SaveTiming
+from tests.docs.pages import DOCS, blocks
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+
+COMMIT = "ab" * 32
+SAVED = SaveTiming(
+    run="sft",
+    attempt=1,
+    step=200,
+    save_number=3,
+    blocked_seconds=0.25,
+    durable_seconds=1.0,
+    visible_seconds=1.5,
+    copied_bytes=10,
+    written_bytes=10,
+    layers_saved=4,
+    layers=4,
+    queued=0,
+    failure="",
+    commit=COMMIT,
+)
+GIVEN_UP = SaveTiming(**{name: getattr(SAVED, name) for name in SAVED.__slots__} | {"step": 210, "commit": ""})
+
+
+def callback(name: str) -> tuple[Callable[[SaveTiming], None], dict[str, Any]]:
+    """Return the guide's callback *name*, and the names of its block."""
+    [block] = [each for each in blocks(DOCS / "guides" / "metrics.md", "python") if f"def {name}" in each.text]
+    names: dict[str, Any] = {}
+    exec(compile(block.text, name, "exec"), names)  # the guide's own text
+    return names[name], names
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline: nothing is sent."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    to_wandb, _ = callback("to_wandb")
+    run = wandb.init(dir=str(tmp_path), project="sft")
+
+    to_wandb(SAVED)
+    to_wandb(GIVEN_UP)
+
+    summary = dict(run.summary)
+    run.finish()
+    assert summary["layerstore/200"] == f"sft@200 {COMMIT}"
+    assert summary["layerstore/blocked_seconds"] == 0.25
+    assert not any("210" in name for name in summary)
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its files in a folder."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    to_mlflow, _ = callback("to_mlflow")
+
+    with mlflow.start_run() as run:
+        to_mlflow(SAVED)
+        to_mlflow(GIVEN_UP)
+
+    found = mlflow.get_run(run.info.run_id).data
+    assert found.tags["layerstore.200"] == f"sft@200 {COMMIT}"
+    assert "layerstore.210" not in found.tags
+    assert found.metrics == {"layerstore.blocked_seconds": 0.25}
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """In the files that it reads."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    to_tensorboard, names = callback("to_tensorboard")
+    to_tensorboard(SAVED)
+    to_tensorboard(GIVEN_UP)
+    names["writer"].close()
+
+    events = reader.EventAccumulator(str(tmp_path / "runs" / "sft")).Reload()
+    [text] = events.Tensors("layerstore/commit/text_summary")
+    assert (text.step, text.tensor_proto.string_val) == (200, [f"sft@200 {COMMIT}".encode()])
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("layerstore/blocked_seconds")] == [(200, 0.25)]
