@@ -9,6 +9,7 @@ which takes a third of the bytes.
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -19,7 +20,7 @@ from typing import Any
 from layerstore.compose import checked_file, compose_by_policy, write_file
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
-from layerstore.history import Resolved, others_in, references_to, staleness_of
+from layerstore.history import Resolved, metrics_of, others_in, references_to, staleness_of
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
@@ -35,7 +36,7 @@ from layerstore.storage import RecordRow, Repository, RunView
 # The bytes of facts that fit into a page of 1 MB next to its own text, and the approximate share of a save and of each
 # of its layers.
 _FACTS_BYTES = 640_000
-_SAVE_BYTES = 400
+_SAVE_BYTES = 450
 _CELL_BYTES = 22
 
 # Saves in a picture: more columns would be narrower than a pointer.
@@ -48,6 +49,10 @@ _LAYERS_MAX = 1000
 _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
 _PINS_MAX = 4
+
+# Metrics of a run, and letters of a metric's name.
+_METRICS_MAX = 6
+_NAME_MAX = 80
 
 # No save takes longer than this.
 _SECONDS_MAX = 1e9
@@ -163,7 +168,7 @@ def _run(
         "versions_overlap": growth.versions_overlap,
         "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if len(times) > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
-        "metrics": {},
+        "metrics": _metrics(repo, shown, problems),
         "timings": _timings(list(timings.values())),
     }
 
@@ -301,6 +306,24 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
         (_four_digits(each) if math.isfinite(each) else str(each)) if isinstance(each, float) else None
         for each in moved
     ]
+
+
+def _metrics(repo: Repository, shown: Iterable[Commit], problems: list[str]) -> dict[str, list[float | None]]:
+    """Return what training measured at each save, by name: losses first, then what most saves have."""
+    measured = list[dict[str, float]]()
+    for commit in shown:
+        try:
+            found = metrics_of(repo, commit.record)
+        except LayerstoreError as exc:
+            problems.append(str(exc))
+            found = {}
+        measured.append({name: value for name, value in found.items() if math.isfinite(value)})
+    counts = Counter(name for each in measured for name in each if len(name) <= _NAME_MAX)
+    names = sorted(counts, key=lambda name: (name != "loss", "loss" not in name, -counts[name], name))
+    return {
+        name: [float(f"{each[name]:.6g}") if name in each else None for each in measured]
+        for name in names[:_METRICS_MAX]
+    }
 
 
 # -- timings, which come from a file that anybody may have edited --------------------------------------------------

@@ -29,7 +29,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     path = tmp_path_factory.mktemp("made-up") / "store"
     build(
         path,
-        History(run="drift", saves=24, layers=12, policy="drift", goes_back=(16,), is_live=True),
+        History(
+            run="drift",
+            saves=24,
+            layers=12,
+            policy="drift",
+            goes_back=(16,),
+            is_live=True,
+            metrics=("loss", "eval_loss"),
+        ),
         History(run="full", saves=9, layers=7),
         History(run="short", saves=3, layers=4),
     )
@@ -109,6 +117,30 @@ def test_a_mixture_is_told_in_the_words_of_the_command_line(page: Page, store: S
     page.choose("#policy", "latest")
     page.choose("#run", "0")
     assert page.text("#mixture") == store.compose("drift").composition.mixture
+
+
+def test_what_was_measured_is_a_strip_above_the_layers(page: Page, store: Store) -> None:
+    """A point above the middle of each column that has one; another curve from the list; none without metrics."""
+    assert page.look("document.getElementById('metric').hidden") is True
+    page.choose("#run", "0")
+    [run] = store.report(run="drift")["runs"]
+    starts = """(id, style, shift) => [...document.querySelector(`#${id} path.${style}`).getAttribute("d")
+        .matchAll(/M([0-9.]+) /g)].map((found) => Number(found[1]) + shift)"""
+    points, first = page.look(f"(({starts})('metric', 'point', 0))"), drawn(page, "#metric path.curve")
+    stored = page.look(f"[({starts})('storage', 'unique', 0), document.querySelector('.band').getAttribute('width')]")
+    middles = [left + float(stored[1]) / 2 for left in stored[0]]
+
+    measured = [value for value in run["metrics"]["loss"] if value is not None]
+    assert len(points) == len(measured) < len(middles) == 24
+    has_point = [value is not None for value in run["metrics"]["loss"]]
+    centres = [middle for middle, is_there in zip(middles, has_point, strict=True) if is_there]
+    radius = [centre - point for centre, point in zip(centres, points, strict=True)]
+    assert max(radius) - min(radius) < 0.05
+    assert 1 <= radius[0] <= 3.1
+    assert facts_of(page)["measured"].startswith(f"loss {run['metrics']['loss'][-1]:.4g}")
+    page.choose("#metric-name", "eval_loss")
+    assert drawn(page, "#metric path.curve") != first
+    assert "eval_loss" in page.text("#metric")
 
 
 def test_pins_are_opened(page: Page, store: Store) -> None:

@@ -271,6 +271,23 @@ def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
     )
 
 
+def test_metrics_are_what_training_measured(tmp_path: Path) -> None:
+    """By name, losses first, those of most saves; what is no finite number is none, and there are only a few names."""
+    names = ("accuracy", "eval_loss", "loss", "x" * 200, *(f"score-{number}" for number in range(9)))
+    build(tmp_path / "store", History(run="sft", saves=9, layers=4, metrics=names), History(run="other", saves=2))
+    with layerstore.open(tmp_path / "store") as store:
+        other, sft = store.report()["runs"]
+        expected = [entry.metrics for entry in reversed(store.log("sft", metrics=True))]
+
+    assert list(sft["metrics"]) == ["loss", "eval_loss", "score-0", "score-1", "score-2", "score-3"]
+    for name, told in sft["metrics"].items():
+        assert [value for value in told if value is not None] == [
+            pytest.approx(each[name], rel=1e-5) for each in expected if math.isfinite(each[name])
+        ]
+    assert None in sft["metrics"]["loss"]
+    assert other["metrics"] == {}
+
+
 @pytest.mark.full
 def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path) -> None:
     """Texts, infinities and huge numbers in place of seconds are no seconds."""
