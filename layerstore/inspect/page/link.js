@@ -12,7 +12,7 @@ function fragment() {
   };
   found.set("run", run().run);
   if (pin !== undefined) found.set("pin", pin.pin);
-  else name("step", state.save);
+  else if (count()) name("step", state.save);
   if (state.policy !== "latest") found.set("policy", state.policy);
   if (state.compare >= 0) name("compare", state.compare);
   return found.toString();

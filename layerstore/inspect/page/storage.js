@@ -53,7 +53,7 @@ function whatIfText(found) {
   const later = commits > 1 && run().saves.commit.length ? `, the later ones ${size(Math.round((total - first) / (commits - 1)))} on average` : "";
   const against = total === is ? "just what it stores" : total < is
     ? `instead of ${size(is)}, ${(is / total).toFixed(1)} × fewer bytes` : `instead of ${size(is)}`;
-  return `Had ${state.policy} made every save of this run, from the first on, the run would take ${size(total)} ${against}: ` +
+  return `Had ${state.policy}, as it is by default, made every save of this run, the run would take ${size(total)} ${against}: ` +
     `the first save ${size(first)}${later}. ` +
     (estimated ? `${size(estimated)} of it are an estimate: layers that ${state.policy} would have saved where this run did not, counted with the size that they had.`
       : "This is exact: the store has every version that it counts.");
