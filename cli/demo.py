@@ -128,7 +128,8 @@ def _in_words(facts: dict[str, Any]) -> dict[str, str]:
         f"{last['uninterrupted']:.4f}",
         "other ranks": f"resumed on {counted(other['ranks'], 'rank')}, {other['same']} of {other['tensors']} masters "
         "and moments are identical",
-        "gc": f"{counted(collected['removed'], 'commit')} removed, {collected['kept']} kept; the store had "
+        "gc": f"{counted(collected['removed'], 'commit')} removed, {collected['kept']} kept, the run "
+        "by filter among them; the store had "
         f"{size(collected['before_bytes'])} and has {size(collected['after_bytes'])}, the pinned mixture in it; every "
         f"byte {'is as it was written' if collected['is_sound'] else 'was read: there is DAMAGE'}",
         "time": f"{facts['seconds']:.1f} s: {seconds}",

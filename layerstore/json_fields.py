@@ -105,3 +105,13 @@ def iso_time(time_ns: int) -> str:
     """
     seconds, rest = divmod(time_ns, 10**9)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"
+
+
+def short_time(time_ns: int) -> str:
+    """
+    Return *time_ns* as ISO 8601 without the fraction of its second.
+
+    >>> short_time(1_500_000)
+    '1970-01-01T00:00:00Z'
+    """
+    return iso_time(time_ns).partition(".")[0] + "Z"

@@ -279,53 +279,61 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A record, and when it came into the store."""
-
-    record: CommitRecord
-    observed: Observed
-
-    @property
-    def run(self) -> str:
-        """Its run; of a pin, the base's."""
-        return self.record.run
-
-    @property
-    def step(self) -> int:
-        """Its step; of a pin, the base's."""
-        return self.record.step
-
-    @property
-    def time(self) -> datetime:
-        """When it was committed, in UTC; of a pin, when its base was."""
-        return self.observed.time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit(Recorded):
+class Commit:
     """A record as it is in the store."""
 
     id: CommitId
+    record: CommitRecord
+    observed: Observed
 
     def __repr__(self) -> str:
         return f"<Commit {short_id(self.id)} {_in_short(self.record, self.observed)}>"
 
+    @property
+    def run(self) -> str:
+        """Its run."""
+        return self.record.run
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.record.step
+
+    @property
+    def time(self) -> datetime:
+        """When it was committed, in UTC."""
+        return self.observed.time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pin(Recorded):
-    """
-    A user's name for a commit or a composite, fully resolved.
-
-    Its record has every layer's version and everything else, so that it outlives the commits that it was made from. Its
-    time is the base's; the byte counts are 0.
-    """
+class Pin:
+    """A user's name for a commit or a composite, fully resolved."""
 
     name: str
+    record: CommitRecord
+    """Every layer's version and everything else, so that the pin outlives the commits that it was made from."""
     base: CommitId
     """The commit that supplies all that is not a layer."""
+    observed: Observed
+    """The time is the base's; the byte counts are 0."""
 
     def __repr__(self) -> str:
         return f"<Pin {self.name}: {_in_short(self.record, self.observed)}>"
+
+    @property
+    def run(self) -> str:
+        """The base's run."""
+        return self.record.run
+
+    @property
+    def step(self) -> int:
+        """The base's step."""
+        return self.record.step
+
+    @property
+    def time(self) -> datetime:
+        """When the base was committed, in UTC."""
+        return self.observed.time
 
 
 def _in_short(record: CommitRecord, observed: Observed) -> str:

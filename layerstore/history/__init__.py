@@ -31,7 +31,7 @@ from layerstore.history.references import (
     references_to,
     resolve,
 )
-from layerstore.history.staleness import Staleness, check_staleness, mixture_of, staleness_of
+from layerstore.history.staleness import Staleness, check_staleness, mixture_of, others_in, staleness_of
 
 __all__ = [
     "METRICS",
@@ -55,6 +55,7 @@ __all__ = [
     "note_pushed",
     "objects_of_state",
     "only_run",
+    "others_in",
     "place_after",
     "place_at",
     "place_begun",

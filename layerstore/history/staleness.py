@@ -61,17 +61,24 @@ def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
 
 def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
     """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
+    found = others_in(base, layers)
+    if found is None:
+        return None
+    count, are_older = found
+    return (
+        f"{count} of {len(layers)} layers are {'older than' if are_older else 'not from'} step {base.step}: "
+        "this model never existed during training (docs/evidence.md says what that costs)"
+    )
+
+
+def others_in(base: CommitRecord, layers: Sequence[LayerEntry]) -> tuple[int, bool] | None:
+    """Count the *layers* of a mixture that are not from *base*, and say whether all are older; None if it is none."""
     staleness = staleness_of(base, layers)
     if not staleness.is_mixed:
         return None
-    others = [
-        age for age in staleness.trained if (age.run, age.attempt, age.step) != (base.run, base.attempt, base.step)
-    ]
-    are = "older than" if all(age.steps is not None and age.steps > 0 for age in others) else "not from"
-    return (
-        f"{len(others)} of {len(layers)} layers are {are} step {base.step}: this model never existed during training "
-        "(docs/evidence.md says what that costs)"
-    )
+    own = base.run, base.attempt, base.step
+    others = [age for age in staleness.trained if (age.run, age.attempt, age.step) != own]
+    return len(others), all(age.steps is not None and age.steps > 0 for age in others)
 
 
 def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:

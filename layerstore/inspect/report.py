@@ -9,8 +9,10 @@ which takes a third of the bytes.
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,11 +20,13 @@ from typing import Any
 from layerstore.compose import checked_file, compose_by_policy, write_file
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
-from layerstore.history import Resolved, references_to, staleness_of
+from layerstore.history import Resolved, metrics_of, others_in, references_to, staleness_of
+from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
-from layerstore.inspect.stats import AMOUNTS, Growth, commits_of, count_bytes, stats_fields, views_of
-from layerstore.json_fields import iso_time
+from layerstore.inspect.report_pins import VERSION_DIGITS, pins_of
+from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_of
+from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
 from layerstore.policy import Keep, Policy
 from layerstore.progress import Progress
@@ -32,7 +36,7 @@ from layerstore.storage import RecordRow, Repository, RunView
 # The bytes of facts that fit into a page of 1 MB next to its own text, and the approximate share of a save and of each
 # of its layers.
 _FACTS_BYTES = 640_000
-_SAVE_BYTES = 300
+_SAVE_BYTES = 450
 _CELL_BYTES = 22
 
 # Saves in a picture: more columns would be narrower than a pointer.
@@ -46,8 +50,9 @@ _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
 _PINS_MAX = 4
 
-# Digits of a version's id that tell two of one layer apart.
-_VERSION_DIGITS = 8
+# Metrics of a run, and letters of a metric's name.
+_METRICS_MAX = 6
+_NAME_MAX = 80
 
 # No save takes longer than this.
 _SECONDS_MAX = 1e9
@@ -80,15 +85,17 @@ def make_report(
             _run(repo, view, fates=fates, pins=pins, room=room[view.run], problems=problems, progress=progress)
             for view in shown
         ]
+        pinned = pins_of(repo, run, runs, problems)
         facts = {
             "store": str(repo.layout.root),
             "id": repo.identity.store_id,
-            "time": _iso(time.time_ns()),
+            "time": short_time(time.time_ns()),
             "run": run,
             "is_sampled": any(len(each["saves"]["step"]) < each["commits"] for each in runs),
             "stats": _figures(stats_fields(stats)),
             "runs": runs,
             "runs_left_out": len(listed) - len(shown),
+            **pinned,
             "retention": retention,
             "left_out": list(dict.fromkeys(problems))[:_PROBLEMS_MAX],
         }
@@ -128,15 +135,17 @@ def _run(
 ) -> dict[str, Any]:
     """Return the facts about one run, showing *room* of its saves; add to *problems* what cannot be read."""
     growth, wanted, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
+    what_ifs, columns = {policy.name: WhatIf(policy) for policy in ASKED_FOR}, list[int]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times: dict[tuple[int, int], str] = {}
     for commit in commits_of(repo, view, problems):
-        own = growth.add(commit)
+        own = growth.add(commit, *what_ifs.values())
         total = [before + each for before, each in zip(total, own, strict=True)]
-        times[commit.record.attempt, commit.record.step] = _iso(commit.observed.time_ns)
+        times[commit.record.attempt, commit.record.step] = short_time(commit.observed.time_ns)
         progress.advance(1)
         if commit.id in wanted:
             shown.append(commit)
+            columns.append(len(times) - 1)
             own_bytes.append(own)
             total_bytes.append(total)
     problems += growth.left_out
@@ -155,7 +164,11 @@ def _run(
         "saves": saves | {"bytes": own_bytes, "total_bytes": total_bytes},
         **_composites(repo, view, shown, layers, times),
         "versions": [_versions(commit, layers) for commit in shown],
+        "layer_bytes": _layer_bytes(growth, shown, layers),
+        "versions_overlap": growth.versions_overlap,
+        "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if len(times) > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
+        "metrics": _metrics(repo, shown, problems),
         "timings": _timings(list(timings.values())),
     }
 
@@ -186,7 +199,7 @@ def _saves(
         "attempt": [entry.attempt for entry in entries],
         "step": [entry.step for entry in entries],
         "save_number": [record.save_number for record in records],
-        "time": [_iso(entry.time_ns) for entry in entries],
+        "time": [short_time(entry.time_ns) for entry in entries],
         "policy": [record.policy.name for record in records],
         "layers_saved": [entry.layers_saved for entry in entries],
         "has_moments": [entry.has_moments for entry in entries],
@@ -214,15 +227,21 @@ def _composites(
         return [indexes.setdefault(origins[name], len(indexes)) if name in origins else -1 for name in layers]
 
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
+    mixtures = {"latest": [_mixed(commit, commit.record.layers) for commit in shown]}
     for policy in ASKED_FOR:
         taken = [_asked(repo, commit, view, policy) for commit in shown]
         if any(entries is not None for entries in taken):
             composites[policy.name] = [
                 None if entries is None else places(entries) if entries else [] for entries in taken
             ]
+            mixtures[policy.name] = [
+                mixed if entries is None else _mixed(commit, entries)
+                for commit, entries, mixed in zip(shown, taken, mixtures["latest"], strict=True)
+            ]
     own = [origin if origin.run == view.run else None for origin in indexes]
     return {
         "composites": composites,
+        "mixtures": mixtures,
         "origins": {
             "run": [origin.run for origin in indexes],
             "attempt": [origin.attempt for origin in indexes],
@@ -242,9 +261,37 @@ def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> l
     return None if taken == commit.record.layers else list(taken)
 
 
+def _mixed(commit: Commit, entries: Sequence[LayerEntry]) -> list[object] | None:
+    """Return how many layers of a mixture are from other saves, and whether all are older; None if it is none."""
+    found = others_in(commit.record, entries) if entries else None
+    return None if found is None else list(found)
+
+
 def _versions(commit: Commit, layers: Iterable[str]) -> str:
-    ids = {entry.layer: entry.version.id[:_VERSION_DIGITS] for entry in commit.record.layers}
-    return "".join(ids.get(name, "-" * _VERSION_DIGITS) for name in layers)
+    ids = {entry.layer: entry.version.id[:VERSION_DIGITS] for entry in commit.record.layers}
+    return "".join(ids.get(name, "-" * VERSION_DIGITS) for name in layers)
+
+
+def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str]) -> list[list[int | None] | None]:
+    """Return the size of each layer's version, as `ls` shows it, for each save; None if all are those before."""
+    found: list[list[int | None] | None] = []
+    before: list[int | None] | None = None
+    for commit in shown:
+        entries = {entry.layer: entry for entry in commit.record.layers}
+        sizes = [growth.layer_bytes(entries[name]) if name in entries else None for name in layers]
+        found.append(None if sizes == before else sizes)
+        before = sizes
+    return found
+
+
+def _what_if(found: WhatIf, columns: Sequence[int]) -> dict[str, list[int]]:
+    """Return what the saves of *columns* would have added, and all up to each of them."""
+    total, estimated = list(accumulate(found.own_bytes)), list(accumulate(found.estimated_bytes))
+    return {
+        "bytes": [found.own_bytes[column] for column in columns],
+        "total_bytes": [total[column] for column in columns],
+        "estimated_bytes": [estimated[column] for column in columns],
+    }
 
 
 def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
@@ -259,6 +306,24 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
         (_four_digits(each) if math.isfinite(each) else str(each)) if isinstance(each, float) else None
         for each in moved
     ]
+
+
+def _metrics(repo: Repository, shown: Iterable[Commit], problems: list[str]) -> dict[str, list[float | None]]:
+    """Return what training measured at each save, by name: losses first, then what most saves have."""
+    measured = list[dict[str, float]]()
+    for commit in shown:
+        try:
+            found = metrics_of(repo, commit.record)
+        except LayerstoreError as exc:
+            problems.append(str(exc))
+            found = {}
+        measured.append({name: value for name, value in found.items() if math.isfinite(value)})
+    counts = Counter(name for each in measured for name in each if len(name) <= _NAME_MAX)
+    names = sorted(counts, key=lambda name: (name != "loss", "loss" not in name, -counts[name], name))
+    return {
+        name: [float(f"{each[name]:.6g}") if name in each else None for each in measured]
+        for name in names[:_METRICS_MAX]
+    }
 
 
 # -- timings, which come from a file that anybody may have edited --------------------------------------------------
@@ -296,11 +361,6 @@ def _number(value: object) -> float | None:
 
 def _four_digits(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _iso(time_ns: int) -> str:
-    """Return *time_ns* without the fraction of its second."""
-    return iso_time(time_ns).partition(".")[0] + "Z"
 
 
 # -- retention ------------------------------------------------------------------------------------------------------

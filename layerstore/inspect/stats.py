@@ -1,17 +1,16 @@
 """
-Stats: the logical, unique and physical size of a store, and how each commit of a run adds to it.
+Stats: the logical, unique and physical size of a store.
 
 *Logical* is the size of all visible commits if each were stored whole; *unique* counts every object once; both use
 listed sizes. *Physical* is the size of the files on disk.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format import commit_id
 from layerstore.history import objects_of_state
@@ -22,11 +21,8 @@ from layerstore.model import (
     CommitId,
     CommitRecord,
     Kind,
-    LayerEntry,
     ObjectId,
     Pin,
-    RankState,
-    TensorSource,
 )
 from layerstore.progress import Progress
 from layerstore.storage import Repository, RunView
@@ -301,93 +297,3 @@ def _all_files(repo: Repository) -> Iterator[Path]:
                 pending.append(path)
             else:
                 yield path
-
-
-# -- how a run grows -----------------------------------------------------------------------------------------------
-
-
-AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", "written_bytes")
-"""
-The amounts that are counted for a commit, by listed sizes and without its record.
-
-They are its size if it were stored whole, the part that no earlier commit of the run has, and the part in inherited
-layers. In addition: the gathered weights that are not stored because they are the rounded masters, and the bytes that
-its writer put into the store, as noted at the time.
-"""
-
-
-class Growth:
-    """Counts what each commit of a run adds to those before it."""
-
-    def __init__(self, repo: Repository) -> None:
-        self._repo = repo
-        # As bytes, since a million hexadecimal ids would take twice the memory.
-        self._seen: set[bytes] = set()
-        self._versions: dict[bytes, tuple[int, frozenset[str]]] = {}
-        """Each version's size, and its trained parameters that have stored weights rather than rounded masters."""
-        self.left_out: list[str] = []
-        """What could not be read, and so is in no figure."""
-
-    def add(self, commit: Commit) -> list[int]:
-        """Return the `AMOUNTS` of *commit*, given the commits that were added before."""
-        record = commit.record
-        logical = unique = inherited = derived = 0
-        stored: set[str] = set()
-        for entry in record.layers:
-            unique += self._add_version(entry)
-            size_bytes, unlike = self._versions[_key(entry.version)]
-            logical += size_bytes
-            inherited += 0 if entry.saved_by(record) else size_bytes
-            stored |= unlike
-        for ref in record.states:
-            try:
-                state = self._repo.state(ref)
-            except LayerstoreError as exc:
-                self.left_out.append(str(exc))
-                continue
-            parts = [ref, *objects_of_state(state)]
-            logical += sum(part.size_bytes for part in parts)
-            unique += self._new_bytes(parts)
-            derived += _derived_bytes(state, stored)
-        return [logical, unique, inherited, derived, commit.observed.bytes_new]
-
-    def _add_version(self, entry: LayerEntry) -> int:
-        """Read the version of *entry*, if it is new; return the size of its new objects."""
-        key = _key(entry.version)
-        if key in self._versions:
-            return 0
-        try:
-            version = self._repo.version_of(entry)
-        except LayerstoreError as exc:
-            self.left_out.append(str(exc))
-            self._versions[key] = 0, frozenset()
-            return 0
-        parts = [entry.version, *(stored.ref for stored in version.objects)]
-        trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
-        weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
-        unlike = frozenset(tensor.name for of in weights for tensor in of.tensors) & trained
-        self._versions[key] = sum(part.size_bytes for part in parts), unlike
-        return self._new_bytes(parts)
-
-    def _new_bytes(self, refs: Iterable[BlobRef]) -> int:
-        new = 0
-        for ref in refs:
-            key = _key(ref)
-            if key not in self._seen:
-                self._seen.add(key)
-                new += ref.size_bytes
-        return new
-
-
-def _key(ref: BlobRef) -> bytes:
-    return bytes.fromhex(ref.id)
-
-
-def _derived_bytes(state: RankState, stored: set[str]) -> int:
-    """Return the bytes of gathered weights in *state* that are not stored; those of the parameters *stored* are."""
-    return sum(
-        tensor.elements * by_code(tensor.dtype).bytes
-        for file in state.gathered
-        for tensor in file.tensors
-        if tensor.source is not TensorSource.STORED and tensor.layer_name not in stored
-    )

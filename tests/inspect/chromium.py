@@ -124,9 +124,9 @@ class Page:
         """Have the tab do *method*."""
         return self.browser.call(method, session=self.session, **parameters)
 
-    def load(self, path: Path) -> None:
-        """Show the file *path*."""
-        self.call("Page.navigate", url=path.resolve().as_uri())
+    def load(self, path: Path, *, fragment: str = "") -> None:
+        """Show the file *path*, by an address that ends in *fragment*."""
+        self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
         self.browser.wait_for("Page.loadEventFired", session=self.session)
 
     def look(self, expression: str) -> Any:
@@ -139,15 +139,38 @@ class Page:
         """Return the text of the first element of *selector*."""
         return str(self.look(f"document.querySelector({json.dumps(selector)}).innerText"))
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
+    def mouse(self, kind: str, x: float, y: float, *, shift: bool = False) -> None:
         """Let the mouse move, press or release at a place of the window."""
         button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, modifiers=8 * shift, **button)
 
-    def click(self, x: float, y: float) -> None:
+    def click(self, x: float, y: float, *, shift: bool = False) -> None:
         """Click at a place of the window."""
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.mouse(kind, x, y)
+            self.mouse(kind, x, y, shift=shift)
+
+    def click_on(self, selector: str, *, text: str = "") -> None:
+        """Click the first element of *selector* that is shown and whose text begins with *text*."""
+        box = self.look(
+            f"""(() => {{
+                const found = [...document.querySelectorAll({json.dumps(selector)})]
+                    .find((each) => each.innerText.startsWith({json.dumps(text)}) && each.getClientRects().length);
+                found.scrollIntoView({{block: "center"}});
+                const box = found.getBoundingClientRect();
+                return [box.left + box.width / 2, box.top + box.height / 2];
+            }})()"""
+        )
+        self.click(*box)
+
+    def choose(self, selector: str, value: str) -> None:
+        """Choose the option *value* of a list."""
+        self.look(
+            f"""(() => {{
+                const node = document.querySelector({json.dumps(selector)});
+                node.value = {json.dumps(value)};
+                node.dispatchEvent(new Event("change"));
+            }})()"""
+        )
 
     def press(self, key: str) -> None:
         """Press and release a key that makes no sign."""
@@ -198,7 +221,7 @@ def _complaint(event: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, path: Path, *, width: int = 1280, height: int = 900) -> Iterator[Page]:
+def opened(browser: Browser, path: Path, *, fragment: str = "", width: int = 1280, height: int = 900) -> Iterator[Page]:
     """Yield a new tab that shows the file *path*."""
     target = browser.call("Target.createTarget", url="about:blank")["targetId"]
     session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -207,7 +230,7 @@ def opened(browser: Browser, path: Path, *, width: int = 1280, height: int = 900
         page.call(f"{domain}.enable")
     page.resize(width, height)
     try:
-        page.load(path)
+        page.load(path, fragment=fragment)
         yield page
     finally:
         browser.call("Target.closeTarget", targetId=target)

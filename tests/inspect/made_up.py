@@ -51,6 +51,8 @@ class History:
     """After how many saves training returns by a quarter of them."""
     is_live: bool = False
     """Whether what saves took is noted."""
+    metrics: Sequence[str] = ()
+    """What was measured at every save; at some, it was no number."""
     has_objects: bool = True
     """With their sizes; without, all are missing."""
     started_ns: int = STARTED_NS
@@ -75,14 +77,17 @@ class _Writing:
         self._history = history
         self._names = list(history.names) or layer_names(history.layers)
         self._versions: dict[tuple[int, int], BlobRef] = {}
+        self._state = self._state_of({})
+
+    def _state_of(self, tree: dict[Tree, Tree]) -> BlobRef:
         state = RankState(
             rank=0,
-            model=TreeFile(path="model_states.pt", tree={}),
+            model=TreeFile(path="model_states.pt", tree=tree),
             optimizer=TreeFile(path="optim_states.pt", tree={}),
             files=(),
             gathered=(),
         )
-        self._state = write_blob(repo, encode_state(state))
+        return write_blob(self._repo, encode_state(state))
 
     def write(self) -> None:
         """Write every save."""
@@ -104,6 +109,8 @@ class _Writing:
                 version = self._version(self._names.index(name), number % VERSIONS)
                 entries[name] = LayerEntry(layer=name, version=version, origin=origin, optimizer_step=step)
             past[step] = dict(entries)
+            if history.metrics:
+                self._state = self._state_of({"metrics": self._measured(number)})
             decisions: dict[Tree, Tree] = {"due": [*due]}
             if moved:
                 decisions["movements"] = dict(moved.items())
@@ -119,6 +126,13 @@ class _Writing:
         if self._history.policy == "drift":
             return [name for index, name in enumerate(self._names) if moved[name] > 0.012 or number % 20 == index % 20]
         return list(self._names)
+
+    def _measured(self, number: int) -> dict[Tree, Tree]:
+        """Return less for later saves, up and down."""
+        return {
+            name: math.nan if number % 7 == index + 4 else 3 / (1 + number / 10) + 0.1 * math.sin(number + index)
+            for index, name in enumerate(self._history.metrics)
+        }
 
     def _movements(self, number: int) -> dict[str, float]:
         """Return more for later layers, less for later saves, up and down; one is lost to infinity."""

@@ -1,7 +1,6 @@
 """Promises of the page in a browser: it shows the facts, by mouse and by keyboard, in light, dark and print."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,17 +13,6 @@ from tests.inspect.made_up import STARTED_NS, History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
 
 pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian: chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Return a browser of this module's own."""
-    path, profile = program(), tmp_path_factory.mktemp("profile")
-    assert path is not None
-    started = Browser(path, profile)
-    yield started
-    started.close()
-    shutil.rmtree(profile, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +73,12 @@ def cells_of(page: Page) -> list[list[str]]:
     return found
 
 
+def commands_of(page: Page) -> list[str]:
+    """Return the commands of what was picked."""
+    found: list[str] = page.look("[...document.querySelectorAll('#commands pre')].map((line) => line.innerText)")
+    return found
+
+
 def test_it_loads_and_shows_the_figures(page: Page, store: Store) -> None:
     """Commits and runs as stats count them; the newest step of the longest run is picked; every section is there."""
     assert page.look("document.title").startswith("layerstore report: ")
@@ -131,7 +125,7 @@ def test_clicking_picks_a_step_and_shows_its_composite(page: Page, store: Store)
         (f"{age.steps:,}", f"{age.saves:,}") for age in composite.staleness.layers
     ]
     assert [row[5] for row in rows] == [layer.version[:8] for layer in composite.layers.values()]
-    assert page.text("#commands").splitlines() == [
+    assert commands_of(page) == [
         f"layerstore show --store {store.path} {reference}",
         f"layerstore compose --store {store.path} {reference} -o resume",
     ]
@@ -173,17 +167,8 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
 
 def test_another_run_and_another_policy(page: Page, store: Store) -> None:
     """Of full saves the page tells what parity would take, as compose does."""
-    page.look(
-        """(() => {
-            const change = (id, value) => {
-                const node = document.getElementById(id);
-                node.value = value;
-                node.dispatchEvent(new Event("change"));
-            };
-            change("run", "1");
-            change("policy", "parity");
-        })()"""
-    )
+    page.choose("#run", "1")
+    page.choose("#policy", "parity")
     composite = store.compose("full", policy="parity")
 
     assert page.text("#picked-summary").startswith(f"full@{composite.step} by parity: ")

@@ -85,6 +85,56 @@ def test_a_layer_of_a_dropped_save_is_told_without_its_time(store: Store) -> Non
     assert told == {(4, True), (6, False)}
 
 
+def test_sizes_of_layers_are_those_of_ls(store: Store) -> None:
+    """Of every save that is shown; told once where the next has the same."""
+    for run in store.report()["runs"]:
+        sizes: Any = None
+        for reference, told in zip(run["saves"]["reference"], run["layer_bytes"], strict=True):
+            assert told != sizes
+            sizes = told or sizes
+            assert sizes == [sum(line.bytes_by_kind.values()) for line in store.ls(reference)]
+        assert None in run["layer_bytes"][1:] or run["commits"] == 1
+
+
+def test_every_pin_is_told_and_mixtures_layer_by_layer(store: Store) -> None:
+    """What it points at, and the words of the command line; layers only where no save that is shown has them."""
+    store.compose("sft~1@6", policy="filter").pin("mixed")
+    store.pin("later", "other")
+    store.drop("other@8")
+
+    report = store.report()
+    pins = {pin["pin"]: pin for pin in report["pins"]}
+    mixed, best, later = pins["mixed"], pins["best"], pins["later"]
+    composite = store.compose("mixed")
+
+    assert (list(pins), report["pins_left_out"]) == (["best", "later", "mixed"], 0)
+    assert (best["taken"], best["reference"], best["commit"]) == (None, "sft~1@6", store.show("sft~1@6").commit)
+    assert (mixed["policy"], mixed["policy_parameters"]["every"]) == ("filter", "5")
+    assert mixed["mixture"] == composite.composition.mixture
+    assert later["taken"]["layers"] == list(store.compose("later").layers)
+    taken = mixed["taken"]
+    assert taken["layers"] is None
+    assert [taken["origins"]["step"][index] for index in taken["origin"]] == [
+        layer.step for layer in composite.layers.values()
+    ]
+    assert taken["version"] == "".join(layer.version[:8] for layer in composite.layers.values())
+    assert taken["bytes"] == [sum(line.bytes_by_kind.values()) for line in store.ls("mixed")]
+    assert [pin["pin"] for pin in store.report(run="sft")["pins"]] == ["best", "mixed"]
+
+
+def test_a_mixture_is_told_as_compose_tells_it(store: Store) -> None:
+    """By policy and as saved: how many layers are from other saves, and whether all of them are older."""
+    for run in store.report()["runs"]:
+        for policy, told in run["mixtures"].items():
+            for reference, mixed in zip(run["saves"]["reference"], told, strict=True):
+                expected = store.compose(reference, policy=policy).composition.mixture
+                if expected is None:
+                    assert mixed is None
+                else:
+                    assert expected.startswith(f"{mixed[0]} of ")
+                    assert ("older than" in expected) == mixed[1]
+
+
 def test_storage_adds_up_to_what_stats_count(store: Store) -> None:
     """Logical and unique bytes of all saves are those of the run, without records; each save adds its own."""
     for run in store.report()["runs"]:
@@ -236,6 +286,23 @@ def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
     assert drift["timings"]["blocked"]["max"] == pytest.approx(
         max(each.blocked_seconds for each in took.values()), rel=1e-3
     )
+
+
+def test_metrics_are_what_training_measured(tmp_path: Path) -> None:
+    """By name, losses first, those of most saves; what is no finite number is none, and there are only a few names."""
+    names = ("accuracy", "eval_loss", "loss", "x" * 200, *(f"score-{number}" for number in range(9)))
+    build(tmp_path / "store", History(run="sft", saves=9, layers=4, metrics=names), History(run="other", saves=2))
+    with layerstore.open(tmp_path / "store") as store:
+        other, sft = store.report()["runs"]
+        expected = [entry.metrics for entry in reversed(store.log("sft", metrics=True))]
+
+    assert list(sft["metrics"]) == ["loss", "eval_loss", "score-0", "score-1", "score-2", "score-3"]
+    for name, told in sft["metrics"].items():
+        assert [value for value in told if value is not None] == [
+            pytest.approx(each[name], rel=1e-5) for each in expected if math.isfinite(each[name])
+        ]
+    assert None in sft["metrics"]["loss"]
+    assert other["metrics"] == {}
 
 
 @pytest.mark.full

@@ -18,6 +18,24 @@ BEGINS = b"<!doctype html>\n<!-- layerstore report -->\n"
 # Mail and ticket systems accept attachments of this size.
 PAGE_BYTES_MAX = 1_000_000
 
+# They share one scope; the last one begins.
+_SCRIPTS = (
+    "words.js",
+    "run.js",
+    "grid.js",
+    "layers.js",
+    "metrics.js",
+    "storage.js",
+    "timing.js",
+    "retention.js",
+    "picked.js",
+    "compared.js",
+    "pins.js",
+    "link.js",
+    "pointer.js",
+    "page.js",
+)
+
 _MARK = re.compile(r"\{\{([A-Z]+)\}\}")
 
 # Characters that could end a script element, or begin another one.
@@ -26,7 +44,8 @@ _ESCAPED = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
 def render(facts: Mapping[str, object]) -> bytes:
     """Return the page that shows *facts*."""
-    style, script = _piece("page.css"), _piece("page.js")
+    style = _piece("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_piece, _SCRIPTS)) + "})();\n"
     parts = {
         "POLICY": _policy(style=style, script=script),
         "STYLE": style,

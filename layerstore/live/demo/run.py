@@ -4,7 +4,7 @@ The demo: a real DeepSpeed ZeRO-3 training run goes through a store and comes ou
 A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested under three policies. DeepSpeed resumes
 from three composites: one of a single step, after which every loss is compared bit by bit with the uninterrupted run's;
 a mixture of steps; and one for a single rank, whose masters and moments are compared. Then most commits are collected,
-and an HTML page shows what is left.
+but for a run of the same saves by filter, and an HTML page shows what is left.
 Losses do not depend on every weight (for example, the embedding of a byte that is not in the text), so the layers that
 both runs save at the last step are compared too: they have the same version only if all their weights and moments are
 the same bytes. All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
@@ -26,6 +26,7 @@ from layerstore.live.demo.stores import (
     POLICIES,
     Facts,
     collect,
+    ingest_under,
     mixture_of,
     resized,
     same_layers,
@@ -43,6 +44,8 @@ RUN = "demo"
 SAVES = 10
 """How often the uninterrupted run saves, the last time at its last step; composites are based on the middle save."""
 
+FILTERED_RUN = "demo-filter"
+"""The same saves by filter: they take nothing more at first, and their layers are of different ages."""
 RESUMED_RUN = "resumed"
 RESIZED_RUN = "on-one-rank"
 MIXED = "parity"
@@ -225,7 +228,9 @@ class _Demo:
             for name in POLICIES:
                 saved.append(usage_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
                 self._note(f"{name}: {_megabytes(saved[-1]['total_bytes'])} of store")
-        self._facts["sizes"]["store"] = size_bytes(self._store)
+            self._facts["sizes"]["store"] = size_bytes(self._store)
+            with open_store(self._store) as store:
+                ingest_under("filter", checkpoints, self._saves, store=store, run=FILTERED_RUN)
         self._facts["saved"] = saved
         self._drop(_CHECKPOINTS)
 
@@ -295,9 +300,11 @@ class _Demo:
         self._drop(_RESUMED)
 
     def _collect(self) -> None:
-        text = f"removing what is neither of the newest 3 commits nor of every {self._base}th step"
+        text = (
+            f"removing what is neither of the newest 3 commits nor of every {self._base}th step; {FILTERED_RUN} stays"
+        )
         with self._part("gc", text), open_store(self._store) as store:
-            found = self._facts["gc"] = collect(store, self._rules)
+            found = self._facts["gc"] = collect(store, self._rules, runs=[RUN, RESUMED_RUN, RESIZED_RUN])
         freed = found["before_bytes"] - found["after_bytes"]
         self._note(f"{_megabytes(freed)} are free, what is left is verified")
 

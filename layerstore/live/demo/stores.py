@@ -35,8 +35,13 @@ def usage_of_deepspeed(checkpoints: Path, steps: list[int]) -> Facts:
 def usage_under(name: str, checkpoints: Path, steps: list[int], *, store: Path, run: str) -> Facts:
     """Ingest the saves of *steps* into the new store *store*, under the policy *name*; return the disk space."""
     with init(store) as made:
-        new = [made.ingest(checkpoints, run=run, tag=tag_of(step), policy=POLICIES[name]).bytes_new for step in steps]
+        new = ingest_under(name, checkpoints, steps, store=made, run=run)
     return _usage(name, new, total_bytes=size_bytes(store))
+
+
+def ingest_under(name: str, checkpoints: Path, steps: list[int], *, store: Store, run: str) -> list[int]:
+    """Ingest the saves of *steps* as *run*, under the policy *name*; return the bytes that each added."""
+    return [store.ingest(checkpoints, run=run, tag=tag_of(step), policy=POLICIES[name]).bytes_new for step in steps]
 
 
 def _usage(saved_by: str, sizes: list[int], *, total_bytes: int) -> Facts:
@@ -85,10 +90,10 @@ def resized(expected: Composite, actual: Composite) -> Facts:
     return {"ranks": actual.world_size, "tensors": tensors, "same": same}
 
 
-def collect(store: Store, keep: Keep) -> Facts:
-    """Remove the commits that *keep* does not name, and verify every byte that is left."""
+def collect(store: Store, keep: Keep, *, runs: list[str]) -> Facts:
+    """Remove the commits of *runs* that *keep* does not name, and verify every byte that is left."""
     before = size_bytes(store.path)
-    outcome = store.gc(keep, grace_seconds=0)  # nobody else writes here
+    outcome = store.gc(keep, runs=runs, grace_seconds=0)  # nobody else writes here
     verdict = store.verify(read_data=True)
     return {
         "removed": len(outcome.removed),

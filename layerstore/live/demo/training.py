@@ -136,10 +136,11 @@ def train(engine: Engine, *, steps: int, out: Path, saves: Container[int]) -> No
         engine.step()
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)
+        average = float(mean.item() / ranks)
         if rank == 0:
-            tell("step", step=step, loss=float(mean.item() / ranks).hex())
+            tell("step", step=step, loss=average.hex())
         if step in saves:
-            engine.save_checkpoint(str(out))
+            engine.save_checkpoint(str(out), client_state={"loss": average})
 
 
 def tag_of(step: int) -> str:

@@ -1,0 +1,201 @@
+"""
+How a run grows in the store from save to save, as it was saved and as it would have been under another policy.
+
+Sizes are listed ones, and records are not counted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from layerstore.dtypes import by_code
+from layerstore.errors import LayerstoreError
+from layerstore.history import objects_of_state
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, RankState, TensorSource
+from layerstore.policy import Policy, Save, anchored, due_layers
+from layerstore.storage import Repository
+
+AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", "written_bytes")
+"""
+The amounts that are counted for a commit.
+
+They are its size if it were stored whole, the part that no earlier commit of the run has, and the part in inherited
+layers. In addition: the gathered weights that are not stored because they are the rounded masters, and the bytes that
+its writer put into the store, as noted at the time.
+"""
+
+# Ids are kept as bytes, since a million hexadecimal ids would take twice the memory.
+Parts = tuple[tuple[bytes, int], ...]
+"""The objects that something consists of, and their sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What is kept of a version."""
+
+    parts: Parts = ()
+    """Its blob and its objects."""
+    size_bytes: int = 0
+    layer_bytes: int = 0
+    """Without the blob, as `ls` shows it."""
+    unlike: frozenset[str] = frozenset()
+    """The trained parameters that have stored weights rather than rounded masters."""
+
+
+class Growth:
+    """Counts what each commit of a run adds to those before it."""
+
+    def __init__(self, repo: Repository) -> None:
+        self._repo = repo
+        self._seen: set[bytes] = set()
+        self._versions: dict[bytes, _Version] = {}
+        self.versions_overlap = False
+        """Whether two different versions have an object in common."""
+        self.left_out: list[str] = []
+        """What could not be read, and so is in no figure."""
+
+    def add(self, commit: Commit, *what_ifs: "WhatIf") -> list[int]:
+        """Return the `AMOUNTS` of *commit*, given the commits that were added before; tell *what_ifs* of it."""
+        record = commit.record
+        logical = unique = inherited = derived = 0
+        stored: set[str] = set()
+        for entry in record.layers:
+            unique += self._add_version(entry)
+            version = self._versions[_key(entry.version)]
+            logical += version.size_bytes
+            inherited += 0 if entry.saved_by(record) else version.size_bytes
+            stored |= version.unlike
+        beside = list[tuple[bytes, int]]()
+        for ref in record.states:
+            try:
+                state = self._repo.state(ref)
+            except LayerstoreError as exc:
+                self.left_out.append(str(exc))
+                continue
+            parts = _parts([ref, *objects_of_state(state)])
+            logical += sum(size_bytes for _, size_bytes in parts)
+            unique += add_new(self._seen, parts)
+            derived += _derived_bytes(state, stored)
+            beside += parts
+        for what_if in what_ifs:
+            what_if.add(record, [self._versions[_key(entry.version)].parts for entry in record.layers], tuple(beside))
+        return [logical, unique, inherited, derived, commit.observed.bytes_new]
+
+    def layer_bytes(self, entry: LayerEntry) -> int:
+        """Return the size of the objects of *entry*, of a commit that was added; 0 if it could not be read."""
+        return self._versions[_key(entry.version)].layer_bytes
+
+    def _add_version(self, entry: LayerEntry) -> int:
+        """Read the version of *entry*, if it is new; return the size of its new objects."""
+        key = _key(entry.version)
+        if key in self._versions:
+            return 0
+        try:
+            version = self._repo.version_of(entry)
+        except LayerstoreError as exc:
+            self.left_out.append(str(exc))
+            self._versions[key] = _Version()
+            return 0
+        trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
+        weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
+        parts = _parts([entry.version, *(stored.ref for stored in version.objects)])
+        size_bytes = sum(size_bytes for _, size_bytes in parts)
+        self._versions[key] = _Version(
+            parts=parts,
+            size_bytes=size_bytes,
+            layer_bytes=size_bytes - entry.version.size_bytes,
+            unlike=frozenset(tensor.name for of in weights for tensor in of.tensors) & trained,
+        )
+        new = add_new(self._seen, parts)
+        self.versions_overlap |= new < size_bytes
+        return new
+
+
+@dataclass(slots=True)
+class _Past:
+    """The saves of an attempt and of those that it goes back to, as far as a policy must know them."""
+
+    steps: list[int] = field(default_factory=list)
+    """Of each save so far."""
+    held: dict[tuple[str, bool], int] = field(default_factory=dict)
+    """The step from which a version of a layer is there, with and without an update that the optimizer counted."""
+
+    def up_to(self, step: int) -> "_Past":
+        """Return it as it was after *step*."""
+        return _Past(
+            steps=[each for each in self.steps if each <= step],
+            held={key: since for key, since in self.held.items() if since <= step},
+        )
+
+
+class WhatIf:
+    """
+    Counts what a run would have stored had *policy* made each of its saves, from the first on.
+
+    This is exact for the layers that a save wrote: their versions are known. If a layer would have been due where it
+    was not saved, nobody knows that version, so it is estimated: a new one, of the size of that at the save.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = anchored(policy, 0)
+        self._seen: set[bytes] = set()
+        self._pasts: dict[int, _Past] = {}
+        self.own_bytes: list[int] = []
+        """What each save would have added."""
+        self.estimated_bytes: list[int] = []
+        """The estimated part of it."""
+
+    def add(self, record: CommitRecord, versions: Iterable[Parts], beside: Parts) -> None:
+        """Count *record*, with the objects of its layers' *versions* and those *beside* them."""
+        past = self._past_of(record)
+        names = tuple(entry.layer for entry in record.layers)
+        due = due_layers(self._policy, Save(number=len(past.steps), layers=names, ages={}))
+        own, estimated = add_new(self._seen, beside), 0
+        for entry, parts in zip(record.layers, versions, strict=True):
+            is_counted = entry.optimizer_step is not None
+            if entry.layer not in due and (entry.layer, is_counted) in past.held:
+                continue
+            for key in {(entry.layer, is_counted), (entry.layer, False)}:
+                past.held.setdefault(key, record.step)
+            new = add_new(self._seen, parts)
+            if is_counted and not entry.saved_by(record):
+                new = sum(size_bytes for _, size_bytes in parts)
+                estimated += new
+            own += new
+        past.steps.append(record.step)
+        self.own_bytes.append(own)
+        self.estimated_bytes.append(estimated)
+
+    def _past_of(self, record: CommitRecord) -> _Past:
+        if record.attempt not in self._pasts:
+            fork = record.fork
+            parent = None if fork is None else self._pasts.get(fork.attempt)
+            self._pasts[record.attempt] = _Past() if fork is None or parent is None else parent.up_to(fork.step)
+        return self._pasts[record.attempt]
+
+
+def add_new(seen: set[bytes], parts: Parts) -> int:
+    """Add *parts* to what was *seen*; return the size of the new ones."""
+    new = 0
+    for key, size_bytes in parts:
+        if key not in seen:
+            seen.add(key)
+            new += size_bytes
+    return new
+
+
+def _parts(refs: Iterable[BlobRef]) -> Parts:
+    return tuple((_key(ref), ref.size_bytes) for ref in refs)
+
+
+def _key(ref: BlobRef) -> bytes:
+    return bytes.fromhex(ref.id)
+
+
+def _derived_bytes(state: RankState, stored: set[str]) -> int:
+    """Return the bytes of gathered weights in *state* that are not stored; those of the parameters *stored* are."""
+    return sum(
+        tensor.elements * by_code(tensor.dtype).bytes
+        for file in state.gathered
+        for tensor in file.tensors
+        if tensor.source is not TensorSource.STORED and tensor.layer_name not in stored
+    )

@@ -1,0 +1,96 @@
+// The run that is shown, what was picked of it, and what is known about its layers.
+
+const facts = JSON.parse(document.getElementById("facts").textContent);
+// Of `compare` and `pin` -1 is none; `pin` counts in facts.pins.
+const state = { run: 0, policy: "latest", save: 0, layer: -1, compare: -1, pin: -1, metric: null };
+
+const LOGICAL = 0, UNIQUE = 1, INHERITED = 2, DERIVED = 3, WRITTEN = 4;
+const run = () => facts.runs[state.run];
+const saves = () => run().saves;
+const count = () => saves().step.length;
+const deduplicated = (bytes) => bytes[LOGICAL] - bytes[UNIQUE];
+// Sizes with what they are of, those that there are.
+const sizes = (...parts) => parts.filter(([bytes]) => bytes).map(([bytes, words]) => `${size(bytes)} ${words}`).join(", ") || "nothing";
+const written = (bytes) => (bytes[WRITTEN] ? `${size(bytes[WRITTEN])} written` : "nothing had to be written, the store had all of it");
+const whatIf = () => (state.policy === "latest" ? null : run().what_if[state.policy] ?? null);
+
+// The index of the origin of each layer in a composite of the save `column`; empty if it cannot be composed.
+function taken(column, policy = state.policy) {
+  return (run().composites[policy] ?? [])[column] ?? run().composites.latest[column];
+}
+
+// Which save the version of a layer comes from, in a composite of the save `column`; null where there is none.
+function origin(column, layer) {
+  const asked = taken(column);
+  const index = (asked.length ? asked : run().composites.latest[column])[layer];
+  return index === undefined || index < 0 ? null : originAt(run().origins, index, column);
+}
+
+function originAt(of, index, column) {
+  const own = of.run[index] === run().run;
+  return {
+    run: of.run[index], attempt: of.attempt[index], step: of.step[index], time: of.time[index], own,
+    saves: own ? saves().save_number[column] - of.save_number[index] : null,
+    steps: own ? saves().step[column] - of.step[index] : null,
+  };
+}
+
+const digits = (text, layer) => text.slice(layer * 8, layer * 8 + 8);
+const isSame = (column, layer) => taken(column)[layer] === run().composites.latest[column][layer];
+
+// The column of the save that `of` is, if it is shown.
+const columnOf = (of) => (of.own ? saves().step.findIndex((step, column) => step === of.step && saves().attempt[column] === of.attempt) : -1);
+
+// A save has no sizes of its own where they are those of the save before.
+function sizesAt(column) {
+  for (let at = column; at >= 0; at -= 1) if (run().layer_bytes[at] !== null) return run().layer_bytes[at];
+  return [];
+}
+
+// The version of a layer in the composite of a save, and its size: both are known of saves that are shown.
+function version(column, layer) {
+  if (isSame(column, layer)) return digits(run().versions[column], layer);
+  const of = origin(column, layer);
+  const from = of === null ? -1 : columnOf(of);
+  return from < 0 ? "" : digits(run().versions[from], layer);
+}
+
+function layerSize(column, layer) {
+  const of = origin(column, layer);
+  const from = isSame(column, layer) || of === null ? column : columnOf(of);
+  const bytes = sizesAt(from < 0 ? column : from)[layer] ?? null;
+  return bytes === null ? "" : `${from < 0 ? "about " : ""}${size(bytes)}`;
+}
+
+const moved = (column, layer) => {
+  const found = run().drift[column]?.[layer] ?? null;
+  return found === null ? "" : typeof found === "string" ? found : `${Number((100 * found).toPrecision(3))}\u00a0%`;
+};
+
+function age(of) {
+  if (of.saves === null) return "age not known: of another run";
+  if (of.saves === 0 && of.steps === 0) return "saved at this step";
+  if (of.steps < 0) return "newer than this step";
+  return `${counted(of.saves, "save")}, ${counted(of.steps, "step")} old`;
+}
+
+function oldest(column) {
+  let worst = null;
+  for (let layer = 0; layer < run().layers.length; layer += 1) {
+    const of = origin(column, layer);
+    if (of && (worst === null || (of.steps ?? Infinity) > (worst.steps ?? Infinity))) worst = { ...of, layer };
+  }
+  return worst;
+}
+
+// The sentence that the command line says of a mixture; empty for what is none.
+function mixture(column) {
+  const mixtures = run().mixtures;
+  const found = (mixtures[state.policy] ?? mixtures.latest)[column];
+  if (found === null) return "";
+  const layers = taken(column).filter((index) => index >= 0).length;
+  return `${found[0]} of ${layers + run().layers_left_out} layers are ${found[1] ? "older than" : "not from"} step ${saves().step[column]}: ` +
+    "this model never existed during training (docs/evidence.md says what that costs)";
+}
+
+const placeOf = (of) => `${of.own ? "" : `${of.run} `}step ${number(of.step)}${run().attempts > 1 || !of.own ? `, attempt ${of.attempt}` : ""}`;

@@ -1,0 +1,88 @@
+"""The pins of a report: what each one means, and for composites that no commit has, where each layer is from."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from layerstore.errors import LayerstoreError
+from layerstore.format import commit_id
+from layerstore.history import mixture_of, references_to
+from layerstore.json_fields import short_time
+from layerstore.model import LayerEntry, Origin, Pin
+from layerstore.storage import Repository
+
+# Pins that are listed, and the bytes for the layers of those that no commit has.
+_PINS_MAX = 200
+_LAYERS_BYTES = 80_000
+
+# Digits of a version's id that tell two of one layer apart.
+VERSION_DIGITS = 8
+
+
+def pins_of(
+    repo: Repository, run: str | None, runs: Iterable[Mapping[str, Any]], problems: list[str]
+) -> dict[str, object]:
+    """
+    Return the facts about the pins of the store, or of *run*; add to *problems* what cannot be read.
+
+    *runs* are the facts about the runs, which need not be repeated: a pin of a save that they show has no layers here.
+    """
+    layers = {each["run"]: each["layers"] for each in runs}
+    commits = {commit for each in runs for commit in each["saves"]["commit"]}
+    pins = sorted((pin for pin in repo.records.readable_pins() if run in {None, pin.run}), key=lambda pin: pin.name)
+    listed, room = pins[:_PINS_MAX], _LAYERS_BYTES
+    found = list[dict[str, Any]]()
+    for pin, reference in zip(listed, references_to(repo, [pin.record for pin in listed]), strict=True):
+        taken, told = None, _pin(repo, pin, reference)
+        if pin.base not in commits or told["is_composite"]:
+            taken = _taken(repo, pin, layers.get(pin.run, []), problems)
+            size_bytes = len(json.dumps(taken))
+            taken, room = (taken, room - size_bytes) if size_bytes <= room else (None, room)
+        found.append(told | {"taken": taken})
+    return {"pins": found, "pins_left_out": len(pins) - len(found)}
+
+
+def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
+    record, made_ns = pin.record, repo.files.modified_ns(repo.layout.pin(pin.name))
+    return {
+        "pin": pin.name,
+        "run": record.run,
+        "attempt": record.attempt,
+        "step": record.step,
+        "save_number": record.save_number,
+        "reference": reference,
+        "commit": pin.base,
+        "time": short_time(pin.observed.time_ns),
+        "made": None if made_ns is None else short_time(made_ns),
+        "policy": record.policy.name,
+        "policy_parameters": {str(name): str(value) for name, value in record.policy.parameters.items()},
+        "is_composite": commit_id(record) != pin.base,
+        "mixture": mixture_of(record, record.layers),
+    }
+
+
+def _taken(repo: Repository, pin: Pin, layers: list[str], problems: list[str]) -> dict[str, Any]:
+    """Return the layers of *pin*, unless they are those *layers*, and where they are from."""
+    entries = pin.record.layers
+    names = [entry.layer for entry in entries]
+    indexes: dict[Origin, int] = {}
+    return {
+        "layers": None if names == layers else names,
+        "origin": [indexes.setdefault(entry.origin, len(indexes)) for entry in entries],
+        "version": "".join(entry.version.id[:VERSION_DIGITS] for entry in entries),
+        "bytes": [_size_of(repo, entry, problems) for entry in entries],
+        "origins": {
+            "run": [origin.run for origin in indexes],
+            "attempt": [origin.attempt for origin in indexes],
+            "step": [origin.step for origin in indexes],
+            "save_number": [origin.save_number for origin in indexes],
+        },
+    }
+
+
+def _size_of(repo: Repository, entry: LayerEntry, problems: list[str]) -> int | None:
+    try:
+        return sum(stored.size_bytes for stored in repo.version_of(entry).objects)
+    except LayerstoreError as exc:
+        problems.append(str(exc))
+        return None
