@@ -172,10 +172,12 @@ def compose(
         for note in composite.recipe_notes:
             say_warning(note)
         composite.check(max_staleness=max_staleness)
-        if pin is not None and out is None and not dry_run:
-            composite.pin(pin)
         options: dict[str, Any] = {name: value for name, value in (shards | export).items() if value is not None}
         plan, write = (_plan_hf, composite.export) if form == "hf" else (_plan_zero3, composite.write)
+        if pin is not None and out is None and not dry_run:
+            check = composite.plan_export if form == "hf" else composite.notes
+            check(**options)  # what is refused is not kept
+            composite.pin(pin)
         if out is None or dry_run:
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
             facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}

@@ -98,6 +98,19 @@ def test_an_old_layer_is_refused_and_nothing_is_written(run: Run, saves: list[Pa
     assert run("pin", "--list", "--json").fields["pins"] == []
 
 
+def test_what_cannot_be_composed_is_not_pinned(run: Run, store: Path) -> None:
+    """Shards want the moments, which gc has dropped; as weights it is kept."""
+    run("pin", "--delete", "best", "--store", store)
+    run("gc", "--drop-optimizer-older-than", "1", "--yes", "--store", store)
+
+    shards = run("compose", "sft@2", "--pin", "kept", "--store", store)
+    pins = run("pin", "--list", "--json", "--store", store).fields["pins"]
+    weights = run("compose", "sft@2", "--pin", "kept", "--format", "hf", "--store", store)
+
+    assert (shards.code != 0, "moments" in shards.err, pins) == (True, True, [])
+    assert weights.code == 0
+
+
 def test_a_pinned_composite_is_written_without_its_policy(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """The pin is the composite."""
     run("ingest", *saves)
