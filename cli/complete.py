@@ -27,6 +27,9 @@ VARIABLE = "_LAYERSTORE_COMPLETE"
 # More than anybody reads; newest first.
 _STEPS_MAX = 200
 
+# Runs whose newest commit is read.
+_RUNS_MAX = 20
+
 # Names with these characters would need quoting in some shell.
 _SPECIAL = frozenset(" \"'\\$`&|;<>()[]{}*?!#^%")
 
@@ -141,13 +144,14 @@ def _policies(store: Path) -> list[str]:
 
 def _metrics(store: Path) -> list[str]:
     import layerstore
-    from layerstore.history import metrics_of
+    from layerstore.history import metrics_if_sound
 
     with layerstore.open(store) as opened:
         catalog = opened.repo.catalog
-        views = [catalog.view(run) for run in catalog.runs()]
+        views = [catalog.view(run) for run in catalog.runs()[:_RUNS_MAX]]
         newest = [catalog.commit(view.visible[-1].name).record for view in views if view.visible]
-        return sorted({name for record in newest for name in metrics_of(opened.repo, record) if _is_plain(name)})
+        found = [metrics_if_sound(opened.repo, record) or () for record in newest]
+        return sorted({name for names in found for name in names if _is_plain(name)})
 
 
 def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:

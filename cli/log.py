@@ -25,7 +25,7 @@ from layerstore.units import short_id, size
 if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.gc import DroppedCommit
-    from layerstore.inspect import LogEntry, LogLine
+    from layerstore.inspect import LogEntry, LogLine, LogPage
     from layerstore.publish import SaveTiming
 
     Took = dict[tuple[str, int, int], SaveTiming]
@@ -86,16 +86,18 @@ def log(
             next_one = _next_of_empty(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
         took = {(name, of.attempt, of.step): of for name in runs for of in opened_store.timings(name)}
-    _check_metrics(metric or (), page.entries)
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
     damaged = [entry for entry in page.entries if entry.damage is not None]
     for entry in damaged:
         say_warning(f"{entry.run}@{entry.step} is left out, its record is damaged: {entry.damage}")
+    lacking = _lacking(metric or (), page)
     if as_json:
         entries = [line.entry for line in sound if line.entry is not None]
         say_json(_fields(entries, damaged, took if timing else None, metrics=metric, more=bool(page.more)))
     elif sound:
         _say_lines(sound, took if timing else None, remotes, metrics=metric or ())
+        if lacking:
+            say_note(f"none of these commits has {', '.join(map(shown, lacking))}; older ones may")
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
             next_page = with_store(f"layerstore log {shown(more.run)} --before {short_id(more.after)}{options}")
@@ -105,13 +107,21 @@ def log(
         say_note(f"{none}; next: {next_one}")
 
 
-def _check_metrics(wanted: Collection[str], entries: "list[LogEntry]") -> None:
+def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
+    """Return which metrics no commit of the page has; raise NotFound if no other page can have them."""
     from layerstore.nearest import unknown
 
-    there = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
-    for name in wanted:
-        if entries and name not in there:
-            raise unknown("metric", name, there)
+    entries = [entry for entry in page.entries if entry.damage is None]
+    damaged = sum(entry.metrics is None for entry in entries)
+    if damaged:
+        say_warning(
+            f"the metrics of {counted(damaged, 'commit')} cannot be read; layerstore verify says what is damaged"
+        )
+    there = list(dict.fromkeys(name for entry in entries for name in entry.metrics or ()))
+    lacking = [name for name in wanted if entries and name not in there]
+    if lacking and not page.more and not damaged:
+        raise unknown("metric", lacking[0], there)
+    return lacking
 
 
 def _next_of_empty(store: "Store") -> str:
@@ -150,7 +160,8 @@ def _fields(
     commits = [json_fields(entry) for entry in sound]
     if metrics is not None:
         for fields, entry in zip(commits, sound, strict=True):
-            fields["metrics"] = json_value({name: entry.metrics[name] for name in metrics if name in entry.metrics})
+            has = entry.metrics
+            fields["metrics"] = has and json_value({name: has[name] for name in metrics if name in has})
     if took is not None:
         for fields, entry in zip(commits, sound, strict=True):
             timing = took.get((entry.run, entry.attempt, entry.step))
@@ -171,7 +182,8 @@ def _say_lines(
     of_entry[Column("COMMIT", drops=1)] = lambda entry: short_id(entry.commit)
     of_entry[Column("SAVED", drops=2)] = lambda entry: age(entry.time_ns)
     of_entry |= _what_commits_hold(entries, remotes) if took is None else _what_saves_took(took)
-    of_entry |= {Column(name.upper(), "right"): partial(_metric, name) for name in metrics}
+    # As they are written: in capitals two could be one. What is in capitals itself is told from the columns above.
+    of_entry |= {Column(f"{name} " if name.isupper() else name, "right"): partial(_metric, name) for name in metrics}
 
     def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":
         return lambda line: "" if line.entry is None else cell(line.entry)  # None where two attempts join
@@ -185,6 +197,8 @@ def _say_lines(
 
 
 def _metric(name: str, entry: "LogEntry") -> str:
+    if entry.metrics is None:
+        return "?"
     return metric_in_words(entry.metrics[name]) if name in entry.metrics else "-"
 
 

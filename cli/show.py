@@ -71,9 +71,15 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
         "other state": f"{size(view.beside_bytes)} (RNG, scheduler, files)",
         "files": some(view.files, limit=6),
-        "metrics": some([f"{name} {metric_in_words(value)}" for name, value in view.metrics.items()]),
+        "metrics": _metrics(view),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _metrics(view: "CommitView") -> str:
+    if view.metrics is None:
+        return "cannot be read; layerstore verify says what is damaged"
+    return some([f"{name} {metric_in_words(value)}" for name, value in view.metrics.items()])
 
 
 def _saved(view: "CommitView") -> str:

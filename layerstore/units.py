@@ -57,7 +57,7 @@ def utc(time_ns: int) -> datetime:
 
 
 SHORT_ID_DIGITS = 12
-"""Of a commit's id, where it is shown; with so many, digits alone are no number either."""
+"""How many digits of an id are shown. A step is never this long, so digits alone of this length are an id."""
 
 
 def short_id(id_: str) -> str:

@@ -16,7 +16,7 @@ from layerstore.gc.mark import Marks, concluding, named, pinned_commits
 from layerstore.gc.retention import CommitFate, Unserved, choose, unserved, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
-from layerstore.history import Needs, metrics_of, references_to
+from layerstore.history import Needs, metrics_if_sound, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
 from layerstore.model import CommitId
 from layerstore.nearest import did_you_mean, nearest
@@ -222,17 +222,20 @@ def chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[Run
         )
         for view in views
     )
-    _check_metric(repo, request.keep, views, [fate for _, fates in runs for fate in fates])
+    asked = [(view, fates) for view, fates in runs if view.run in wanted]
+    _check_metric(repo, request.keep, asked)
     return runs
 
 
-def _check_metric(repo: Repository, keep: Keep, views: Iterable[RunView], fates: Sequence[CommitFate]) -> None:
+def _check_metric(repo: Repository, keep: Keep, runs: Sequence[tuple[RunView, Sequence[CommitFate]]]) -> None:
     best = keep.best_of
-    reasons = {reason for fate in fates for reason in fate.kept_by}
-    if best is None or best.reason in reasons or not fates:
+    reasons = {reason for _, fates in runs for fate in fates for reason in fate.kept_by}
+    if best is None or best.reason in reasons or not any(fates for _, fates in runs):
         return
-    newest = (view.visible[-1].name for view in views if view.visible)
-    known = {name: None for commit in newest for name in metrics_of(repo, repo.catalog.commit(commit).record)}
+    newest = [repo.catalog.commit(view.visible[-1].name).record for view, _ in runs if view.visible]
+    known = {name: None for record in newest for name in metrics_if_sound(repo, record) or ()}
+    if best.metric in known:
+        raise InvalidInput(f"no commit has a finite {best.metric!r}; nothing was changed", hint="choose another metric")
     there = f"the newest commits have {', '.join(known)}" if known else "the newest commits have no metrics at all"
     raise InvalidInput(
         f"no commit has the metric {best.metric!r}; nothing was changed",

@@ -93,7 +93,8 @@ def _fates(
     rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
     best = None if keep is None else keep.best_of
     candidates = [
-        _candidate(repo, row, is_in_history=row.id in history, needs_metrics=best is not None) for row in rows
+        _candidate(repo, row, is_in_history=row.id in history, metrics_in=None if best is None else view)
+        for row in rows
     ]
     times = {each.id: each.time_ns for each in candidates}
     aged = _aged(rows, keep)
@@ -147,7 +148,7 @@ def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
     return {view.of_attempt(attempt)[-1].id for attempt in saved_now(repo, view.run, view.attempts)}
 
 
-def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
+def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, metrics_in: RunView | None) -> Candidate:
     with commit_named(row):
         commit = repo.catalog.commit(row.name)
         found = Candidate(
@@ -155,7 +156,7 @@ def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_m
             step=row.step,
             time_ns=saved_ns(repo, commit),
             is_in_history=is_in_history,
-            metrics=metrics_of(repo, commit.record) if needs_metrics else {},
+            metrics={} if metrics_in is None else metrics_of(repo, commit.record, view=metrics_in),
         )
     if row_of(commit) != row:  # the record is sound: nobody should be told to give it up
         raise IntegrityError(

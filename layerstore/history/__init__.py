@@ -1,6 +1,6 @@
 """The history of commits: references, attempts, the place of a new save, staleness, what a record needs."""
 
-from layerstore.history.metrics import METRICS, metrics_of
+from layerstore.history.metrics import METRICS, metrics_if_sound, metrics_of
 from layerstore.history.needs import (
     PARTS,
     Needs,
@@ -49,6 +49,7 @@ __all__ = [
     "has_shrunk",
     "is_mixture",
     "locate",
+    "metrics_if_sound",
     "metrics_of",
     "mixture_of",
     "named_by",

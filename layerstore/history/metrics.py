@@ -6,12 +6,14 @@ at its top or under ``metrics``.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
+from operator import attrgetter
 
 from layerstore.errors import IntegrityError, NotFound
-from layerstore.model import CommitRecord, RankState
-from layerstore.storage import Repository
+from layerstore.model import CommitRecord, RankState, SourceFile
+from layerstore.storage import Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import TRAINER_STATE
 
@@ -19,11 +21,12 @@ METRICS = "metrics"
 """The key in client_state whose numbers are all metrics."""
 
 
-def metrics_of(repo: Repository, record: CommitRecord) -> dict[str, float]:
+def metrics_of(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> dict[str, float]:
     """
     Return what training measured at the step of *record*, by name; some values may be NaN.
 
-    A Trainer may save a step before it logs it, so the log of the attempt's next commit counts, too.
+    A Trainer may save a step before it logs it. If its log has nothing of the step, that of the attempt's next commit
+    counts; *view* is the run, for those who ask about many commits.
 
     Raises:
         IntegrityError: The commit's state is damaged.
@@ -31,7 +34,19 @@ def metrics_of(repo: Repository, record: CommitRecord) -> dict[str, float]:
     state = _first_state(repo, record)
     if state is None:
         return {}
-    return _measured(state) | _logged_later(repo, record) | _logged(repo, state, record.step)
+    log = _trainer_log(state)
+    logged = {} if log is None else _logged_at(repo.content_of(log.content), record.step)
+    if log is not None and not logged:
+        logged = _logged_later(repo, record, view or repo.catalog.find(record.run))
+    return _measured(state) | logged
+
+
+def metrics_if_sound(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> dict[str, float] | None:
+    """Return the same, None if it cannot be read: what is beside the layers is damaged, and the rest may be sound."""
+    try:
+        return metrics_of(repo, record, view=view)
+    except IntegrityError:
+        return None
 
 
 def _first_state(repo: Repository, record: CommitRecord) -> RankState | None:
@@ -50,29 +65,28 @@ def _measured(state: RankState) -> dict[str, float]:
 
 
 def _numbers(tree: Mapping[Tree, Tree]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in tree.items()
-        if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    found = {}
+    for name, value in tree.items():
+        if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool):
+            with suppress(OverflowError):  # whole numbers of any size are kept; such a one measures nothing
+                found[name] = float(value)
+    return found
 
 
-def _logged_later(repo: Repository, record: CommitRecord) -> dict[str, float]:
+def _trainer_log(state: RankState) -> SourceFile | None:
+    return next((file for file in state.files if file.path == TRAINER_STATE), None)
+
+
+def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) -> dict[str, float]:
     """Return what the log of the attempt's next commit has for the step of *record*."""
-    later = (row for row in repo.catalog.view(record.run).of_attempt(record.attempt) if row.step > record.step)
-    row = next(later, None)
+    rows = [] if view is None else view.of_attempt(record.attempt)
+    after = bisect_right(rows, record.step, key=attrgetter("step"))
     # A damaged one is reported by whoever reads it for its own sake.
     with suppress(IntegrityError, NotFound):
-        state = None if row is None else _first_state(repo, repo.catalog.commit(row.name).record)
-        return {} if state is None else _logged(repo, state, record.step)
-    return {}
-
-
-def _logged(repo: Repository, state: RankState, step: int) -> dict[str, float]:
-    """Return what the Trainer's log in *state* has for *step*."""
-    for file in state.files:
-        if file.path == TRAINER_STATE:
-            return _logged_at(repo.content_of(file.content), step)
+        for row in rows[after : after + 1]:
+            state = _first_state(repo, repo.catalog.commit(row.name).record)
+            log = None if state is None else _trainer_log(state)
+            return {} if log is None else _logged_at(repo.content_of(log.content), record.step)
     return {}
 
 

@@ -34,8 +34,8 @@ class Staleness:
 
     @property
     def oldest(self) -> LayerAge:
-        """The layer that is most steps behind the base; an unknown age counts as the oldest."""
-        return max(self.layers, key=lambda age: float("inf") if age.steps is None else age.steps)
+        """The trained layer that is most steps behind the base; an unknown age counts as the oldest."""
+        return max(self.trained, key=lambda age: float("inf") if age.steps is None else age.steps)
 
     @property
     def optimizer_steps(self) -> dict[int, int]:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import ambiguous_id, metrics_of, pushed_to
+from layerstore.history import ambiguous_id, metrics_if_sound, pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
@@ -32,8 +32,8 @@ class LogEntry:
     """The remotes that had it as of the last push there, by URL."""
     has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What training measured at its step; read only if asked for."""
+    metrics: Mapping[str, float] | None = field(default_factory=dict)
+    """What training measured at its step, None if that is damaged; read only if asked for."""
     damage: str | None = None
     """Why its record cannot be read, None if it is sound; a damaged one has only run, step and commit."""
 
@@ -118,7 +118,7 @@ def read_log(
     for view in views:
         drawn = list(draw_graph(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
         page, left = _page(drawn, start, limit)
-        lines += [_line(repo, line, pins, pushed, metrics=metrics) for line in page]
+        lines += [_line(repo, line, pins, pushed, metrics_in=view if metrics else None) for line in page]
         if left:
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
@@ -154,7 +154,7 @@ def _line(
     pins: dict[str, list[str]],
     pushed: Mapping[str, Collection[CommitId]],
     *,
-    metrics: bool,
+    metrics_in: RunView | None,
 ) -> LogLine:
     if line.row is None:
         return LogLine(drawing=line.drawing, entry=None)
@@ -162,8 +162,8 @@ def _line(
         urls = [url for url, commits in pushed.items() if line.row.id in commits]
         commit = repo.catalog.commit(line.row.name)
         entry = log_entry(commit, pins.get(line.row.id, []), urls)
-        if metrics:
-            entry = replace(entry, metrics=metrics_of(repo, commit.record))
+        if metrics_in is not None:
+            entry = replace(entry, metrics=metrics_if_sound(repo, commit.record, view=metrics_in))
     except (IntegrityError, NotFound) as exc:  # lost but still in the index, or just removed
         entry = _damaged_entry(line.row.name, exc)
     return LogLine(drawing=line.drawing, entry=entry)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.errors import NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import Resolved, metrics_of, objects_of_state
+from layerstore.history import Resolved, metrics_if_sound, objects_of_state
 from layerstore.json_fields import json_fields
 from layerstore.model import Kind, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
@@ -71,8 +71,8 @@ class CommitView:
     """Size of everything that is not a layer: the ranks' own states, and files."""
     has_moments: bool
     """Whether training can resume from it: gc may have dropped its moments."""
-    metrics: dict[str, float]
-    """What training measured at its step."""
+    metrics: dict[str, float] | None
+    """What training measured at its step; None if that is damaged."""
 
     def __repr__(self) -> str:
         saved = f"{self.layers_saved} of {len(self.layers)} layers saved, {size(self.size_bytes)}"
@@ -130,7 +130,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         files=tuple(sorted([file.path for state in states for file in state.files] + gathered)),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
-        metrics=metrics_of(repo, record),
+        metrics=metrics_if_sound(repo, record),
     )
 
 

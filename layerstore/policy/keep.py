@@ -36,7 +36,7 @@ def duration(text: str) -> timedelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The commits with the best values of a metric that the trainer logged at their step."""
+    """The commits with the best values of a metric that training measured at their step."""
 
     metric: str
     count: int = 1
@@ -84,7 +84,7 @@ class Candidate:
     is_in_history: bool
     """Whether it is in the history of the run's newest attempt."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the trainer logged at its step."""
+    """What training measured at its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Keep:
     within: str | timedelta | None = None
     """Keep commits no older than this: ``14d``."""
     best: str | Best | None = None
-    """Keep the best by ``METRIC[:N][:min|max]``, from the ``trainer_state.json`` that they were saved with."""
+    """Keep the best by ``METRIC[:N][:min|max]``, by what training measured at their step."""
 
     drop_optimizer_older_than: int | None = None
     """Commits more than this many steps behind their run's newest lose their moments but keep their weights."""

@@ -10,6 +10,7 @@ import pytest
 from layerstore import Store
 from layerstore.errors import IntegrityError
 from layerstore.tree import Tree
+from tests.generated import generate
 from tests.unit.checkpoints import Checkpoints
 
 
@@ -29,7 +30,7 @@ def logged(source: Path, *entries: object) -> Path:
 
 def metrics(store: Store, run: str = "r") -> list[Mapping[str, float]]:
     """Return those of all commits of *run*, oldest first."""
-    return [entry.metrics for entry in reversed(store.log(run, metrics=True))]
+    return [entry.metrics or {} for entry in reversed(store.log(run, metrics=True))]
 
 
 @pytest.mark.parametrize(
@@ -40,13 +41,14 @@ def metrics(store: Store, run: str = "r") -> list[Mapping[str, float]]:
         ({"metrics": {"loss": 2.5, "tokens": 7, "best": True, "name": "x", 7: 1.5}}, {"loss": 2.5, "tokens": 7.0}),
         ({"metrics": [1.0], "lr": 1e-3}, {"lr": 1e-3}),
         ({"loss": 1.0, "metrics": {"loss": 2.0}}, {"loss": 2.0}),
+        ({"metrics": {"large": 10**400, "loss": 2.0}}, {"loss": 2.0}),
     ],
 )
 def test_numbers_of_client_state(
-    store: Store, saved: Checkpoints, client_state: dict[Tree, Tree], expected: dict[str, float]
+    store: Store, tmp_path: Path, client_state: dict[Tree, Tree], expected: dict[str, float]
 ) -> None:
     """All numbers under ``metrics``, and at the top those with a fraction: an epoch or a step is none."""
-    store.ingest(saved(2, client_state=client_state), run="r")
+    store.ingest(generate(tmp_path / "saved", hidden=8, vocab=8, step=2, client_state=client_state), run="r")
 
     assert metrics(store) == [expected]
     assert store.show("r@2").metrics == expected
@@ -75,13 +77,21 @@ def test_what_is_logged_after_the_save_is_in_the_next_commit(store: Store, saved
     assert shown[1, 2] == {"loss": 7.0}
     assert shown[1, 4] == {"loss": 6.0}
     assert shown[1, 6] == {}
-    assert math.isnan(shown[2, 3]["loss"])
+    assert math.isnan((shown[2, 3] or {})["loss"])
+
+
+def test_a_pin_outlives_its_run(store: Store, saved: Checkpoints) -> None:
+    """Once every commit is dropped, there is no next one to ask."""
+    store.ingest(logged(saved(2, layout="hf"), {"step": 2, "loss": 7.0}), run="r", pin="good")
+    store.drop("r@2")
+
+    assert store.show("good").metrics == {"loss": 7.0}
 
 
 def test_a_damaged_commit_hides_no_others_metrics(store: Store, saved: Checkpoints) -> None:
-    """The commit before it has its own; the damaged one is told as damaged."""
+    """The commit before it has its own; the other's are told as damaged, and its layers are sound."""
     store.ingest(logged(saved(2, layout="hf"), {"step": 2, "loss": 7.0}), run="r")
-    store.ingest(saved(4, layout="hf"), run="r")
+    store.ingest(logged(saved(4, layout="hf"), {"step": 2, "loss": 8.0}), run="r")
     [state] = store.repo.catalog.commit(store.repo.catalog.view("r").visible[-1].name).record.states[:1]
     path = store.repo.objects.find(state)
     assert path is not None
@@ -91,6 +101,6 @@ def test_a_damaged_commit_hides_no_others_metrics(store: Store, saved: Checkpoin
     newest, older = store.log("r", metrics=True)
 
     assert older.metrics == {"loss": 7.0}
-    assert newest.damage
+    assert (newest.metrics, newest.damage) == (None, None)
     with pytest.raises(IntegrityError):
         store.show("r@4")

@@ -294,7 +294,7 @@ def test_metrics_are_what_training_measured(tmp_path: Path) -> None:
     build(tmp_path / "store", History(run="sft", saves=9, layers=4, metrics=names), History(run="other", saves=2))
     with layerstore.open(tmp_path / "store") as store:
         other, sft = store.report()["runs"]
-        expected = [entry.metrics for entry in reversed(store.log("sft", metrics=True))]
+        expected = [entry.metrics or {} for entry in reversed(store.log("sft", metrics=True))]
 
     assert list(sft["metrics"]) == ["loss", "eval_loss", "score-0", "score-1", "score-2", "score-3"]
     for name, told in sft["metrics"].items():

@@ -67,8 +67,7 @@ def read_request(
         raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
     told = dict(client_state or {})
     if metrics is not None:
-        if METRICS in told:
-            raise InvalidInput("metrics= is given, and client_state has metrics, too", hint="put all into one of them")
+        # Those that a resume has returned in client_state are of an older step.
         told[METRICS] = _metrics(metrics)
     files = {_below(name): Path(path) for name, path in (extra_files or {}).items()}
     number = _step(step)
@@ -88,7 +87,7 @@ def _metrics(metrics: object) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             found[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as exc:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
             raise InvalidInput(f"metrics= has {name!r}: {value!r}, which is no number") from exc
     return found
 
