@@ -87,5 +87,6 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
         say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
     if not dry_run:
         back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
-        freed = f"frees up to {size(dropped.size_bytes)} after 7 days, or at once with --empty-trash"
+        up_to = f"frees up to {size(dropped.size_bytes)} after 7 days, or at once with --empty-trash"
+        freed = up_to if dropped.size_bytes else "frees nothing: others need all that it has"
         say(f"gc {freed}; to bring it back: {back}")

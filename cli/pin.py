@@ -68,17 +68,21 @@ def pin(
         if list_:
             _say_pins(opened_store, as_json=as_json)
         elif delete is not None:
-            _say_deleted(delete, opened_store.delete_pin(delete, remote=remote), as_json=as_json)
+            mixed_by = "" if remote else "".join(_mixed_by(of) for of in opened_store.pins() if of.name == delete)
+            _say_deleted(delete, opened_store.delete_pin(delete, remote=remote), mixed_by=mixed_by, as_json=as_json)
         elif name is not None and ref is not None:
             _check_order(opened_store, name, ref)
             _make(opened_store, name, ref, as_json=as_json)
 
 
-def _say_deleted(name: str, shows: bool | None, *, as_json: bool) -> None:
+def _say_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: bool) -> None:
     if as_json:
         say_json({"deleted": name, "commit_visible": shows})
         return
     frees = "; the next gc removes what only this pin kept"
+    if mixed_by:
+        say(f"deleted the pin {shown(name)}, a mixture by {shown(mixed_by)}{frees}")
+        return
     then = "" if shows is None else "; its commit stays" if shows else frees
     say(f"deleted the pin {shown(name)}{then}")
 

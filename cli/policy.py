@@ -36,7 +36,7 @@ _RULES: Table = {
     "keep_last": (int, "N", "Keep the newest N."),
     "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
     "keep_within": (str, "AGE", "Keep what is younger: 14d, 36h."),
-    "keep_best": (str, "METRIC[:N][:min|max]", "Keep the N best by a metric, such as eval_loss:3."),
+    "keep_best": (str, "METRIC[:N][:min|max]", "Keep the N best by a metric, such as eval_loss:3 or x:1:max."),
     "drop_optimizer_older_than": (
         int,
         "STEPS",

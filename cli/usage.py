@@ -34,6 +34,7 @@ _IN_OUR_WORDS = {
     "ps": "layerstore log lists the commits",
     "rename": "layerstore pin NEW OLD, then layerstore pin --delete OLD, renames a pin; a run keeps its name",
     "tags": "layerstore pin --list lists the pins",
+    "unpin": "layerstore pin --delete PIN",
     "untag": "layerstore pin --delete PIN",
 }
 

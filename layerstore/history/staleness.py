@@ -65,8 +65,9 @@ def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
     if found is None:
         return None
     count, are_older = found
+    are = "is" if count == 1 else "are"
     return (
-        f"{count} of {len(layers)} layers are {'older than' if are_older else 'not from'} step {base.step}: "
+        f"{count} of {len(layers)} layers {are} {'older than' if are_older else 'not from'} step {base.step}: "
         "this model never existed during training (docs/evidence.md says what that costs)"
     )
 

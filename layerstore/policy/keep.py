@@ -48,15 +48,18 @@ class Best:
     @property
     def reason(self) -> str:
         """The reason to show for a commit that it keeps."""
-        return f"best {self.metric}"
+        return f"{'smallest' if self.direction == 'min' else 'largest'} {self.metric}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """
-        Parse ``METRIC[:N][:min|max]``; as in the HF Trainer, a loss should be small, everything else large.
+        Parse ``METRIC[:N][:min|max]``; for the usual names, such as a loss or an accuracy, the direction is known.
 
-        >>> Best.parse("eval_loss:3")
-        Best(metric='eval_loss', count=3, direction='min')
+        >>> Best.parse("eval_loss:3"), Best.parse("eval/accuracy")
+        (Best(metric='eval_loss', count=3, direction='min'), Best(metric='eval/accuracy', count=1, direction='max'))
+
+        Raises:
+            InvalidInput: It has another form, or nothing says whether the metric is best when small or large.
         """
         found = _BEST_IN_FULL.fullmatch(text) or _BEST.fullmatch(text)
         if found is None:
@@ -64,9 +67,43 @@ class Best:
                 f"{text!r} does not name the best commits",
                 hint="METRIC[:N][:min|max], such as eval_loss:3:min; in full where the metric's name has a colon",
             )
-        metric = found["metric"]
-        is_small = found["direction"] == "min" if found["direction"] else metric.endswith("loss")
-        return cls(metric=metric, count=int(found["count"] or 1), direction="min" if is_small else "max")
+        metric, count = found["metric"], int(found["count"] or 1)
+        direction = found["direction"] or _direction(metric)
+        if direction is None:
+            raise InvalidInput(
+                f"is a small or a large {metric!r} best?", hint=f"{metric}:{count}:min, or {metric}:{count}:max"
+            )
+        return cls(metric=metric, count=count, direction="min" if direction == "min" else "max")
+
+
+_SMALL = {
+    "loss",
+    "perplexity",
+    "ppl",
+    "nll",
+    "bpb",
+    "bpc",
+    "ce",
+    "kl",
+    "mse",
+    "rmse",
+    "mae",
+    "wer",
+    "cer",
+    "error",
+    "fid",
+}
+_LARGE = {"accuracy", "acc", "f1", "score", "em", "bleu", "rouge", "rouge1", "rouge2", "rougel", "reward", "auc", "map"}
+_LARGE |= {"mrr", "ndcg", "recall", "precision"}
+
+
+def _direction(metric: str) -> Direction | None:
+    """Return how a metric is best, by the last word of its name; None if that says nothing."""
+    word = re.split(r"[^a-z0-9]+", metric.lower())[-1]
+    found = {word, word.removesuffix("s")} if not word.endswith("ss") else {word}
+    if found & _SMALL or word.endswith("loss"):
+        return "min"
+    return "max" if found & _LARGE else None
 
 
 _BEST = re.compile(r"(?P<metric>[^:]+)(:(?P<count>[1-9][0-9]{0,8}))?(:(?P<direction>min|max))?")

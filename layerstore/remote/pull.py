@@ -28,7 +28,7 @@ from layerstore.remote.credentials import checked_url
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.mirror import Remote
 from layerstore.remote.push import Left, raise_left
-from layerstore.remote.remotes import Remotes
+from layerstore.remote.remotes import Remotes, check_elsewhere
 from layerstore.remote.source import Source
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import Files, ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
@@ -80,6 +80,7 @@ def clone(
     Raises:
         AlreadyExists: *path* holds another store, or something else.
     """
+    check_elsewhere(remote.url, path)
     identity, files = remote.repo.identity, Files()
     try:
         make_store(path, files, identity=identity)

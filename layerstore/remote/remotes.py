@@ -1,6 +1,8 @@
 """The named remotes of a store: ``remotes.json`` maps names to URLs, without any key or password."""
 
 import json
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, typed
@@ -48,6 +50,7 @@ class Remotes:
         """
         check_name(name, what="the remote's name")
         found, url = self.urls(), checked_url(url)
+        check_elsewhere(url, self._repo.layout.root)
         if found.get(name, url) != url:
             raise AlreadyExists(
                 f"remote {name!r} is {found[name]} already", hint=f"layerstore remote remove {typed(name)}"
@@ -73,7 +76,8 @@ class Remotes:
             InvalidInput: No name was given and there are several; or this store is itself a remote.
         """
         if name is not None and is_url(name):
-            return checked_url(name)
+            check_elsewhere(url := checked_url(name), self._repo.layout.root)
+            return url
         if self._repo.remote is not None:
             raise InvalidInput(f"{self._repo.remote} is a remote itself", hint="layerstore clone makes a store of it")
         found = self.urls()
@@ -92,6 +96,13 @@ class Remotes:
         with repo.files.temporary(repo.layout.tmp, data) as source:
             repo.files.rename(source, repo.layout.remotes)
         repo.files.sync_directory(repo.layout.root)
+
+
+def check_elsewhere(url: str, root: Path) -> None:
+    """Raise InvalidInput if *url* is the folder of the store at *root*: nothing would be kept anywhere else."""
+    parts = urlsplit(url)
+    if parts.scheme == "file" and Path(unquote(parts.path)).resolve() == root.resolve():
+        raise InvalidInput(f"{url} is this very folder; nothing was changed", hint="name another folder")
 
 
 def _no_remote(name: str | None, found: dict[str, str]) -> NotFound:

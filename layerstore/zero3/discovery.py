@@ -154,6 +154,8 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
         what = "is not a folder" if path.exists() else "does not exist"
         beside = [str(path.with_name(name)) for name in nearest(path.name, _names_beside(path))]
         hint = did_you_mean(beside, else_="name the folder that the training saved to")
+        if path.is_file():
+            hint = f"name its folder, {path.parent}"
         raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint=hint)
     if _is_tag_folder(path):
         if tag is not None and tag != path.name:

@@ -338,7 +338,7 @@ def test_deleting_a_pin_says_what_stays(run: Run, store: Path) -> None:
 
     assert said == {
         "visible": "deleted the pin other; its commit stays\n",
-        "mixture": "deleted the pin mix; its commit stays\n",
+        "mixture": "deleted the pin mix, a mixture by parity; the next gc removes what only this pin kept\n",
         "hidden": "deleted the pin best; the next gc removes what only this pin kept\n",
     }
     assert fields == {"schema": 1, "deleted": "again", "commit_visible": False}

@@ -108,7 +108,7 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
         (["--keep-last", "0"], 2, "keep last is 0"),
         (["--keep-within", "2 weeks"], 2, "'2 weeks' is no duration"),
         (["--keep-best", "eval_loss:x"], 2, "does not name the best"),
-        (["--keep-best", "f1"], 2, "no commit has 'f1'"),
+        (["--keep-best", "f1"], 2, "no commit has the metric 'f1'"),
         (["--grace", "soon"], 2, "'soon' is no duration"),
         (["other", "--keep-last", "1"], 13, "there is no run 'other'"),
     ],

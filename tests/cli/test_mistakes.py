@@ -64,6 +64,7 @@ MISTAKES = [
     Mistake("get sft@2", 2, "no such command 'get'", "did you mean compose?"),
     Mistake("rename best better", 2, "no such command 'rename'", "layerstore pin NEW OLD"),
     Mistake("tags", 2, "no such command 'tags'", "layerstore pin --list"),
+    Mistake("unpin best", 2, "no such command 'unpin'", "layerstore pin --delete PIN"),
     Mistake("forget sft@2", 2, "no such command 'forget'", "layerstore drop REF"),
     Mistake("snapshots", 2, "no such command 'snapshots'", "did you mean log?"),
     Mistake("help", 2, "no such command 'help'", "layerstore --help"),

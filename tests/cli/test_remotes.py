@@ -45,6 +45,21 @@ def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkey
     assert "no commits yet; next: layerstore push, in the store that is to push here" in outcome.out + outcome.err
 
 
+def test_a_store_is_no_remote_of_itself(run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder above, a clone's default path is the remote's own; nothing is made in it."""
+    folder = Path(url.removeprefix("file://"))
+    monkeypatch.chdir(folder.parent)
+    before = sorted(folder.rglob("*"))
+    with layerstore.init(tmp_path / "own") as own:
+        cloned = run("clone", url)
+        added = run("--store", own.path, "remote", "add", "self", f"file://{own.path}/")
+        pushed = run("--store", own.path, "push", f"file://{own.path}")
+
+    for outcome in (cloned, added, pushed):
+        assert (outcome.code, "is this very folder; nothing was changed" in outcome.err) == (2, True)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_a_clone_that_was_cut_off_is_pulled_into(run: Run, url: str, tmp_path: Path) -> None:
     """An empty store that has a remote is one."""
     layerstore.init(tmp_path / "clone").remotes.add("origin", url)

@@ -56,7 +56,7 @@ def test_a_frozen_layer_of_an_older_save_makes_no_mixture(store: Store, tmp_path
 
     assert steps(store, "frozen")["model.layers.0"] == steps(store, "trained")["model.layers.1"] == 1
     assert store.compose("frozen").mixture is None
-    assert str(store.compose("trained").mixture).startswith("1 of 5 layers are older than step 2")
+    assert str(store.compose("trained").mixture).startswith("1 of 5 layers is older than step 2")
 
 
 # -- saving what is due --------------------------------------------------------------------------------------------

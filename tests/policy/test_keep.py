@@ -89,14 +89,26 @@ def test_times_in_the_future_are_young() -> None:
     [
         ("eval_loss", Best(metric="eval_loss", count=1, direction="min")),
         ("f1:3", Best(metric="f1", count=3, direction="max")),
-        ("perplexity:min", Best(metric="perplexity", count=1, direction="min")),
+        ("perplexity", Best(metric="perplexity", count=1, direction="min")),
+        ("val/PPL", Best(metric="val/PPL", count=1, direction="min")),
+        ("eval_rewards:2", Best(metric="eval_rewards", count=2, direction="max")),
+        ("grad_norm:min", Best(metric="grad_norm", count=1, direction="min")),
         ("eval_loss:2:max", Best(metric="eval_loss", count=2, direction="max")),
         ("eval:f1:2:max", Best(metric="eval:f1", count=2, direction="max")),
     ],
 )
 def test_how_the_best_are_named(text: str, best: Best) -> None:
-    """A loss is best when it is small, as in the Trainer; in full, as it is printed, any metric can be named."""
+    """By usual names it is known whether small or large is best; in full, as it is printed, any metric can be named."""
     assert Best.parse(text) == Best.parse(str(best)) == best
+
+
+@pytest.mark.parametrize("metric", ["grad_norm", "epoch", "lossless"])
+def test_a_metric_that_may_be_best_either_way(metric: str) -> None:
+    """A guess would keep the worst commits and remove the best."""
+    with pytest.raises(InvalidInput, match=f"is a small or a large '{metric}' best") as caught:
+        Best.parse(f"{metric}:2")
+
+    assert caught.value.hint == f"{metric}:2:min, or {metric}:2:max"
 
 
 @pytest.mark.parametrize("text", ["", ":3", "loss:0", "loss:min:1", "loss:1:min:max"])
