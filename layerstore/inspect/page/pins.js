@@ -1,4 +1,4 @@
-// Pins: all that there are, and what is picked by one.
+// The list of pins, and opening one.
 
 function drawPins() {
   show("pins-section", facts.pins.length > 0);

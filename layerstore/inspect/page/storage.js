@@ -44,7 +44,7 @@ function storageText() {
   return `All saves of this run up to each step. Whole checkpoints would have taken ${size(whole)}: ` +
     `${sizes([last.unique_bytes, "are different bytes"], [last.logical_bytes - last.unique_bytes, `were there already${left}`],
       [last.derived_bytes, "follow from others"])}. ` +
-    (last.written_bytes ? `Its writers put ${size(last.written_bytes)} into the store.` : "Its writers had nothing to put into the store, which had all of it.");
+    (last.written_bytes ? `Its writers put ${size(last.written_bytes)} into the store.` : "Nothing was written: the store already had all of it.");
 }
 
 function whatIfText(found) {
