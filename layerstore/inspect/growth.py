@@ -6,6 +6,7 @@ Sizes are listed ones, and records are not counted.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
@@ -39,6 +40,8 @@ class _Version:
     """Without the blob, as `ls` shows it."""
     unlike: frozenset[str] = frozenset()
     """The trained parameters that have stored weights rather than rounded masters."""
+    shape: int = 0
+    """A number for its parameters, buffers and optimizer states: `ingest` stores a layer again if any of them change."""
 
 
 class Growth:
@@ -48,6 +51,7 @@ class Growth:
         self._repo = repo
         self._seen: set[bytes] = set()
         self._versions: dict[bytes, _Version] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
         self.versions_overlap = False
         """Whether two different versions have an object in common."""
         self.left_out: list[str] = []
@@ -77,7 +81,7 @@ class Growth:
             derived += _derived_bytes(state, stored)
             beside += parts
         for what_if in what_ifs:
-            what_if.add(record, [self._versions[_key(entry.version)].parts for entry in record.layers], tuple(beside))
+            what_if.add(record, [self._versions[_key(entry.version)] for entry in record.layers], tuple(beside))
         return [logical, unique, inherited, derived, commit.observed.bytes_new]
 
     def layer_bytes(self, entry: LayerEntry) -> int:
@@ -99,15 +103,27 @@ class Growth:
         weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
         parts = _parts([entry.version, *(stored.ref for stored in version.objects)])
         size_bytes = sum(size_bytes for _, size_bytes in parts)
+        shape = (version.parameters, version.buffers, frozenset(version.optimizer_states))
         self._versions[key] = _Version(
             parts=parts,
             size_bytes=size_bytes,
             layer_bytes=size_bytes - entry.version.size_bytes,
             unlike=frozenset(tensor.name for of in weights for tensor in of.tensors) & trained,
+            shape=self._shapes.setdefault(shape, len(self._shapes) + 1),
         )
         new = add_new(self._seen, parts)
         self.versions_overlap |= new < size_bytes
         return new
+
+
+class _Held(NamedTuple):
+    """What a policy would have stored of a layer."""
+
+    since: int
+    """The step."""
+    is_counted: bool
+    """Whether it has an update that the optimizer counted."""
+    shape: int
 
 
 @dataclass(slots=True)
@@ -116,15 +132,28 @@ class _Past:
 
     steps: list[int] = field(default_factory=list)
     """Of each save so far."""
-    held: dict[tuple[str, bool], int] = field(default_factory=dict)
-    """The step from which a version of a layer is there, with and without an update that the optimizer counted."""
+    held: dict[str, list[_Held]] = field(default_factory=dict)
+    """Of each layer what the policy would have stored, where it differs from the one before."""
 
     def up_to(self, step: int) -> "_Past":
         """Return it as it was after *step*."""
         return _Past(
             steps=[each for each in self.steps if each <= step],
-            held={key: since for key, since in self.held.items() if since <= step},
+            held={name: [each for each in held if each.since <= step] for name, held in self.held.items()},
         )
+
+    def can_inherit(self, layer: str, kind: tuple[bool, int]) -> bool:
+        """Whether a save of *kind* can do without storing *layer*, as `ingest` decides it."""
+        if not self.held.get(layer):
+            return False
+        held, (is_counted, shape) = self.held[layer][-1], kind
+        return held.shape == shape and (held.is_counted or not is_counted)
+
+    def hold(self, layer: str, kind: tuple[bool, int], *, since: int) -> None:
+        """Note that *layer* is stored."""
+        held = self.held.setdefault(layer, [])
+        if not held or (held[-1].is_counted, held[-1].shape) != kind:
+            held.append(_Held(since, *kind))
 
 
 class WhatIf:
@@ -144,21 +173,21 @@ class WhatIf:
         self.estimated_bytes: list[int] = []
         """The estimated part of it."""
 
-    def add(self, record: CommitRecord, versions: Iterable[Parts], beside: Parts) -> None:
+    def add(self, record: CommitRecord, versions: Iterable[_Version], beside: Parts) -> None:
         """Count *record*, with the objects of its layers' *versions* and those *beside* them."""
         past = self._past_of(record)
         names = tuple(entry.layer for entry in record.layers)
         due = due_layers(self._policy, Save(number=len(past.steps), layers=names, ages={}))
         own, estimated = add_new(self._seen, beside), 0
-        for entry, parts in zip(record.layers, versions, strict=True):
+        for entry, version in zip(record.layers, versions, strict=True):
             is_counted = entry.optimizer_step is not None
-            if entry.layer not in due and (entry.layer, is_counted) in past.held:
+            kind = (is_counted, version.shape)
+            if entry.layer not in due and past.can_inherit(entry.layer, kind):
                 continue
-            for key in {(entry.layer, is_counted), (entry.layer, False)}:
-                past.held.setdefault(key, record.step)
-            new = add_new(self._seen, parts)
+            past.hold(entry.layer, kind, since=record.step)
+            new = add_new(self._seen, version.parts)
             if is_counted and not entry.saved_by(record):
-                new = sum(size_bytes for _, size_bytes in parts)
+                new = version.size_bytes
                 estimated += new
             own += new
         past.steps.append(record.step)

@@ -11,8 +11,14 @@ from tests.generated import generate
 STEPS = range(1, 8)
 
 
-def stored_under(folder: Path, policy: str, *, back_at: int | None = None, **options: Any) -> layerstore.Store:
-    """Return a store of the same saves under *policy*; with *back_at*, training then goes back to that step."""
+def stored_under(
+    folder: Path, policy: str, *, back_at: int | None = None, larger_at: int | None = None, **options: Any
+) -> layerstore.Store:
+    """
+    Return a store of the same saves under *policy*.
+
+    With *back_at*, training then goes back to that step; from the step *larger_at* on, layers are twice as wide.
+    """
     store = layerstore.init(folder / policy)
     steps = [(step, step, False) for step in STEPS]
     if back_at is not None:
@@ -20,7 +26,8 @@ def stored_under(folder: Path, policy: str, *, back_at: int | None = None, **opt
     for step, seed, rollback in steps:
         path = folder / f"checkpoint-{step}-{seed}"
         if not path.exists():
-            generate(path, layers=6, hidden=4, vocab=4, step=step, seed=seed, **options)
+            hidden = 4 if larger_at is None or seed < larger_at else 8
+            generate(path, layers=6, hidden=hidden, vocab=4, step=step, seed=seed, **options)
         store.ingest(path, run="sft", policy=policy, rollback=rollback)
     return store
 
@@ -34,7 +41,15 @@ def what_if(store: layerstore.Store, policy: str) -> dict[str, list[int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "options", [{"layout": "hf"}, {"frozen": ("model.layers.1",)}, {"back_at": 4}], ids=["hf", "frozen", "back"]
+    "options",
+    [
+        {"layout": "hf"},
+        {"frozen": ("model.layers.1",)},
+        {"back_at": 4},
+        {"larger_at": 4},
+        {"larger_at": 5, "back_at": 3},
+    ],
+    ids=["hf", "frozen", "back", "larger", "larger and back"],
 )
 def test_what_a_policy_would_have_stored_is_what_it_stores(tmp_path: Path, options: dict[str, Any]) -> None:
     """To the byte, save by save, of full saves: every version is known."""
