@@ -138,14 +138,15 @@ def _run(
     what_ifs, columns = {policy.name: WhatIf(policy) for policy in ASKED_FOR}, list[int]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times: dict[tuple[int, int], str] = {}
-    for commit in commits_of(repo, view, problems):
+    commits = 0
+    for commits, commit in enumerate(commits_of(repo, view, problems), start=1):
         own = growth.add(commit, *what_ifs.values())
         total = [before + each for before, each in zip(total, own, strict=True)]
         times[commit.record.attempt, commit.record.step] = short_time(commit.observed.time_ns)
         progress.advance(1)
         if commit.id in wanted:
             shown.append(commit)
-            columns.append(len(times) - 1)
+            columns.append(commits - 1)
             own_bytes.append(own)
             total_bytes.append(total)
     problems += growth.left_out
@@ -154,7 +155,7 @@ def _run(
     saves = _saves(repo, shown, pins=pins, timings=timings, fates=fates)
     return {
         "run": view.run,
-        "commits": len(times),
+        "commits": commits,
         "attempts": len(view.attempts),
         "first_time": min(times.values(), default=None),
         "last_time": max(times.values(), default=None),
@@ -166,7 +167,7 @@ def _run(
         "versions": [_versions(commit, layers) for commit in shown],
         "layer_bytes": _layer_bytes(growth, shown, layers),
         "versions_overlap": growth.versions_overlap,
-        "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if len(times) > 1 else {},
+        "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if commits > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
         "metrics": _metrics(repo, shown, problems),
         "timings": _timings(list(timings.values())),
@@ -284,10 +285,11 @@ def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str])
     return found
 
 
-def _what_if(found: WhatIf, columns: Sequence[int]) -> dict[str, list[int]]:
-    """Return what the saves of *columns* would have added, and all up to each of them."""
+def _what_if(found: WhatIf, columns: Sequence[int]) -> dict[str, object]:
+    """Return what all saves would have added, those of *columns*, and all up to each of these."""
     total, estimated = list(accumulate(found.own_bytes)), list(accumulate(found.estimated_bytes))
     return {
+        "total": {"bytes": total[-1], "estimated_bytes": estimated[-1], "first_bytes": total[0]},
         "bytes": [found.own_bytes[column] for column in columns],
         "total_bytes": [total[column] for column in columns],
         "estimated_bytes": [estimated[column] for column in columns],

@@ -1,12 +1,16 @@
 """Promises of what a run would have stored under another policy: what an ingest under it does store."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import layerstore
+from layerstore.format import make_commit
+from layerstore.inspect import report
 from tests.generated import generate
+from tests.inspect.made_up import History, build
 
 STEPS = range(1, 8)
 
@@ -32,10 +36,10 @@ def stored_under(
     return store
 
 
-def what_if(store: layerstore.Store, policy: str) -> dict[str, list[int]]:
+def what_if(store: layerstore.Store, policy: str) -> dict[str, Any]:
     """Return what the report says that *policy* would have stored."""
     [run] = store.report()["runs"]
-    found: dict[str, list[int]] = run["what_if"][policy]
+    found: dict[str, Any] = run["what_if"][policy]
     return found
 
 
@@ -62,6 +66,11 @@ def test_what_a_policy_would_have_stored_is_what_it_stores(tmp_path: Path, optio
         assert told["bytes"] == [written[commit] for commit in saves["commit"]]
         assert told["total_bytes"][-1] == sum(written.values())
         assert told["bytes"][1] < told["bytes"][0]
+        assert told["total"] == {
+            "bytes": told["total_bytes"][-1],
+            "estimated_bytes": 0,
+            "first_bytes": told["bytes"][0],
+        }
         assert set(told["estimated_bytes"]) == {0}
         real.close()
     full.close()
@@ -90,3 +99,32 @@ def test_one_save_says_nothing_about_a_policy(tmp_path: Path) -> None:
         [run] = store.report()["runs"]
 
     assert run["what_if"] == {}
+
+
+def test_the_first_save_counts_though_it_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the last save is shown, the sums are those of all."""
+    build(tmp_path / "store", History(run="sft", saves=6, layers=4))
+    with layerstore.open(tmp_path / "store") as store:
+        whole = what_if(store, "parity")
+        monkeypatch.setattr(report, "_COLUMNS_MAX", 1)
+        one = what_if(store, "parity")
+
+    assert one["total"] == whole["total"]
+    assert one["total"]["first_bytes"] == whole["bytes"][0] > one["bytes"][0] == whole["bytes"][-1]
+
+
+def test_two_commits_of_one_step_are_two_saves(tmp_path: Path) -> None:
+    """What-ifs stay with their saves, and the run has all of its commits."""
+    build(tmp_path / "store", History(run="sft", saves=4, layers=4))
+    with layerstore.open(tmp_path / "store") as store:
+        first = store.repo.records.read(store.repo.records.names("sft")[0])
+        twin = make_commit(replace(first.record, world_size=4), first.observed)
+        path = store.repo.layout.record("sft", first.record.step, twin.id)
+        path.write_bytes(store.repo.records.encode(twin))
+        [run] = store.report()["runs"]
+
+    told = run["what_if"]["parity"]
+    assert run["commits"] == len(run["saves"]["commit"]) == len(told["bytes"]) == 5
+    assert run["saves"]["step"][:2] == [first.record.step] * 2
+    assert told["bytes"][0] == told["total"]["first_bytes"] > told["bytes"][1] == 0
+    assert told["total_bytes"][-1] == told["total"]["bytes"]
