@@ -20,11 +20,11 @@ from typing import Any
 from layerstore.compose import checked_file, compose_by_policy, write_file
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
-from layerstore.history import Resolved, metrics_of, others_in, references_to, staleness_of
+from layerstore.history import Resolved, metrics_of, references_to, staleness_of
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
-from layerstore.inspect.report_pins import VERSION_DIGITS, pins_of
+from layerstore.inspect.report_pins import VERSION_DIGITS, mixture_fields, pins_of
 from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_of
 from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
@@ -228,7 +228,7 @@ def _composites(
         return [indexes.setdefault(origins[name], len(indexes)) if name in origins else -1 for name in layers]
 
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
-    mixtures = {"latest": [_mixed(commit, commit.record.layers) for commit in shown]}
+    mixtures = {"latest": [mixture_fields(commit.record, commit.record.layers) for commit in shown]}
     for policy in ASKED_FOR:
         taken = [_asked(repo, commit, view, policy) for commit in shown]
         if any(entries is not None for entries in taken):
@@ -236,7 +236,7 @@ def _composites(
                 None if entries is None else places(entries) if entries else [] for entries in taken
             ]
             mixtures[policy.name] = [
-                mixed if entries is None else _mixed(commit, entries)
+                mixed if entries is None else mixture_fields(commit.record, entries)
                 for commit, entries, mixed in zip(shown, taken, mixtures["latest"], strict=True)
             ]
     own = [origin if origin.run == view.run else None for origin in indexes]
@@ -260,12 +260,6 @@ def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> l
     except LayerstoreError:
         return []  # `compose` would refuse, and say why
     return None if taken == commit.record.layers else list(taken)
-
-
-def _mixed(commit: Commit, entries: Sequence[LayerEntry]) -> list[object] | None:
-    """Return how many layers of a mixture are from other saves, and whether all are older; None if it is none."""
-    found = others_in(commit.record, entries) if entries else None
-    return None if found is None else list(found)
 
 
 def _versions(commit: Commit, layers: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ function drawPins() {
     const link = h("button", { type: "button", class: "link foreign" }, shown(pin.pin));
     link.addEventListener("click", () => pickPin(index));
     return [link, foreign(pin.reference), foreign(chosenBy(pin)), pin.made === null ? "" : time(pin.made), time(pin.time),
-      pin.mixture === null ? "one save" : `a mixture: ${pin.mixture}`];
+      pin.mixture === null ? "one save" : `a mixture: ${mixtureText(pin.mixture, pin.step)}`];
   });
   $("pins").replaceChildren(table(columns, rows, state.pin));
   $("pins-more").textContent = facts.pins_left_out ? `${counted(facts.pins_left_out, "pin")} more: layerstore pin --list has them.` : "";
