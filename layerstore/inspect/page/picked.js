@@ -52,6 +52,7 @@ function drawPicked() {
   $("picked-title").textContent = pin === undefined ? "Picked step" : "Picked pin";
   if (pin !== undefined) drawPickedPin(pin);
   else drawPickedSave();
+  drawPins();
 }
 
 function drawPickedPin(pin) {

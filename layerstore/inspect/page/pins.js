@@ -5,13 +5,17 @@ function drawPins() {
   if (!facts.pins.length) return;
   const columns = [{ name: "Pin" }, { name: "Points at" }, { name: "Chosen by", wide: true }, { name: "Made (UTC)" }, { name: "Saved (UTC)" }, { name: "What it is", wide: true }];
   const rows = facts.pins.map((pin, index) => {
-    const link = h("button", { type: "button", class: "link foreign" }, shown(pin.pin));
-    link.addEventListener("click", () => pickPin(index));
-    return [link, foreign(pin.reference), foreign(chosenBy(pin)), pin.made === null ? "" : time(pin.made), time(pin.time),
+    return [facts.runs.length ? pinLink(pin, index) : foreign(pin.pin), foreign(pin.reference), foreign(chosenBy(pin)), pin.made === null ? "" : time(pin.made), time(pin.time),
       pin.mixture === null ? "one save" : `a mixture: ${mixtureText(pin.mixture, pin.step)}`];
   });
   $("pins").replaceChildren(table(columns, rows, state.pin));
   $("pins-more").textContent = facts.pins_left_out ? `${counted(facts.pins_left_out, "pin")} more: layerstore pin --list has them.` : "";
+}
+
+function pinLink(pin, index) {
+  const link = h("button", { type: "button", class: "link foreign" }, shown(pin.pin));
+  link.addEventListener("click", () => pickPin(index));
+  return link;
 }
 
 function chosenBy(pin) {
