@@ -4,8 +4,10 @@ How a run grows in the store from save to save, as it was saved and as it would 
 Sizes are listed ones, and records are not counted.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
@@ -23,22 +25,59 @@ layers. In addition: the gathered weights that are not stored because they are t
 its writer put into the store, as noted at the time.
 """
 
-# Ids are kept as bytes, since a million hexadecimal ids would take twice the memory.
-Parts = tuple[tuple[bytes, int], ...]
-"""The objects that something consists of, and their sizes."""
+Parts: TypeAlias = "array[int]"
+"""The numbers of the objects that something consists of."""
+
+
+class Objects:
+    """
+    Numbers objects, since a report compares sets of millions of them.
+
+    Ids are kept as bytes, since hexadecimal ones would take twice the memory.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._sizes = array("Q")
+
+    def parts(self, refs: Iterable[BlobRef]) -> Parts:
+        """Return the numbers of *refs*; new objects get new ones."""
+        found = array("I")
+        for ref in refs:
+            number = self._numbers.setdefault(_key(ref), len(self._sizes))
+            if number == len(self._sizes):
+                self._sizes.append(ref.size_bytes)
+            found.append(number)
+        return found
+
+    def size_bytes(self, parts: Parts) -> int:
+        """Return the size of *parts*."""
+        return sum(self._sizes[number] for number in parts)
+
+    def add_new(self, seen: bytearray, parts: Parts) -> int:
+        """Add *parts* to what was *seen*, a byte for each object; return the size of the new ones."""
+        seen.extend(bytes(len(self._sizes) - len(seen)))
+        new = 0
+        for number in parts:
+            if not seen[number]:
+                seen[number] = True
+                new += self._sizes[number]
+        return new
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
     """What is kept of a version."""
 
-    parts: Parts = ()
+    parts: Parts = field(default_factory=lambda: array("I"))
     """Its blob and its objects."""
     size_bytes: int = 0
     layer_bytes: int = 0
     """Without the blob, as `ls` shows it."""
     unlike: frozenset[str] = frozenset()
     """The trained parameters that have stored weights rather than rounded masters."""
+    shape: int = 0
+    """A number for its parameters, buffers and optimizer states: `ingest` stores a layer again if any changes."""
 
 
 class Growth:
@@ -46,8 +85,10 @@ class Growth:
 
     def __init__(self, repo: Repository) -> None:
         self._repo = repo
-        self._seen: set[bytes] = set()
+        self._objects = Objects()
+        self._seen = bytearray()
         self._versions: dict[bytes, _Version] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
         self.versions_overlap = False
         """Whether two different versions have an object in common."""
         self.left_out: list[str] = []
@@ -64,20 +105,21 @@ class Growth:
             logical += version.size_bytes
             inherited += 0 if entry.saved_by(record) else version.size_bytes
             stored |= version.unlike
-        beside = list[tuple[bytes, int]]()
+        beside = array("I")
         for ref in record.states:
             try:
                 state = self._repo.state(ref)
             except LayerstoreError as exc:
                 self.left_out.append(str(exc))
                 continue
-            parts = _parts([ref, *objects_of_state(state)])
-            logical += sum(size_bytes for _, size_bytes in parts)
-            unique += add_new(self._seen, parts)
+            parts = self._objects.parts([ref, *objects_of_state(state)])
+            logical += self._objects.size_bytes(parts)
+            unique += self._objects.add_new(self._seen, parts)
             derived += _derived_bytes(state, stored)
             beside += parts
         for what_if in what_ifs:
-            what_if.add(record, [self._versions[_key(entry.version)].parts for entry in record.layers], tuple(beside))
+            versions = [self._versions[_key(entry.version)] for entry in record.layers]
+            what_if.add(record, self._objects, versions, beside)
         return [logical, unique, inherited, derived, commit.observed.bytes_new]
 
     def layer_bytes(self, entry: LayerEntry) -> int:
@@ -97,17 +139,29 @@ class Growth:
             return 0
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
         weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
-        parts = _parts([entry.version, *(stored.ref for stored in version.objects)])
-        size_bytes = sum(size_bytes for _, size_bytes in parts)
+        parts = self._objects.parts([entry.version, *(stored.ref for stored in version.objects)])
+        size_bytes = self._objects.size_bytes(parts)
+        shape = (version.parameters, version.buffers, frozenset(version.optimizer_states))
         self._versions[key] = _Version(
             parts=parts,
             size_bytes=size_bytes,
             layer_bytes=size_bytes - entry.version.size_bytes,
             unlike=frozenset(tensor.name for of in weights for tensor in of.tensors) & trained,
+            shape=self._shapes.setdefault(shape, len(self._shapes) + 1),
         )
-        new = add_new(self._seen, parts)
+        new = self._objects.add_new(self._seen, parts)
         self.versions_overlap |= new < size_bytes
         return new
+
+
+class _Held(NamedTuple):
+    """What a policy would have stored of a layer."""
+
+    since: int
+    """The step."""
+    is_counted: bool
+    """Whether it has an update that the optimizer counted."""
+    shape: int
 
 
 @dataclass(slots=True)
@@ -116,15 +170,28 @@ class _Past:
 
     steps: list[int] = field(default_factory=list)
     """Of each save so far."""
-    held: dict[tuple[str, bool], int] = field(default_factory=dict)
-    """The step from which a version of a layer is there, with and without an update that the optimizer counted."""
+    held: dict[str, list[_Held]] = field(default_factory=dict)
+    """Of each layer what the policy would have stored, where it differs from the one before."""
 
     def up_to(self, step: int) -> "_Past":
         """Return it as it was after *step*."""
         return _Past(
             steps=[each for each in self.steps if each <= step],
-            held={key: since for key, since in self.held.items() if since <= step},
+            held={name: [each for each in held if each.since <= step] for name, held in self.held.items()},
         )
+
+    def can_inherit(self, layer: str, kind: tuple[bool, int]) -> bool:
+        """Whether a save of *kind* can do without storing *layer*, as `ingest` decides it."""
+        if not self.held.get(layer):
+            return False
+        held, (is_counted, shape) = self.held[layer][-1], kind
+        return held.shape == shape and (held.is_counted or not is_counted)
+
+    def hold(self, layer: str, kind: tuple[bool, int], *, since: int) -> None:
+        """Note that *layer* is stored."""
+        held = self.held.setdefault(layer, [])
+        if not held or (held[-1].is_counted, held[-1].shape) != kind:
+            held.append(_Held(since, *kind))
 
 
 class WhatIf:
@@ -137,28 +204,28 @@ class WhatIf:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = anchored(policy, 0)
-        self._seen: set[bytes] = set()
+        self._seen = bytearray()
         self._pasts: dict[int, _Past] = {}
         self.own_bytes: list[int] = []
         """What each save would have added."""
         self.estimated_bytes: list[int] = []
         """The estimated part of it."""
 
-    def add(self, record: CommitRecord, versions: Iterable[Parts], beside: Parts) -> None:
-        """Count *record*, with the objects of its layers' *versions* and those *beside* them."""
+    def add(self, record: CommitRecord, objects: Objects, versions: Iterable[_Version], beside: Parts) -> None:
+        """Count *record*, with the *objects* of its layers' *versions* and those *beside* them."""
         past = self._past_of(record)
         names = tuple(entry.layer for entry in record.layers)
         due = due_layers(self._policy, Save(number=len(past.steps), layers=names, ages={}))
-        own, estimated = add_new(self._seen, beside), 0
-        for entry, parts in zip(record.layers, versions, strict=True):
+        own, estimated = objects.add_new(self._seen, beside), 0
+        for entry, version in zip(record.layers, versions, strict=True):
             is_counted = entry.optimizer_step is not None
-            if entry.layer not in due and (entry.layer, is_counted) in past.held:
+            kind = (is_counted, version.shape)
+            if entry.layer not in due and past.can_inherit(entry.layer, kind):
                 continue
-            for key in {(entry.layer, is_counted), (entry.layer, False)}:
-                past.held.setdefault(key, record.step)
-            new = add_new(self._seen, parts)
+            past.hold(entry.layer, kind, since=record.step)
+            new = objects.add_new(self._seen, version.parts)
             if is_counted and not entry.saved_by(record):
-                new = sum(size_bytes for _, size_bytes in parts)
+                new = version.size_bytes
                 estimated += new
             own += new
         past.steps.append(record.step)
@@ -171,20 +238,6 @@ class WhatIf:
             parent = None if fork is None else self._pasts.get(fork.attempt)
             self._pasts[record.attempt] = _Past() if fork is None or parent is None else parent.up_to(fork.step)
         return self._pasts[record.attempt]
-
-
-def add_new(seen: set[bytes], parts: Parts) -> int:
-    """Add *parts* to what was *seen*; return the size of the new ones."""
-    new = 0
-    for key, size_bytes in parts:
-        if key not in seen:
-            seen.add(key)
-            new += size_bytes
-    return new
-
-
-def _parts(refs: Iterable[BlobRef]) -> Parts:
-    return tuple((_key(ref), ref.size_bytes) for ref in refs)
 
 
 def _key(ref: BlobRef) -> bytes:

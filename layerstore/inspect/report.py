@@ -20,11 +20,11 @@ from typing import Any
 from layerstore.compose import checked_file, compose_by_policy, write_file
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
-from layerstore.history import Resolved, metrics_of, others_in, references_to, staleness_of
+from layerstore.history import Resolved, metrics_of, references_to, staleness_of
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
-from layerstore.inspect.report_pins import VERSION_DIGITS, pins_of
+from layerstore.inspect.report_pins import VERSION_DIGITS, mixture_fields, pins_of
 from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_of
 from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
@@ -138,14 +138,15 @@ def _run(
     what_ifs, columns = {policy.name: WhatIf(policy) for policy in ASKED_FOR}, list[int]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times: dict[tuple[int, int], str] = {}
-    for commit in commits_of(repo, view, problems):
+    commits = 0
+    for commits, commit in enumerate(commits_of(repo, view, problems), start=1):
         own = growth.add(commit, *what_ifs.values())
         total = [before + each for before, each in zip(total, own, strict=True)]
         times[commit.record.attempt, commit.record.step] = short_time(commit.observed.time_ns)
         progress.advance(1)
         if commit.id in wanted:
             shown.append(commit)
-            columns.append(len(times) - 1)
+            columns.append(commits - 1)
             own_bytes.append(own)
             total_bytes.append(total)
     problems += growth.left_out
@@ -154,7 +155,7 @@ def _run(
     saves = _saves(repo, shown, pins=pins, timings=timings, fates=fates)
     return {
         "run": view.run,
-        "commits": len(times),
+        "commits": commits,
         "attempts": len(view.attempts),
         "first_time": min(times.values(), default=None),
         "last_time": max(times.values(), default=None),
@@ -166,7 +167,7 @@ def _run(
         "versions": [_versions(commit, layers) for commit in shown],
         "layer_bytes": _layer_bytes(growth, shown, layers),
         "versions_overlap": growth.versions_overlap,
-        "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if len(times) > 1 else {},
+        "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if commits > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
         "metrics": _metrics(repo, shown, problems),
         "timings": _timings(list(timings.values())),
@@ -227,7 +228,7 @@ def _composites(
         return [indexes.setdefault(origins[name], len(indexes)) if name in origins else -1 for name in layers]
 
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
-    mixtures = {"latest": [_mixed(commit, commit.record.layers) for commit in shown]}
+    mixtures = {"latest": [mixture_fields(commit.record, commit.record.layers) for commit in shown]}
     for policy in ASKED_FOR:
         taken = [_asked(repo, commit, view, policy) for commit in shown]
         if any(entries is not None for entries in taken):
@@ -235,7 +236,7 @@ def _composites(
                 None if entries is None else places(entries) if entries else [] for entries in taken
             ]
             mixtures[policy.name] = [
-                mixed if entries is None else _mixed(commit, entries)
+                mixed if entries is None else mixture_fields(commit.record, entries)
                 for commit, entries, mixed in zip(shown, taken, mixtures["latest"], strict=True)
             ]
     own = [origin if origin.run == view.run else None for origin in indexes]
@@ -261,12 +262,6 @@ def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> l
     return None if taken == commit.record.layers else list(taken)
 
 
-def _mixed(commit: Commit, entries: Sequence[LayerEntry]) -> list[object] | None:
-    """Return how many layers of a mixture are from other saves, and whether all are older; None if it is none."""
-    found = others_in(commit.record, entries) if entries else None
-    return None if found is None else list(found)
-
-
 def _versions(commit: Commit, layers: Iterable[str]) -> str:
     ids = {entry.layer: entry.version.id[:VERSION_DIGITS] for entry in commit.record.layers}
     return "".join(ids.get(name, "-" * VERSION_DIGITS) for name in layers)
@@ -284,10 +279,11 @@ def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str])
     return found
 
 
-def _what_if(found: WhatIf, columns: Sequence[int]) -> dict[str, list[int]]:
-    """Return what the saves of *columns* would have added, and all up to each of them."""
+def _what_if(found: WhatIf, columns: Sequence[int]) -> dict[str, object]:
+    """Return what all saves would have added, those of *columns*, and all up to each of these."""
     total, estimated = list(accumulate(found.own_bytes)), list(accumulate(found.estimated_bytes))
     return {
+        "total": {"bytes": total[-1], "estimated_bytes": estimated[-1], "first_bytes": total[0]},
         "bytes": [found.own_bytes[column] for column in columns],
         "total_bytes": [total[column] for column in columns],
         "estimated_bytes": [estimated[column] for column in columns],

@@ -1,14 +1,14 @@
 """The pins of a report: what each one means, and for composites that no commit has, where each layer is from."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from layerstore.errors import LayerstoreError
 from layerstore.format import commit_id
-from layerstore.history import mixture_of, references_to
+from layerstore.history import others_in, references_to
 from layerstore.json_fields import short_time
-from layerstore.model import LayerEntry, Origin, Pin
+from layerstore.model import CommitRecord, LayerEntry, Origin, Pin
 from layerstore.storage import Repository
 
 # Pins that are listed, and the bytes for the layers of those that no commit has.
@@ -42,6 +42,12 @@ def pins_of(
     return {"pins": found, "pins_left_out": len(pins) - len(found)}
 
 
+def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
+    """Return how many of *layers* are from other saves, of how many, and if all are older; None if it is no mixture."""
+    found = others_in(base, layers) if layers else None
+    return None if found is None else [found[0], len(layers), found[1]]
+
+
 def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
     record, made_ns = pin.record, repo.files.modified_ns(repo.layout.pin(pin.name))
     return {
@@ -57,7 +63,7 @@ def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:
         "policy": record.policy.name,
         "policy_parameters": {str(name): str(value) for name, value in record.policy.parameters.items()},
         "is_composite": commit_id(record) != pin.base,
-        "mixture": mixture_of(record, record.layers),
+        "mixture": mixture_fields(record, record.layers),
     }
 
 

@@ -338,6 +338,22 @@ def test_next_to_nothing_is_shown_too(browser: Browser, tmp_path: Path, historie
         assert text in page.text("body")
 
 
+def test_pins_of_dropped_commits_are_shown_alone(browser: Browser, tmp_path: Path) -> None:
+    """Without a commit there is no picture, but there are pins, and a note."""
+    build(tmp_path / "store", History(run="one", saves=2, layers=4))
+    with layerstore.open(tmp_path / "store") as store:
+        store.pin("kept", "one@50")
+        store.drop("one@50")
+        store.drop("one@100")
+        store.report(tmp_path / "report.html")
+    with opened(browser, tmp_path / "report.html") as page:
+        assert page.said() == []
+        assert page.text("#notes") == "Every commit was dropped; 1 pin remains."
+        assert "kept" in page.text("#pins")
+        assert page.text("main").startswith("Pins")
+        assert "Layers and steps" not in page.text("main")
+
+
 def test_a_damaged_store_says_so(browser: Browser, tmp_path: Path) -> None:
     """What could not be read is named, and what a collection would refuse, in words."""
     build(tmp_path / "store", History(run="hurt", saves=3, layers=4, has_objects=False))

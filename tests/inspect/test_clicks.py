@@ -151,6 +151,7 @@ def test_pins_are_opened(page: Page, store: Store) -> None:
 
     rows = cells_of(page)
     assert page.text("#picked-title") == "Picked pin"
+    assert page.text("#pins tr.at").startswith("mixed")
     assert page.text("#picked-summary") == "mixed pins a composite of 7 layers on top of full@300."
     assert page.text("#mixture") == composite.composition.mixture
     assert [row[0] for row in rows] == list(composite.layers)
@@ -169,6 +170,21 @@ def test_pins_are_opened(page: Page, store: Store) -> None:
 
     page.click(*middle_of(page, 3, 2))
     assert (page.text("#picked-title"), hash_of(page)) == ("Picked step", "#run=full&step=200")
+    assert page.look("document.querySelectorAll('#pins tr.at').length") == 0
+
+
+def test_only_a_key_that_moves_changes_the_address(page: Page) -> None:
+    """Escape and Tab leave the link that was opened."""
+    link = hash_of(page)
+    page.look("location.hash = '#run=full&step=450&policy=latest'")
+    page.look("document.getElementById('heat').focus()")
+    for key in ("Escape", "Tab"):
+        page.press(key)
+    assert hash_of(page) == "#run=full&step=450&policy=latest" != link
+
+    page.look("document.getElementById('heat').focus()")
+    page.press("ArrowLeft")
+    assert hash_of(page) == "#run=full&step=400"
 
 
 def test_two_steps_are_compared(page: Page, store: Store) -> None:

@@ -1,4 +1,4 @@
-// A link to what was picked, in the page's fragment, and buttons that copy. What stands in a fragment is only compared.
+// A link to what was picked, in the page's fragment, and buttons that copy. The fragment is only compared, never inserted into the page.
 
 const isUnique = (of, column) => of.saves.step.filter((step) => step === of.saves.step[column]).length === 1;
 

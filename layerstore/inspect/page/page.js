@@ -2,6 +2,12 @@
 
 function figure(value, text) { return h("div", {}, h("b", {}, value), h("span", {}, text)); }
 
+function nothingText() {
+  const pins = facts.pins.length + facts.pins_left_out;
+  if (!pins) return "No commits yet; next: layerstore ingest CHECKPOINT";
+  return `Every commit was dropped; ${counted(pins, "pin")} ${pins === 1 ? "remains" : "remain"}.`;
+}
+
 function drawHeader() {
   const stats = facts.stats;
   document.title = `layerstore report: ${shown(facts.store)}`;
@@ -19,7 +25,7 @@ function drawHeader() {
     notes.push(h("p", { class: "note warn" }, "What could not be read is in no figure:"),
       h("ul", {}, ...facts.left_out.map((each) => h("li", {}, foreign(each)))));
   }
-  if (!facts.runs.length) notes.push(h("p", { class: "note" }, "No commits yet; next: layerstore ingest CHECKPOINT"));
+  if (!facts.runs.length) notes.push(h("p", { class: "note" }, nothingText()));
   $("notes").replaceChildren(...notes);
 }
 
@@ -79,8 +85,8 @@ function drawRun() {
   $("policy").value = state.policy;
   show("policy-label", isDrawn && policies().length > 1);
   for (const id of ["drift-section", "timing-section", "retention-section"]) show(id, isDrawn);
-  drawPins();
   if (!isDrawn) {
+    drawPins();
     $("storage-facts").textContent = `Different bytes: ${size(of.total.unique_bytes)}.`;
     return;
   }
@@ -114,8 +120,12 @@ function begin() {
     if (theme) document.documentElement.dataset.theme = THEMES[theme];
     else delete document.documentElement.dataset.theme;
   });
-  if (!facts.runs.length) return;
-  show("main", true);
+  show("main", facts.runs.length + facts.pins.length > 0);
+  if (!facts.runs.length) {
+    for (const section of document.querySelectorAll("main > section")) section.hidden = true;
+    drawPins();
+    return;
+  }
   for (const id of PICTURES) {
     $(id).addEventListener("mousemove", hover);
     $(id).addEventListener("mouseleave", () => show("tip", false));
@@ -130,7 +140,7 @@ function begin() {
   }
   $("heat").addEventListener("keydown", key);
   // Not at each repetition of a key that is held: browsers allow an address to change only so often.
-  $("heat").addEventListener("keyup", follow);
+  $("heat").addEventListener("keyup", (event) => { if (moveBy(event)) follow(); });
   const chosen = (id, act) => $(id).addEventListener("change", () => { act($(id).value); follow(); });
   chosen("run", (index) => choose(Number(index)));
   chosen("policy", (policy) => { state.policy = policy; state.pin = -1; drawRun(); });

@@ -37,7 +37,7 @@ function drawFacts(lines) {
 }
 
 function drawMixture(sentence) {
-  $("mixture").textContent = shown(sentence);
+  $("mixture").textContent = sentence;
   show("mixture", sentence !== "");
 }
 
@@ -52,6 +52,7 @@ function drawPicked() {
   $("picked-title").textContent = pin === undefined ? "Picked step" : "Picked pin";
   if (pin !== undefined) drawPickedPin(pin);
   else drawPickedSave();
+  drawPins();
 }
 
 function drawPickedPin(pin) {
@@ -59,7 +60,7 @@ function drawPickedPin(pin) {
   const what = pin.is_composite ? `a composite of ${counted(layers?.length ?? 0, "layer")} on top of ` : "";
   $("picked-summary").replaceChildren(h("strong", { class: "foreign" }, shown(pin.pin)), ` pins ${layers === null ? "" : what}`, foreign(pin.reference),
     layers === null ? ": its layers are not in this report; layerstore show has them." : ".");
-  drawMixture(pin.mixture ?? "");
+  drawMixture(mixtureText(pin.mixture, pin.step));
   drawFacts([
     [pin.is_composite ? "base" : "commit", pin.commit],
     ["saved", when(pin.time), `, attempt ${pin.attempt}`],
@@ -81,7 +82,7 @@ function drawPickedSave() {
     `${fresh} of ${counted(run().layers.length, "layer")} from this very step` +
     (worst === null || worst.steps === 0 ? "." : ". The oldest is ")),
     ...(!isThere || worst === null || worst.steps === 0 ? [] : [foreign(run().layers[worst.layer]), `: ${age(worst)}.`]));
-  drawMixture(mixture(column));
+  drawMixture(mixtureText(mixture(column), of.step[column]));
   const bytes = of.bytes[column], found = whatIf();
   drawFacts([
     ["commit", of.commit[column]],

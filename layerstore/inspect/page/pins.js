@@ -1,17 +1,21 @@
-// Pins: all that there are, and what is picked by one.
+// The list of pins, and opening one.
 
 function drawPins() {
   show("pins-section", facts.pins.length > 0);
   if (!facts.pins.length) return;
   const columns = [{ name: "Pin" }, { name: "Points at" }, { name: "Chosen by", wide: true }, { name: "Made (UTC)" }, { name: "Saved (UTC)" }, { name: "What it is", wide: true }];
   const rows = facts.pins.map((pin, index) => {
-    const link = h("button", { type: "button", class: "link foreign" }, shown(pin.pin));
-    link.addEventListener("click", () => pickPin(index));
-    return [link, foreign(pin.reference), foreign(chosenBy(pin)), pin.made === null ? "" : time(pin.made), time(pin.time),
-      pin.mixture === null ? "one save" : `a mixture: ${pin.mixture}`];
+    return [facts.runs.length ? pinLink(pin, index) : foreign(pin.pin), foreign(pin.reference), foreign(chosenBy(pin)), pin.made === null ? "" : time(pin.made), time(pin.time),
+      pin.mixture === null ? "one save" : `a mixture: ${mixtureText(pin.mixture, pin.step)}`];
   });
   $("pins").replaceChildren(table(columns, rows, state.pin));
   $("pins-more").textContent = facts.pins_left_out ? `${counted(facts.pins_left_out, "pin")} more: layerstore pin --list has them.` : "";
+}
+
+function pinLink(pin, index) {
+  const link = h("button", { type: "button", class: "link foreign" }, shown(pin.pin));
+  link.addEventListener("click", () => pickPin(index));
+  return link;
 }
 
 function chosenBy(pin) {

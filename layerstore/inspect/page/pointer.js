@@ -57,14 +57,18 @@ function hover(event) {
   tip(event, hasRows ? cellText(at.column, at.layer) : columnText(id, at.column));
 }
 
-function key(event) {
-  if (event.altKey || event.ctrlKey || event.metaKey) return;
+// By how many saves and layers a key moves, if it moves at all.
+function moveBy(event) {
+  if (event.altKey || event.ctrlKey || event.metaKey) return undefined;
   const far = Math.max(5, Math.round(count() / 20));
-  const moves = {
+  return {
     ArrowLeft: [-1, 0], ArrowRight: [1, 0], PageUp: [-far, 0], PageDown: [far, 0],
     Home: [-count(), 0], End: [count(), 0], ArrowUp: [0, -1], ArrowDown: [0, 1],
-  };
-  const move = moves[event.key];
+  }[event.key];
+}
+
+function key(event) {
+  const move = moveBy(event);
   if (event.key === "Escape") show("tip", false);
   if (!move) return;
   event.preventDefault();

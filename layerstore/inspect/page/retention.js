@@ -25,7 +25,7 @@ function drawRetention() {
   if (plan === null) {
     const free = !stats.unneeded?.bytes ? "" :
       ` What no visible commit and no pin needs takes ${size(stats.unneeded.bytes)}: layerstore gc frees it.`;
-    $("retention-facts").textContent = `No rule was given, so that every visible commit stays.${free} A report with rules shows what they would leave:`;
+    $("retention-facts").textContent = `No rules given: every visible commit stays.${free} A report with rules shows what they would leave:`;
     $("retention-command").replaceChildren(...commands([shown(`layerstore report --store ${quoted(facts.store)} --keep-last 3 --keep-every 1000 -o report.html`)]));
     show("retention", false);
     show("retention-legend", false);

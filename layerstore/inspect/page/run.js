@@ -83,13 +83,13 @@ function oldest(column) {
   return worst;
 }
 
+const mixture = (column) => (run().mixtures[state.policy] ?? run().mixtures.latest)[column];
+
 // The sentence that the command line says of a mixture; empty for what is none.
-function mixture(column) {
-  const mixtures = run().mixtures;
-  const found = (mixtures[state.policy] ?? mixtures.latest)[column];
+function mixtureText(found, step) {
   if (found === null) return "";
-  const layers = taken(column).filter((index) => index >= 0).length;
-  return `${found[0]} of ${layers + run().layers_left_out} layers are ${found[1] ? "older than" : "not from"} step ${saves().step[column]}: ` +
+  const [others, layers, areOlder] = found;
+  return `${others} of ${layers} layers are ${areOlder ? "older than" : "not from"} step ${step}: ` +
     "this model never existed during training (docs/evidence.md says what that costs)";
 }
 

@@ -44,17 +44,16 @@ function storageText() {
   return `All saves of this run up to each step. Whole checkpoints would have taken ${size(whole)}: ` +
     `${sizes([last.unique_bytes, "are different bytes"], [last.logical_bytes - last.unique_bytes, `were there already${left}`],
       [last.derived_bytes, "follow from others"])}. ` +
-    (last.written_bytes ? `Its writers put ${size(last.written_bytes)} into the store.` : "Its writers had nothing to put into the store, which had all of it.");
+    (last.written_bytes ? `Its writers put ${size(last.written_bytes)} into the store.` : "Nothing was written: the store already had all of it.");
 }
 
 function whatIfText(found) {
-  const total = found.total_bytes.at(-1), estimated = found.estimated_bytes.at(-1), is = run().total.unique_bytes;
-  const commits = run().commits, first = found.bytes[0];
-  const later = commits > 1 && run().saves.commit.length ? `, the later ones ${size(Math.round((total - first) / (commits - 1)))} on average` : "";
+  const { bytes: total, estimated_bytes: estimated, first_bytes: first } = found.total, is = run().total.unique_bytes;
+  const later = size(Math.round((total - first) / (run().commits - 1)));
   const against = total === is ? "just what it stores" : total < is
     ? `instead of ${size(is)}, ${(is / total).toFixed(1)} × fewer bytes` : `instead of ${size(is)}`;
   return `Had ${state.policy}, as it is by default, made every save of this run, the run would take ${size(total)} ${against}: ` +
-    `the first save ${size(first)}${later}. ` +
+    `the first save ${size(first)}, the later ones ${later} on average. ` +
     (estimated ? `${size(estimated)} of it are an estimate: layers that ${state.policy} would have saved where this run did not, counted with the size that they had.`
       : "This is exact: the store has every version that it counts.");
 }
@@ -98,7 +97,7 @@ function drawStorage() {
     { name: "written, by the writers’ account", draw: line },
   ] : [
     { name: `stored, had ${state.policy} made every save`, draw: filled("unique") },
-    ...(found.estimated_bytes.at(-1) ? [{ name: "of it estimated", draw: filled("estimated") }] : []),
+    ...(found.total.estimated_bytes ? [{ name: "of it estimated", draw: filled("estimated") }] : []),
     { name: "the rest of whole checkpoints: not stored", draw: patterned("hatch") },
     { name: "stored by this run as it is", draw: line },
   ]);
