@@ -169,7 +169,7 @@ def _run(
         "versions_overlap": growth.versions_overlap,
         "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if commits > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
-        "metrics": _metrics(repo, shown, problems),
+        "metrics": _metrics(repo, view, shown, problems),
         "timings": _timings(list(timings.values())),
     }
 
@@ -304,12 +304,14 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
     ]
 
 
-def _metrics(repo: Repository, shown: Iterable[Commit], problems: list[str]) -> dict[str, list[float | None]]:
+def _metrics(
+    repo: Repository, view: RunView, shown: Iterable[Commit], problems: list[str]
+) -> dict[str, list[float | None]]:
     """Return what training measured at each save, by name: losses first, then what most saves have."""
     measured = list[dict[str, float]]()
     for commit in shown:
         try:
-            found = metrics_of(repo, commit.record)
+            found = metrics_of(repo, commit.record, view=view)
         except LayerstoreError as exc:
             problems.append(str(exc))
             found = {}

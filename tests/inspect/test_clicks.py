@@ -98,7 +98,7 @@ def test_a_what_if_changes_bytes_and_pictures(page: Page, store: Store) -> None:
     page.choose("#policy", "filter")
 
     said, facts = page.text("#what-if"), facts_of(page)
-    assert f"the run would take {shown_size(found['total_bytes'][-1])} instead of " in said
+    assert f"of this run: {shown_size(found['total_bytes'][-1])}, instead of " in said
     assert "This is exact" in said
     assert facts["what if"].startswith(f"{shown_size(found['bytes'][-1])} new to the run")
     assert all(drawn(page, f"#{name} path.unique") != drawing for name, drawing in before.items())

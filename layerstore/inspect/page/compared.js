@@ -49,7 +49,7 @@ function drawCompared() {
   const only = [["only in the earlier", names[0]], ["only in the later", names[1]]].filter(([status]) => of(status).length)
     .map(([status, name]) => ` ${counted(of(status).length, "layer")} only in ${shown(name)}.`).join("");
   $("compared-summary").replaceChildren(h("strong", { class: "foreign" }, shown(names[0])), " and ", h("strong", { class: "foreign" }, shown(names[1])),
-    `: ${number(of("differs").length)} of ${counted(rows.length, "layer")} differ.${only} ${sharedText(of("same").length, sum(of("same"), "after"))} ` +
+    `, as they were saved: ${number(of("differs").length)} of ${counted(rows.length, "layer")} differ.${only} ${sharedText(of("same").length, sum(of("same"), "after"))} ` +
     `The layers take ${size(sum(rows, "before"))} in the earlier and ${size(sum(rows, "after"))} in the later.`);
   const there = `--store ${quoted(facts.store)}`;
   $("compared-commands").replaceChildren(...commands([shown(`layerstore diff ${there} ${wordFor(a)} ${wordFor(b)} --stat`)]));

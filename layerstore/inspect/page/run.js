@@ -89,7 +89,7 @@ const mixture = (column) => (run().mixtures[state.policy] ?? run().mixtures.late
 function mixtureText(found, step) {
   if (found === null) return "";
   const [others, layers, areOlder] = found;
-  return `${others} of ${layers} layers are ${areOlder ? "older than" : "not from"} step ${step}: ` +
+  return `${others} of ${layers} layers ${others === 1 ? "is" : "are"} ${areOlder ? "older than" : "not from"} step ${step}: ` +
     "this model never existed during training (docs/evidence.md says what that costs)";
 }
 

@@ -50,10 +50,10 @@ function storageText() {
 function whatIfText(found) {
   const { bytes: total, estimated_bytes: estimated, first_bytes: first } = found.total, is = run().total.unique_bytes;
   const later = size(Math.round((total - first) / (run().commits - 1)));
-  const against = total === is ? "just what it stores" : total < is
+  const against = total === is ? "the same as now" : total < is
     ? `instead of ${size(is)}, ${(is / total).toFixed(1)} × fewer bytes` : `instead of ${size(is)}`;
-  return `Had ${state.policy}, as it is by default, made every save of this run, the run would take ${size(total)} ${against}: ` +
-    `the first save ${size(first)}, the later ones ${later} on average. ` +
+  return `If ${state.policy} (default settings) had made every save of this run: ${size(total)}, ${against}; ` +
+    `the first save ${size(first)}, later ones ${later} on average. ` +
     (estimated ? `${size(estimated)} of it are an estimate: layers that ${state.policy} would have saved where this run did not, counted with the size that they had.`
       : "This is exact: the store has every version that it counts.");
 }
