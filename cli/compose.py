@@ -174,11 +174,9 @@ def compose(
         composite.check(max_staleness=max_staleness)
         options: dict[str, Any] = {name: value for name, value in (shards | export).items() if value is not None}
         plan, write = (_plan_hf, composite.export) if form == "hf" else (_plan_zero3, composite.write)
-        if pin is not None and out is None and not dry_run:
-            check = composite.plan_export if form == "hf" else composite.notes
-            check(**options)  # what is refused is not kept
-            composite.pin(pin)
         if out is None or dry_run:
+            if pin is not None and not dry_run:
+                _pin(composite, pin, form=form, options=options)
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
             facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}
             plan(composite, options, outcome, facts, as_json=as_json)
@@ -189,6 +187,13 @@ def compose(
         _say_written(composite, written, adam_step=adam_step, as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
+
+
+def _pin(composite: "Composite", name: str, *, form: _Form, options: Mapping[str, Any]) -> None:
+    """Pin *composite*, unless it would be refused in that form."""
+    check = composite.plan_export if form == "hf" else composite.notes
+    check(**options)
+    composite.pin(name)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------

@@ -69,7 +69,6 @@ def log(
       layerstore log sft --graph
       layerstore log sft --timing
       layerstore log sft --metric loss --metric eval_loss
-      layerstore log --dropped
       layerstore log sft --limit 20 --before 3f0c9a1b --json
     """
     if dropped:
