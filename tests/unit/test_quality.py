@@ -177,6 +177,18 @@ def test_a_control_that_differs_by_a_bit_is_reported() -> None:
     assert "control identical to the last bit: NO, in 12 resumes" in list(table.lines(TINY, rows))
 
 
+def test_a_job_that_was_trained_again_is_compared() -> None:
+    """The same seeds are meant to give the same bits."""
+    rows = rows_of({FULL: [0.0, 0.0, 0.0]})
+    trunk = next(row for row in rows if row["kind"] == "trunk")
+
+    same = list(table.lines(TINY, [*rows, trunk]))
+    other = list(table.lines(TINY, [*rows, {**trunk, "masters": "abd"}]))
+
+    assert "whole jobs trained again from their seeds: 1, the same bits" in same
+    assert "whole jobs trained again from their seeds: 1, OTHER BITS" in other
+
+
 def test_the_control_saves_everything_and_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How far each layer moved since the save before is in its records."""
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))

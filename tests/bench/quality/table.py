@@ -39,6 +39,7 @@ class Findings:
     def __init__(self, rows: Iterable[Row]) -> None:
         self.base: Row | None = None
         self.trunks = dict[tuple[str, int], Row]()
+        self._every_trunk = list[Row]()
         self.resumes = dict[tuple[str, Key], Row]()
         self.saves = dict[tuple[str, int, str, int], Row]()
         for row in rows:  # of two rows of one key the later one counts
@@ -46,6 +47,7 @@ class Findings:
                 self.base = row
             elif row["kind"] == "trunk":
                 self.trunks[row["task"], row["seed"]] = row
+                self._every_trunk.append(row)
             elif row["kind"] == "save":
                 self.saves[row["task"], row["seed"], row["arm"], row["step"]] = row
             elif row["kind"] == "resume":
@@ -84,6 +86,11 @@ class Findings:
             for key in self.keys(FULL)
             for what in ("masters", "loss", "accuracy")
         )
+
+    def repeats(self) -> tuple[int, bool]:
+        """Return how often a trunk was trained again, and whether each time it ended with the same bits."""
+        ends = {(of["task"], of["seed"], of["masters"], of["loss"], of["accuracy"]) for of in self._every_trunk}
+        return len(self._every_trunk) - len(self.trunks), len(ends) == len(self.trunks)
 
     def steps_until_noise(self, arm: str, *, task: str, failure: int) -> int | None:
         """Return after how many steps the mean difference stays within the noise; None if it does not get there."""
@@ -153,6 +160,9 @@ def about(settings: Settings, found: Findings) -> Iterator[str]:
             )
     is_identical = ("yes" if found.is_identical() else "NO") if found.keys(FULL) else "not known"
     yield f"control identical to the last bit: {is_identical}, in {len(found.keys(FULL))} resumes"
+    again, are_same = found.repeats()
+    if again:
+        yield f"whole jobs trained again from their seeds: {again}, {'the same bits' if are_same else 'OTHER BITS'}"
     resumes = len(TASKS) * len({seed for _, seed in found.trunks}) * len(settings.failures)
     lacking = [arm.name for arm in arms(settings) if len(found.keys(arm.name)) < resumes]
     if lacking:
