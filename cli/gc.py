@@ -164,10 +164,11 @@ def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
         steps = tuple(each.reference for each in outcome.unserved if each.policy == policy)
         policies.setdefault(steps, []).append(policy)
     for steps, names in policies.items():
-        holds = ("has" if len(names) == 1 else "have") if is_done else "would have"
+        takes = "takes" if is_done else "would take"
         say_warning(
-            f"--policy {' and '.join(names)} {holds} other versions at {counted(len(steps), 'kept step')} "
-            f"({some(steps, limit=3)}): compose --pin keeps a composite, --json lists the layers"
+            f"compose --policy {' or '.join(names)} {takes} other layers than before at "
+            f"{counted(len(steps), 'kept step')} ({some(steps, limit=3)}); --json lists them"
+            + ("" if is_done else "; a composite that is pinned first stays as it is")
         )
 
 

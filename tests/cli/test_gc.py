@@ -80,7 +80,7 @@ def test_composites_that_change_are_one_line_for_the_same_steps(run: Run, store:
 
     assert [each["policy"] for each in unserved] == ["parity", "filter"]
     assert len(warned) == 1
-    assert "--policy parity and filter would have other versions at 1 kept step (sft@6): compose --pin" in warned[0]
+    assert "compose --policy parity or filter would take other layers than before at 1 kept step (sft@6)" in warned[0]
 
 
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
