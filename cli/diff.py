@@ -78,7 +78,8 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in found.layers)]
     columns = [
         Column("LAYER", folds=True),
-        *(Column(kind.upper(), drops=1) for kind in kinds),
+        # With --stat, the masters are what is measured: they are the last to go.
+        *(Column(kind.upper(), drops=1 + (kind != Kind.MASTER.value)) for kind in kinds),
         Column("CHANGED", "right"),
         *([Column("REL L2", "right"), Column("COSINE", "right")] if stat else []),
     ]

@@ -213,7 +213,7 @@ def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "d
         columns[lacks] = lambda entry: "" if entry.has_moments else "moments"
     if any(entry.pushed for entry in entries):
         columns[Column("PUSHED", folds=True, drops=5)] = lambda entry: ", ".join(
-            remotes.get(url, url) for url in entry.pushed
+            remotes.get(url, f"…/{url.rpartition('/')[2]}") for url in entry.pushed
         )
     if any(entry.pins for entry in entries):
         columns[Column("PINS", folds=True)] = lambda entry: ", ".join(entry.pins)
