@@ -350,6 +350,11 @@ class ObjectContent:
     """Size of the payload."""
     crc32: int
 
+    @property
+    def begin(self) -> int:
+        """Where the payload begins in the object's file; it ends where the file ends."""
+        return self.object.size_bytes - self.size_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatContent:

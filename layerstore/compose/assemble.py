@@ -78,9 +78,7 @@ def plan_source_file(file: SourceFile) -> OutputFile:
 
 def whole(content: ObjectContent, offset: int) -> Piece:
     """Return the piece that copies a stored file or storage to *offset*."""
-    # The payload ends where the object's file ends.
-    start = content.object.size_bytes - content.size_bytes
-    return Piece(object=content.object, object_offset=start, size_bytes=content.size_bytes, offset=offset)
+    return Piece(object=content.object, object_offset=content.begin, size_bytes=content.size_bytes, offset=offset)
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:

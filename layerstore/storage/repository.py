@@ -92,9 +92,8 @@ class Repository:
         if isinstance(content, bytes):
             return content
         self.objects.verify(content.object)
-        end = content.object.size_bytes  # of the payload too
-        with self.objects.open(content.object, [(end - content.size_bytes, end)]) as file:
-            return file.read_at(end - content.size_bytes, content.size_bytes)
+        with self.objects.open(content.object, [(content.begin, content.object.size_bytes)]) as file:
+            return file.read_at(content.begin, content.size_bytes)
 
     def lock_run(self, run: str) -> AbstractContextManager[HeldLock]:
         """Hold the courtesy lock of *run*."""
