@@ -57,6 +57,10 @@ def pin(
     if remote is not None and delete is None:
         raise InvalidInput("--remote is for --delete", hint="layerstore push sends pins")
     if name is not None and ref is None and not list_ and delete is None:
+        if not is_name(name):
+            raise InvalidInput(
+                f"pin takes NAME and REF: which name shall {name!r} have?", hint=f"layerstore pin NAME {typed(name)}"
+            )
         raise InvalidInput(
             f"pin takes NAME and REF: which commit shall {name!r} name?",
             hint=f"layerstore pin {typed(name)} RUN@STEP; layerstore show {typed(name)} shows an existing pin",

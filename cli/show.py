@@ -83,8 +83,10 @@ def _metrics(view: "CommitView") -> str:
 
 
 def _saved(view: "CommitView") -> str:
-    inherited = len(view.layers) - view.layers_saved
-    return f"{view.layers_saved} saved at this step, {inherited} inherited" if inherited else "all saved at this step"
+    others = len(view.layers) - view.layers_saved
+    if view.is_mixture:
+        return f"{view.layers_saved} from this step, {others} from others"
+    return f"{view.layers_saved} saved at this step, {others} inherited" if others else "all saved at this step"
 
 
 def _policy(view: "CommitView") -> str:

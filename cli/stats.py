@@ -23,7 +23,7 @@ def stats(
     """
     Count bytes: by run, by kind and by layer.
 
-    LOGICAL is what the visible commits would take if each were stored whole.
+    LOGICAL is what the visible commits, and pins of anything else, would take if each were stored whole.
     UNIQUE counts every object once, OWN only those that no other run needs.
 
     \b
@@ -77,7 +77,7 @@ def _facts(found: "Stats") -> dict[str, str]:
     pins = f"; {counted(found.pins, 'pin')} besides, of mixtures or hidden commits" if found.pins else ""
     facts = {
         "commits": f"{found.commits:,} in {counted(len(found.runs), 'run')}{pins}",
-        "logical": f"{size(found.logical_bytes)} if each were stored whole",
+        "logical": f"{size(found.logical_bytes)} if each commit and pin were stored whole",
         "unique": f"{size(found.unique_bytes)} with each object counted once: {found.saved_ratio:.1%} less",
         "physical": f"{size(found.physical_bytes)} on disk",
     }

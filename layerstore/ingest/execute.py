@@ -44,11 +44,15 @@ from layerstore.publish import Published, Transaction, check_pin_free, check_pin
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.units import short_id, size
-from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
+from layerstore.zero3 import SUMMARY, Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
     "--run NAME that this is another run"
+)
+_HOW_TO_KEEP_A_COMPOSITE = (
+    "layerstore compose wrote this folder: compose --pin NAME keeps a mixture in the store, --run NAME stores this as "
+    "another run"
 )
 
 
@@ -294,7 +298,9 @@ class _Ingest:
             raise Conflict(
                 f"{self.run}@{self.checkpoint.step} is saved already, with other content "
                 f"(commit {short_id(rival.id)}); nothing was changed",
-                hint=_HOW_TO_SAVE_IT,
+                hint=_HOW_TO_KEEP_A_COMPOSITE
+                if (self.checkpoint.found.folder / SUMMARY).is_file()
+                else _HOW_TO_SAVE_IT,
             )
         return None
 

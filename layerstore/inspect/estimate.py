@@ -343,7 +343,10 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
             "with PEFT"
         )
     yield "the first save of a run is full; nothing fails, and no byte is in the store already"
-    yield "the ranks' own states, records and small files are not counted: kilobytes per save"
+    yield (
+        f"every object of {LAYERSTORE} begins with a header of 4 kB or more, which is much for a tiny model; the "
+        "ranks' own states, records and small files are not counted: kilobytes per save"
+    )
     if is_measured:
         yield (
             f"every layer moves by {training.movement} of its length from one save to the next, always in one "

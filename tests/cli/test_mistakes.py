@@ -41,6 +41,7 @@ MISTAKES = [
     Mistake("pin sft nice", 2, "pin takes NAME, then REF: 'sft'", "layerstore pin nice sft"),
     Mistake("pin best nice", 2, "pin takes NAME, then REF: 'best'", "layerstore pin nice best"),
     Mistake("pin nice", 2, "which commit shall 'nice' name?", "layerstore pin nice RUN@STEP"),
+    Mistake("pin sft@4", 2, "which name shall 'sft@4' have?", "layerstore pin NAME sft@4"),
     Mistake("remote add origin", 2, "remote add takes NAME and URL", "layerstore remote --help"),
     Mistake("compose sft@4", 2, "does not know where to write", "-o DIR"),
     Mistake("compose sft@4 out", 2, "compose takes REF; unexpected: out", "-o DIR"),

@@ -156,6 +156,17 @@ def test_other_content_for_a_step_is_refused(store: Store, tmp_path: Path) -> No
     assert before == snapshot(store)
 
 
+def test_a_mixture_is_not_to_replace_the_save_that_it_is_based_on(store: Store, tmp_path: Path) -> None:
+    """A composite goes by its base's run and step, and has other content; a pin is the place for it."""
+    store.ingest(checkpoint(tmp_path / "a", step=2))
+    store.ingest(checkpoint(tmp_path / "a", step=4, seed=1))
+    mixed = store.compose("sft", policy="parity").write(tmp_path / "out" / "sft" / "checkpoint-4")
+    with pytest.raises(Conflict, match="sft@4 is saved already, with other content") as caught:
+        store.ingest(mixed.out)
+
+    assert "compose --pin NAME" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize(("saved", "other"), [(2, 3), (3, 2)])
 def test_another_model_at_a_saved_step_is_refused(store: Store, tmp_path: Path, saved: int, other: int) -> None:
     """With more layers or with fewer; whoever means it may replace the commit."""
