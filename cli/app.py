@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _HOMES = {"undrop": "drop", "pull": "push"}
 
 # Commands whose output answers a question, so that ``--quiet`` does not silence it; the same goes for plans and lists.
-ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
+ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "bisect", "verify", "doctor", "estimate", "demo"})
 ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
 
 

@@ -2,12 +2,22 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, one_of, opened
+from layerstore.cli.options import (
+    AsJson,
+    Reference,
+    StorePath,
+    Table,
+    chosen_reference,
+    one_of,
+    opened,
+    with_options,
+)
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
@@ -16,7 +26,7 @@ from layerstore.errors import InvalidInput
 from layerstore.units import size
 
 if TYPE_CHECKING:
-    from layerstore import Composite
+    from layerstore import Composite, Store
     from layerstore.compose import Exported, Written
     from layerstore.policy import Policy
 
@@ -111,12 +121,28 @@ ForceForeign = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
+_Moments = Literal["base", "fresh"]
+MomentsName = Annotated[
+    _Moments | None,
+    typer.Option(
+        "--moments",
+        metavar=one_of(_Moments),
+        help="The optimizer's moments: the base's, or zero and its counters too. [default: base]",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+_AVERAGE: Table = {
+    "mean": (str, "SAVES", "Average the masters of these saves: last:10, or sft@800,sft@900:2 with weights."),
+    "ema": (float, "B", "Weigh the last saves: each B times the one after it."),
+    "mean_layers": (str, "PATTERN", "Average only these layers; the others are REF's."),
+}
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.", rich_help_panel=_OUTPUT)
 ]
 
 
 @with_settings
+@with_options("average", _AVERAGE, panel="Average")
 def compose(
     ref: Reference = None,
     *,
@@ -125,10 +151,12 @@ def compose(
     policy: PolicyName = None,
     recipe: RecipeFile = None,
     settings: Mapping[str, object],
+    average: Mapping[str, Any],
     out: Out = None,
     form: Format = "zero3",
     world_size: WorldSize = None,
     adam_step: AdamStep = None,
+    moments: MomentsName = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
     pin: PinName = None,
@@ -145,6 +173,7 @@ def compose(
     Write a checkpoint to resume from, or weights for Transformers.
 
     The policy or recipe says which save each layer comes from; all else is REF's. DIR appears whole or not at all.
+    With --mean, its masters are an average of several saves.
 
     \b
     latest  each layer as the commit has it
@@ -157,18 +186,15 @@ def compose(
     Examples:
       layerstore compose sft@200 --policy parity --world-size 16 -o resume
       layerstore compose --recipe mix.yaml --pin mix --dry-run
+      layerstore compose sft --mean last:3 --format hf -o mean
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    shards = {"world_size": world_size, "adam_step": adam_step}
+    shards = {"world_size": world_size, "adam_step": adam_step, "moments": moments}
     export = {"dtype": dtype, "max_shard_size": max_shard_size}
     _check(form, shards=shards, export=export, is_useful=dry_run or not (out is None and pin is None))
+    source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
-        if recipe is not None:
-            _check_alone({"REF": ref, "--step": step, "--policy": policy}, settings)
-            composite = opened_store.compose(recipe=recipe, run=run, without_damaged=without_damaged)
-        else:
-            reference, chosen = chosen_reference(opened_store, ref=ref, run=run, step=step), _policy(policy, settings)
-            composite = opened_store.compose(reference, policy=chosen, without_damaged=without_damaged)
+        composite = source.composite(opened_store)
         for note in composite.recipe_notes:
             say_warning(note)
         composite.check(max_staleness=max_staleness)
@@ -222,11 +248,43 @@ def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy
     return policy if policy == EXACT and not settings else described_policy(policy, settings)
 
 
-def _check_alone(given: Mapping[str, object], settings: Mapping[str, object]) -> None:
-    """Raise InvalidInput if *given* or *settings* are for something that the recipe already decides."""
-    for name, value in {**given, **{f"--{setting}": value for setting, value in settings.items()}}.items():
-        if value is not None:
-            raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is to be composed."""
+
+    ref: str | None
+    run: str | None
+    step: int | None
+    policy: str | None
+    recipe: Path | None
+    settings: Mapping[str, object]
+    average: Mapping[str, Any]
+    without_damaged: bool
+    pin: str | None
+
+    def composite(self, store: "Store") -> "Composite":
+        """Return it; raise InvalidInput if what was given does not go together."""
+        if self.average:
+            given: dict[str, object] = {"--recipe": self.recipe, "--pin": self.pin}
+            self._check_alone("an average", given, "it takes each save as it is, and is in no object of the store")
+            reference = chosen_reference(store, ref=self.ref, run=self.run, step=self.step)
+            words = dict(self.average)
+            return store.average(words.pop("mean", None), ref=reference, layers=words.pop("mean_layers", None), **words)
+        if self.recipe is not None:
+            given = {"REF": self.ref, "--step": self.step}
+            self._check_alone("--recipe", given, "the recipe names its base and its layers")
+            return store.compose(recipe=self.recipe, run=self.run, without_damaged=self.without_damaged)
+        reference = chosen_reference(store, ref=self.ref, run=self.run, step=self.step)
+        policy = _policy(self.policy, self.settings)
+        return store.compose(reference, policy=policy, without_damaged=self.without_damaged)
+
+    def _check_alone(self, what: str, given: Mapping[str, object], hint: str) -> None:
+        """Raise InvalidInput if *given*, a policy or its settings were given for *what* decides itself."""
+        damaged = self.without_damaged and bool(self.average)
+        given = {**given, "--policy": self.policy, "--without-damaged": damaged or None}
+        for name, value in {**given, **{f"--{setting}": value for setting, value in self.settings.items()}}.items():
+            if value is not None:
+                raise InvalidInput(f"{what} and {name} were both given", hint=hint)
 
 
 # -- output --------------------------------------------------------------------------------------------------------

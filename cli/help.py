@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "Save": ("init", "ingest", "pin"),
-    "Look": ("log", "show", "ls", "diff", "stats", "report"),
+    "Look": ("log", "show", "ls", "diff", "stats", "report", "bisect"),
     "Restore": ("compose", "undrop"),
     "Maintain": ("drop", "gc", "verify", "repair", "reindex", "migrate"),
     "Elsewhere": ("remote", "push", "pull", "clone"),

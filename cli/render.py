@@ -333,11 +333,11 @@ def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -
 
 _STORE_OPTION = re.compile(r"--store(?![\w-])")
 _COMMAND = re.compile(
-    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|pull|push|reindex|remote|repair|report|show"
-    r"|stats|undrop|verify)\b)"
+    r"\blayerstore (?=(?:bisect|compose|diff|drop|gc|ingest|log|ls|migrate|pin|pull|push|reindex|remote|repair|report"
+    r"|show|stats|undrop|verify)\b)"
 )
 
-_READING_COMMAND = re.compile(r"\blayerstore (?=(?:compose|diff|log|ls|report|show|stats|verify)\b)")
+_READING_COMMAND = re.compile(r"\blayerstore (?=(?:bisect|compose|diff|log|ls|report|show|stats|verify)\b)")
 
 
 def name_store(path: str | None) -> None:

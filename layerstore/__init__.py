@@ -21,6 +21,7 @@ from layerstore.errors import (
 
 TYPE_CHECKING = False  # checkers know the name, and to import typing takes longer than all that is imported here
 if TYPE_CHECKING:
+    from layerstore.bisect import Bisected, Judged
     from layerstore.check import Diagnosis, Repaired, Verdict
     from layerstore.compose import Exported, ExportPlan, Tensors, Written
     from layerstore.composite import Composite, LayerChoice
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyExists",
     "Best",
+    "Bisected",
     "Commit",
     "CommitView",
     "Composite",
@@ -60,6 +62,7 @@ __all__ = [
     "Internal",
     "InvalidInput",
     "JobLost",
+    "Judged",
     "Keep",
     "Latest",
     "LayerChoice",
@@ -110,6 +113,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: the store imports lmdb, its arrays numpy, and ``layerstore --help`` need not wait for those.
 _ROOMS = {
+    "bisect": "Bisected Judged",
     "check": "Diagnosis Repaired Verdict",
     "compose": "ExportPlan Exported Tensors Written",
     "composite": "Composite LayerChoice",

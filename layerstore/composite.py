@@ -18,6 +18,7 @@ from layerstore.compose import (
     Exported,
     ExportPlan,
     Force,
+    Moments,
     TensorKind,
     Tensors,
     Written,
@@ -32,6 +33,7 @@ from layerstore.compose import (
     plan_ranks,
 )
 from layerstore.dtypes import DTypeName
+from layerstore.errors import Unsupported
 from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
@@ -167,6 +169,7 @@ class Composite:
 
     def pin(self, name: str) -> Pin:
         """Keep this composite under *name*: it outlives the commits that it was made from."""
+        self._check_stored("keep it with write() or export()")
         self.check()
         with losses_told(self._repo, self._composition):
             check_whole(self._repo, self._composition)
@@ -177,10 +180,19 @@ class Composite:
         with losses_told(self._repo, self._composition):
             return Table(layer_lines(self._repo, self._composition.layers))
 
-    def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
+    def _check_stored(self, hint: str) -> None:
+        """Raise Unsupported if its masters are a mean, whose bytes no object has."""
+        if self._composition.mean is not None:
+            raise Unsupported(f"{self._composition.mean} is in no object of the store", hint=hint)
+
+    def notes(
+        self, *, world_size: int | None = None, adam_step: AdamStep = "unify", moments: Moments = "base"
+    ) -> tuple[str, ...]:
         """Return what would not carry over, in plain sentences; raises as ``write`` would."""
         with losses_told(self._repo, self._composition):
-            return plan_ranks(self._repo, self._composition, world_size=world_size, adam_step=adam_step).notes
+            return plan_ranks(
+                self._repo, self._composition, world_size=world_size, adam_step=adam_step, moments=moments
+            ).notes
 
     def write(
         self,
@@ -188,6 +200,7 @@ class Composite:
         *,
         world_size: int | None = None,
         adam_step: AdamStep = "unify",
+        moments: Moments = "base",
         verify: bool = True,
         durable: bool = True,
         force: Force = False,
@@ -198,7 +211,8 @@ class Composite:
 
         They are for *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not
         carry over to another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
-        each layer's own, if a param group per layer allows that. Every byte read is verified unless *verify* is False;
+        each layer's own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer begins anew:
+        its moments are zero and its counters 0. Every byte read is verified unless *verify* is False;
         a power cut cannot tear the folder unless *durable* is False. A checkpoint at *out* is replaced only with
         *force*, and one that layerstore did not write only if that is ``foreign``.
         """
@@ -209,6 +223,7 @@ class Composite:
                 Path(out),
                 world_size=world_size,
                 adam_step=adam_step,
+                moments=moments,
                 verify=verify,
                 durable=durable,
                 force=force,
@@ -223,6 +238,7 @@ class Composite:
         derived from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it, all are included,
         as ``exp_avg/NAME``. A tensor is read only on access, and verified first.
         """
+        self._check_stored("state_dict() has its weights")
         with losses_told(self._repo, self._composition):
             versions = [self._repo.version_of(entry) for entry in self._composition.layers]
         return open_tensors(self._repo.objects, versions, kind=kind, state=state, verify=verify)
@@ -237,7 +253,8 @@ class Composite:
         """
         with losses_told(self._repo, self._composition):
             versions = check_members(self._repo, self._composition)
-        return make_state_dict(self._repo.objects, versions, dtype=dtype, verify=verify)
+            slices = self._composition.slices(self._repo, versions)
+        return make_state_dict(self._repo, versions, slices, dtype=dtype, verify=verify)
 
     def plan_export(self, *, dtype: DTypeName | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
         """Return what `export` would write, without writing it."""

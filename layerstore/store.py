@@ -6,7 +6,7 @@ The store: opens a repository and offers the verbs. Each verb imports its room w
     store.compose("sft@200").write("resume")
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as replaced
 from functools import partial
@@ -27,8 +27,10 @@ from layerstore.tables import Table, html_table
 if TYPE_CHECKING:
     from threading import Event
 
+    from layerstore.bisect import Bisected, Judged, Trial
     from layerstore.check import Diagnosis, Repaired, RestoredIdentity, Verdict
     from layerstore.composite import Composite
+    from layerstore.dtypes import DTypeName
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Resolved
     from layerstore.ingest import Ingested
@@ -174,6 +176,60 @@ class Store:
             chosen = chosen_policy(policy)
             composition = compose_by_policy(self._repo, self._resolved(ref), chosen)
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
+
+    def average(
+        self, saves: str | None = None, *, ref: str | None = None, ema: float | None = None, layers: str | None = None
+    ) -> "Composite":
+        """
+        Return a composite whose masters are the mean of those of several *saves*; write it as any other.
+
+        *saves* are ``last:10``, the newest ten up to the commit *ref*, or any, with weights behind them:
+        ``sft@800,sft@900:2``. With *ema*, a number below 1, each save weighs that much times what the one after it
+        does; without *saves*, as far back as that is no less than a thousandth. *layers* is a pattern of the layers
+        that are averaged, such as ``model.layers.*``. Everything else, moments too, is from *ref*: by default the last
+        of the saves that are named, or else the only run's newest.
+        """
+        from layerstore.compose import average, base_of_mean, compose_latest
+        from layerstore.composite import Composite
+
+        base = self._resolved(base_of_mean(saves) if ref is None and saves is not None else ref)
+        return Composite(self._repo, average(self._repo, compose_latest(base), of=saves, ema=ema, layers=layers))
+
+    def bisect(
+        self,
+        good: str,
+        bad: str,
+        judge: Callable[[Path], "Judged"],
+        *,
+        folder: StrPath = "layerstore-bisect",
+        dtype: "DTypeName | None" = None,
+        layers: bool = True,
+        command: Sequence[str] = (),
+        tell: Callable[["Trial"], None] = lambda _: None,
+    ) -> "Bisected":
+        """
+        Find the first bad save after *good* in the history of *bad*, and with *layers* those that make it bad.
+
+        *judge* takes a folder as `Composite.export` writes it and returns a `Judged`. Trials and a log are in *folder*;
+        the same call goes on from the log. *command* tells two bisections apart; *tell* hears of each new trial.
+
+        Raises:
+            InvalidInput: *good* is not before *bad* in one history.
+            Conflict: *good* is judged bad, or *bad* good.
+        """
+        from layerstore.bisect import bisect
+
+        return bisect(
+            self._repo,
+            good,
+            bad,
+            judge,
+            folder=Path(folder),
+            dtype=dtype,
+            has_layers=layers,
+            command=command,
+            tell=tell,
+        )
 
     def log(
         self, run: str | None = None, *, limit: int | None = None, before: str | None = None, metrics: bool = False

@@ -16,11 +16,13 @@ from layerstore.compose.choose import (
     without_damaged,
 )
 from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
+from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
+from layerstore.compose.safetensors import WeightTensor
 from layerstore.compose.state_dict import make_state_dict
 from layerstore.compose.target import Force, checked_file, write_file
 from layerstore.compose.tensors import TensorKind, Tensors, open_tensors
-from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
+from layerstore.compose.world_size import AdamStep, Moments, RankStates, plan_ranks
 from layerstore.compose.zero3 import RankLoad, Written, execute_compose
 
 __all__ = [
@@ -30,11 +32,15 @@ __all__ = [
     "ExportPlan",
     "Exported",
     "Force",
+    "Moments",
     "RankLoad",
     "RankStates",
     "TensorKind",
     "Tensors",
+    "WeightTensor",
     "Written",
+    "average",
+    "base_of_mean",
     "check_members",
     "check_whole",
     "checked_file",

@@ -22,7 +22,7 @@ from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
 from layerstore.storage import NewFile, OpenFile, Repository, Syncing
-from layerstore.zero3 import Piece, convert, newly_infinite
+from layerstore.zero3 import Piece, convert, mean, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
@@ -102,6 +102,19 @@ def _continues(first: Piece, second: Piece) -> bool:
     )
 
 
+def read_piece(repo: Repository, piece: Piece, into: memoryview) -> None:
+    """Fill *into* with the bytes of *piece*, or with the mean that it is, unverified."""
+    if not piece.mean_of:
+        read_stretch(repo, piece.object, piece.object_offset, into)
+        return
+    with ExitStack() as stack:
+        sources = [stack.enter_context(repo.objects.open(ref)) for ref in piece.objects]
+        end = 0
+        for data in _means(sources, piece):
+            into[end : end + len(data)] = data
+            end += len(data)
+
+
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
     """Fill *into* with the bytes of an object from *start*, unverified."""
     with repo.objects.open(ref, [(start, start + len(into))]) as file:
@@ -127,9 +140,9 @@ class Converted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One object, and all destinations of its bytes."""
+    """One object, or several that have means, and all destinations of their bytes."""
 
-    object: BlobRef
+    objects: tuple[BlobRef, ...]
     copies: list[tuple[NewFile, Piece]] = field(default_factory=list)
     conversions: list[tuple[NewFile, Piece]] = field(default_factory=list)
 
@@ -266,7 +279,7 @@ class Assembly:
         waiting: deque[tuple[_Task, Future[None]]] = deque()
         try:
             tasks = _tasks(supplies)
-            self.repo.objects.expect(task.object for task in tasks)
+            self.repo.objects.expect(ref for task in tasks for ref in task.objects)
             for task in tasks:
                 waiting.append((task, self._ahead.submit(self._prepare, task)))
                 if len(waiting) > _AHEAD_MAX:
@@ -279,19 +292,24 @@ class Assembly:
 
     def _prepare(self, task: _Task) -> None:
         """Verify the object, and convert what is to be converted while its pages are warm."""
-        if self.verify and task.object.id not in self._verified:
-            self.repo.objects.verify(task.object)
-            self._verified.add(task.object.id)
+        for ref in task.objects if self.verify else ():
+            if ref.id not in self._verified:
+                self.repo.objects.verify(ref)
+                self._verified.add(ref.id)
         if task.conversions:
-            with self.repo.objects.open(task.object) as source:
+            with ExitStack() as stack:
+                sources = [stack.enter_context(self.repo.objects.open(ref)) for ref in task.objects]
                 for file, piece in task.conversions:
-                    self._convert(source, file, piece)
+                    self._convert(sources, file, piece)
 
-    def _convert(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+    def _convert(self, sources: Sequence[OpenFile], file: NewFile, piece: Piece) -> None:
         assert piece.rounding is not None
         of, target = piece.rounding
+        chunks: Iterable[bytes | memoryview] = _chunks(sources[0], piece)
+        if piece.mean_of:
+            of, chunks = "F32", _means(sources, piece)
         offset, checksum, infinite = piece.offset, 0, 0
-        for data in _chunks(source, piece):
+        for data in chunks:
             converted = convert(data, source=of, target=target)
             if self.is_export:
                 infinite += newly_infinite(data, converted, source=of, target=target)
@@ -299,12 +317,14 @@ class Assembly:
             offset, checksum = offset + len(converted), crc32(converted, checksum)
         found = Converted(checksum, offset - piece.offset, infinite)
         self.converted.setdefault(file.path, {})[piece.offset] = found
-        if self.is_export:
+        if piece.is_measured:
+            self._measured.setdefault(file.path, {})[piece.offset] = checksum
+        if self.is_export or piece.mean_of:
             self.progress.advance(piece.size_bytes)
 
     def _copy(self, task: _Task, prepared: Future[None]) -> None:
         if task.copies:
-            with self.repo.objects.open(task.object) as source:
+            with self.repo.objects.open(task.objects[0]) as source:
                 for file, piece in task.copies:
                     if piece.is_measured:
                         self._copy_measured(source, file, piece)
@@ -347,12 +367,22 @@ def _inside(path: str) -> str:
 
 def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     """Gather the pieces of all files by object, so that each is opened, verified and read once."""
-    tasks: dict[BlobRef, _Task] = {}
+    tasks: dict[tuple[BlobRef, ...], _Task] = {}
     for file, pieces in supplies:
         for piece in pieces:
-            task = tasks.setdefault(piece.object, _Task(piece.object))
+            task = tasks.setdefault(piece.objects, _Task(piece.objects))
             (task.copies if piece.rounding is None else task.conversions).append((file, piece))
     return tasks.values()
+
+
+def _means(sources: Sequence[OpenFile], piece: Piece) -> Iterator[memoryview]:
+    """Yield the mean that *piece* is, as fp32; *sources* are the objects of its parts."""
+    assert piece.rounding is not None
+    dtype, _ = piece.rounding
+    for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
+        count = min(IO_CHUNK_BYTES, piece.size_bytes - start)
+        parts = zip(sources, piece.mean_of, strict=True)
+        yield mean(((source.read_at(of.object_offset + start, count), of.weight) for source, of in parts), dtype=dtype)
 
 
 def _chunks(source: OpenFile, piece: Piece) -> Iterator[bytes]:

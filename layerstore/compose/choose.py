@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, LayoutMismatch, NotFound
 from layerstore.history import (
+    NEVER_EXISTED,
     Past,
     Resolved,
     Staleness,
@@ -29,10 +30,33 @@ from layerstore.model import BlobRef, Buffer, CommitId, CommitRecord, LayerEntry
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
-from layerstore.zero3 import undivided
+from layerstore.zero3 import Slices, undivided
 
 _SUMMARY_SCHEMA = 1
 _AGE_FIELDS = ("layer", "run", "attempt", "step", "steps", "saves")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanSave:
+    """One of the saves that are averaged."""
+
+    run: str
+    attempt: int
+    step: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """What takes the place of the base's masters."""
+
+    saves: tuple[MeanSave, ...]
+    layers: dict[str, tuple[tuple[LayerEntry, float], ...]]
+    """The versions of each averaged layer with their weights; layers that are the base's own are not here."""
+
+    def __str__(self) -> str:
+        names = [f"{save.run}@{save.step}" for save in self.saves]
+        return names[0] if len(names) == 1 else f"the mean of {len(names)} saves, {names[0]} to {names[-1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +80,8 @@ class Composition:
     """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than asked."""
     chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
     """The records it is based on, and what the index says about their layers; checked before anything is written."""
+    mean: Mean | None = None
+    """What its masters are, if not those of *layers*."""
 
     @property
     def staleness(self) -> Staleness:
@@ -65,7 +91,15 @@ class Composition:
     @property
     def mixture(self) -> str | None:
         """A sentence that says so, if the layers are from several saves."""
+        if self.mean is not None and len(self.mean.saves) > 1:
+            return f"{self.mean}: {NEVER_EXISTED}"
         return mixture_of(self.base, self.layers)
+
+    @property
+    def entries(self) -> Iterator[LayerEntry]:
+        """The chosen versions, and those that are averaged."""
+        averaged = () if self.mean is None else self.mean.layers.values()
+        return itertools.chain(self.layers, (entry for parts in averaged for entry, _ in parts))
 
     @property
     def older_layers(self) -> list[LayerEntry]:
@@ -77,9 +111,17 @@ class Composition:
         return frozenset(
             parameter.name
             for entry, version in zip(self.layers, versions, strict=True)
-            if entry.saved_by(self.base)
+            if entry.saved_by(self.base) and not (self.mean and entry.layer in self.mean.layers)
             for parameter in version.parameters
         )
+
+    def slices(self, repo: Repository, versions: Iterable[LayerVersion]) -> Slices:
+        """Return where the bytes of its layers are; *versions* are those of all layers."""
+        averaged = {} if self.mean is None else self.mean.layers
+        means = {
+            layer: [(repo.version_of(entry), weight) for entry, weight in parts] for layer, parts in averaged.items()
+        }
+        return Slices(versions, means=means)
 
     def as_resolved(self) -> Resolved:
         """Return this as the commit that it would be: the base with the chosen layers."""
@@ -119,7 +161,13 @@ class Composition:
                 "layers": {age.layer: {"steps": age.steps, "saves": age.saves} for age in staleness.layers},
             },
             "older_than_due": list(self.older_than_due),
+            **({} if self.mean is None else {"mean": self._mean_fields(self.mean)}),
         }
+
+    @staticmethod
+    def _mean_fields(mean: Mean) -> dict[str, object]:
+        saves = [{name: getattr(save, name) for name in ("run", "attempt", "step", "weight")} for save in mean.saves]
+        return {"saves": saves, "layers": list(mean.layers)}
 
 
 def compose_latest(resolved: Resolved) -> Composition:
@@ -203,12 +251,13 @@ def check_members(repo: Repository, composition: Composition) -> list[LayerVersi
             repo.catalog.check(name, entries)
     versions = [repo.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
-    for entry, version in zip(composition.layers, versions, strict=True):
-        bases = own[entry.layer]
+    for number, entry in enumerate(composition.entries):
+        bases, version = own[entry.layer], repo.version_of(entry)
         if bases.version == entry.version:
             continue
         try:
-            problem = difference(repo.version_of(bases), version)
+            # A mean takes masters alone.
+            problem = difference(repo.version_of(bases), version, states=number < len(versions))
         except IntegrityError:
             # A run has one model, so its older version needs no comparison; lengths are checked when it is written.
             if entry.origin.run != bases.origin.run:
@@ -244,15 +293,15 @@ def check_whole(repo: Repository, composition: Composition, *, world_size: int |
         )
 
 
-def difference(base: LayerVersion, other: LayerVersion) -> str | None:
-    """Say how the version *other* of a layer does not fit *base*; None if it fits."""
+def difference(base: LayerVersion, other: LayerVersion, *, states: bool = True) -> str | None:
+    """Say how the version *other* of a layer does not fit *base*; None if it fits. *states* are the optimizer's."""
     ours, theirs = _by_name(base), _by_name(other)
     for name in sorted(ours.keys() ^ theirs.keys()):
         return f"{_kind(ours.get(name) or theirs[name])} {name!r} is {'missing' if name in ours else 'not in the base'}"
     for name, mine in ours.items():
         if mine != theirs[name]:
             return f"{_kind(mine)} {name!r} is {_facts(theirs[name])}, in the base {_facts(mine)}"
-    for name, state in sorted(base.optimizer_states ^ other.optimizer_states):
+    for name, state in sorted(base.optimizer_states ^ other.optimizer_states) if states else ():
         has_it = "only the base has" if (name, state) in base.optimizer_states else "the base has no"
         return f"{has_it} the optimizer state {state!r} of {name!r}"
     return None
@@ -305,7 +354,7 @@ def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
 
 def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
     """Prefix *exc* with the layer that *lost* an object, and append the remedy."""
-    base, entry = composition.base, next((each for each in composition.layers if _has(repo, each.version, lost)), None)
+    base, entry = composition.base, next((each for each in composition.entries if _has(repo, each.version, lost)), None)
     [called] = of_base = references_to(repo, [base])
     if entry is not None:
         [called] = references_to(repo, [entry.origin])

@@ -6,7 +6,7 @@ A sibling of ``zero3``: an output format plans its files, and ``assemble`` and `
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -119,12 +119,18 @@ class Exported:
 
 
 def plan_export(
-    repo: Repository, composition: Composition, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+    repo: Repository,
+    composition: Composition,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    file_of: Callable[[WeightTensor], str] | None = None,
 ) -> ExportPlan:
     """
     Decide which tensors go into which files.
 
-    *dtype* is one of ``bf16``, ``fp16``, ``fp32``; None for the type in which each parameter is trained.
+    *dtype* is one of ``bf16``, ``fp16``, ``fp32``; None for the type in which each parameter is trained. *file_of*
+    names the file of each tensor, where these are not to be filled in turn.
 
     Raises:
         InvalidInput: *dtype* is not an element type, or *max_shard_size* not a size.
@@ -134,7 +140,7 @@ def plan_export(
     wanted, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
     versions = check_members(repo, composition)
-    slices, own = Slices(versions), composition.own_parameters(versions)
+    slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     model_class = None
@@ -153,10 +159,11 @@ def plan_export(
         )
         saved = [*saved_tensors(state.gathered), *_opaque_tensors(repo, state.files)]
         chosen.choose(saved, is_always_asked=fields is not None and may_be_renamed(fields))
-        weights = [*weights_files(_in_model_order(chosen.tensors, state), shard_bytes_max=shard_bytes_max)]
+        ordered = _in_model_order(chosen.tensors, state)
+        weights = [*weights_files(ordered, shard_bytes_max=shard_bytes_max, file_of=file_of)]
         code = _uniform_dtype(weights)
         files = [file.output(slices) for file in weights]
-        if len(weights) > 1:
+        if len(weights) > 1 or file_of is not None:
             files.append(literal_file(INDEX, index_of(weights)))
         made, config_notes = _plan_config(config, fields, problem, code)
         files += made
@@ -184,10 +191,13 @@ def execute_export(
     verify: bool = True,
     durable: bool = True,
     force: Force = False,
+    reuse: Path | None = None,
     progress: Progress,
 ) -> Exported:
     """
     Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
+
+    Weights files that the folder *reuse* has under the same names are linked, and not written.
 
     Raises:
         AlreadyExists: *out* is there, and *force* does not allow to replace it.
@@ -199,10 +209,19 @@ def execute_export(
         appearing(repo, target, is_older_form=_is_older_form) as folder,
         assembling(repo, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,
     ):
-        progress.start("export", sum(piece.size_bytes for file in plan.files for piece in file.pieces))
-        assembly.write(plan.files)
-        for file in plan._weights:
-            assembly.check_converted(file.name, file.checks())
+        linked = {
+            file.name
+            for file in plan._weights
+            if reuse is not None
+            and (reuse / file.name).exists()
+            and repo.files.link_exclusive(reuse / file.name, folder / file.name)
+        }
+        files = [file for file in plan.files if file.path not in linked]
+        progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
+        assembly.write(files)
+        for weights in plan._weights:
+            if weights.name not in linked:
+                assembly.check_converted(weights.name, weights.checks())
     base = plan.composition.base
     return Exported(
         run=base.run,
@@ -212,7 +231,7 @@ def execute_export(
         dtype=plan.dtype,
         out=target.path,
         files=tuple(file.path for file in plan.files),
-        bytes_written=plan.size_bytes,
+        bytes_written=sum(file.size_bytes for file in files),
         seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),
         model_class=plan.model_class,

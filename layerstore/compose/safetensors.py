@@ -8,7 +8,7 @@ Within that we pad the header and put whole pages first, so that payloads start 
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -97,12 +97,19 @@ class WeightsFile:
 # -- which tensors are in which file -------------------------------------------------------------------------------
 
 
-def weights_files(tensors: Iterable[WeightTensor], *, shard_bytes_max: int) -> tuple[WeightsFile, ...]:
+def weights_files(
+    tensors: Iterable[WeightTensor], *, shard_bytes_max: int, file_of: Callable[[WeightTensor], str] | None = None
+) -> tuple[WeightsFile, ...]:
     """
-    Distribute *tensors* over files, in their order, as Transformers does.
+    Distribute *tensors* over files, in their order, as Transformers does; or as *file_of* says, which names each file.
 
     A file is closed when the next tensor would exceed *shard_bytes_max*; a larger tensor has a file of its own.
     """
+    if file_of is not None:
+        named: dict[str, list[WeightTensor]] = {}
+        for tensor in tensors:
+            named.setdefault(file_of(tensor), []).append(tensor)
+        return tuple(weights_file(name, its) for name, its in named.items())
     shards = list(_split(tensors, shard_bytes_max)) or [[]]
     count = len(shards)
     if count == 1:

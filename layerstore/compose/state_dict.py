@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from layerstore.compose.assemble import read_piece
 from layerstore.compose.safetensors import FLOATS
 from layerstore.compose.tensors import Tensors, open_tensors
 from layerstore.dtypes import by_code, dtype_code
-from layerstore.model import LayerVersion
-from layerstore.storage import ObjectStore
+from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
+from layerstore.storage import Repository
+from layerstore.zero3 import Slices
 
 if TYPE_CHECKING:
     import torch
 
 
 def make_state_dict(
-    objects: ObjectStore, versions: Sequence[LayerVersion], *, dtype: str | None, verify: bool
+    repo: Repository, versions: Sequence[LayerVersion], slices: Slices, *, dtype: str | None, verify: bool
 ) -> "dict[str, torch.Tensor]":
     """
     Return all weights and buffers of *versions* by name, tied names included; each is memory of its own.
@@ -25,13 +27,18 @@ def make_state_dict(
     """
     wanted = dtype_code(dtype)
     masters, weights, buffers = (
-        open_tensors(objects, versions, kind=kind, state=None, verify=verify)
+        open_tensors(repo.objects, versions, kind=kind, state=None, verify=verify)
         for kind in ("master", "weights", "buffers")
     )
     made: dict[str, torch.Tensor] = {}
+    verified: set[BlobRef] | None = set() if verify else None
     for parameter in (each for version in versions for each in version.parameters):
         name = parameter.name
         code = wanted if wanted is not None and parameter.dtype in FLOATS else parameter.dtype
+        if slices.is_mean(name):
+            made[name] = _mean(repo, slices, parameter, code, verified=verified)
+            made |= dict.fromkeys(parameter.aliases, made[name])
+            continue
         # Stored weights differ from the rounded master, which for any other type is the more precise one.
         is_kept = name in weights and (weights.dtype(name) == code or name not in masters)
         if is_kept or name in masters:
@@ -47,3 +54,21 @@ def _tensor(source: Tensors, name: str, code: str) -> "torch.Tensor":
     stored: torch.dtype = getattr(torch, by_code(source.dtype(name)).torch_name)
     wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
     return torch.from_numpy(source[name].copy()).view(stored).to(wanted)
+
+
+def _mean(
+    repo: Repository, slices: Slices, parameter: Parameter, code: str, *, verified: set[BlobRef] | None
+) -> "torch.Tensor":
+    """Return the mean that the master of *parameter* is, as the element type *code*; None verifies nothing."""
+    import torch
+
+    made = torch.empty(parameter.shape, dtype=torch.float32)
+    target = made.numpy().reshape(-1).view("u1").data
+    for piece in slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0):
+        if verified is not None:
+            for ref in {*piece.objects} - verified:
+                repo.objects.verify(ref)
+            verified.update(piece.objects)
+        read_piece(repo, piece, target[piece.offset : piece.offset + piece.size_bytes])
+    wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
+    return made.to(wanted)

@@ -12,12 +12,11 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Literal
 
+from layerstore.compose.carry_over import buffer_notes, gathered_notes, moments_notes, notes_of_states, same_bytes
 from layerstore.compose.choose import Composition, check_members, check_whole
-from layerstore.compose.safetensors import WEIGHTS_FILE
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
-from layerstore.format import WITHOUT_MOMENTS, encode_tree, pack
-from layerstore.layers import strip_wrappers
-from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState, TensorSource, TreeFile
+from layerstore.format import WITHOUT_MOMENTS
+from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState, TreeFile
 from layerstore.storage import Repository
 from layerstore.tree import OrderedMap, Size, Tensor, Tree, changed, replace_tensors, with_content
 from layerstore.zero3 import (
@@ -32,6 +31,8 @@ from layerstore.zero3 import (
     sub_group_shapes,
 )
 
+Moments = Literal["base", "fresh"]
+MOMENTS: tuple[Moments, ...] = ("base", "fresh")
 AdamStep = Literal["unify", "per-layer"]
 ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")
 
@@ -39,9 +40,6 @@ _UNIFY = "compose with --adam-step unify, or train with a param group per layer"
 
 # DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
-
-# Only the first rank's file has these.
-_OF_THE_FIRST = frozenset({"shared_params"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +70,8 @@ class RankStates:
     """Each parameter's layer and that layer's own optimizer step; None if these are not to be set."""
     notes: tuple[str, ...]
     """What does not carry over, in plain sentences."""
+    has_moments: bool
+    """Whether the optimizer continues; otherwise its moments are zero."""
 
     def __iter__(self) -> Iterator[RankState]:
         """Yield the state of every rank, by rank."""
@@ -91,7 +91,12 @@ class RankStates:
 
 
 def plan_ranks(
-    repo: Repository, composition: Composition, *, world_size: int | None = None, adam_step: AdamStep = "unify"
+    repo: Repository,
+    composition: Composition,
+    *,
+    world_size: int | None = None,
+    adam_step: AdamStep = "unify",
+    moments: Moments = "base",
 ) -> RankStates:
     """
     Plan *composition* for *world_size* ranks, by default for as many as its base has.
@@ -102,31 +107,43 @@ def plan_ranks(
             the layers of one have different counters.
     """
     base = composition.base
-    if WITHOUT_MOMENTS in base.flags:
+    if moments not in MOMENTS:
+        raise InvalidInput(f"moments cannot be {moments!r}", hint=f"choose one of: {', '.join(MOMENTS)}")
+    if WITHOUT_MOMENTS in base.flags and moments == "base":
         called = f"{base.run}@{base.step}"
         raise LayoutMismatch(
             f"{called} has no optimizer moments any more: a collection has dropped them",
-            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
+            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR, or --moments fresh; or "
+            "choose a newer step",
         )
     check_whole(repo, composition, world_size=world_size)
     versions = check_members(repo, composition)
-    slices = Slices(versions)
+    slices = composition.slices(repo, versions)
     count = base.world_size if world_size is None else world_size
     if count < 1:
         raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint="choose a world size of 1 or more")
     if adam_step not in ADAM_STEPS:
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
     first = repo.state(base.states[0])
-    notes = [*filter(None, [composition.mixture]), *_buffer_notes(slices, count)]
-    notes += _gathered_notes(first, slices) if composition.older_layers else ()
+    notes = [*filter(None, [composition.mixture]), *buffer_notes(slices, count)]
+    notes += moments_notes(composition, is_fresh=moments == "fresh")
+    notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
     groups = None
     if count != base.world_size:
         groups = plan_sub_groups(first, world_size=count)
-        notes += _notes_of_states(repo, base, first, world_size=count)
-    steps = None
-    if adam_step == "per-layer":
+        notes += notes_of_states(repo, base, first, world_size=count)
+    steps: dict[str, tuple[str, int | None]] | None = None
+    if moments == "fresh" and adam_step == "per-layer":
+        raise InvalidInput(
+            "fresh moments have no steps of their own", hint="leave --adam-step out: the optimizer counts from 0"
+        )
+    if moments == "fresh" or adam_step == "per-layer":
         layers = zip(composition.layers, versions, strict=True)
-        steps = {of.name: (entry.layer, entry.optimizer_step) for entry, version in layers for of in version.parameters}
+        steps = {
+            of.name: (entry.layer, 0 if moments == "fresh" else entry.optimizer_step)
+            for entry, version in layers
+            for of in version.parameters
+        }
     states = RankStates(
         repo=repo,
         base=base,
@@ -136,90 +153,11 @@ def plan_ranks(
         sub_groups=groups,
         steps=steps,
         notes=tuple(notes),
+        has_moments=moments == "base",
     )
     if steps is not None:
         states.state(0)  # raises before anything is written if the layers of a sub-group disagree
     return states
-
-
-# -- what does not carry over --------------------------------------------------------------------------------------
-
-
-def _buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
-    odd = {name: shards for name, shards in slices.rank_buffers().items() if shards != world_size}
-    if odd:
-        name, shards = next(iter(odd.items()))
-        others = f" and {len(odd) - 1} others" if len(odd) > 1 else ""
-        yield f"buffer {name!r}{others} differed between the {shards} ranks that saved it: {_fate(shards, world_size)}"
-
-
-def _fate(before: int, after: int) -> str:
-    """Say what happens to values that differ between *before* ranks."""
-    if before < after:
-        return f"ranks from {before} on take those of rank 0"
-    return f"those of ranks from {after} on are left out"
-
-
-def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
-    """Name gathered weights that are not derived from the layers: in a mixture they are still the base's."""
-    known = {name for of in slices.parameters.values() for name in (of.name, *of.aliases)} | slices.buffers()
-    bare = {strip_wrappers(name) for name in known}
-    for file in first.gathered:
-        stored = [tensor.name for tensor in file.tensors if tensor.source is TensorSource.STORED]
-        strange = [name for name in stored if strip_wrappers(name) not in bare]
-        if strange:
-            yield (
-                f"{file.path} has tensors under names that no layer has ({len(strange)}, first: {strange[0]!r}), "
-                "as the base saved them: a resume does not read them; for from_pretrained use compose --format hf"
-            )
-    for kept in first.files:
-        if WEIGHTS_FILE.fullmatch(kept.path):
-            yield (
-                f"{kept.path} is as the base saved it, since no layer has its names: a resume does not read it; "
-                "for from_pretrained use compose --format hf, not this folder"
-            )
-
-
-def _notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, world_size: int) -> Iterator[str]:
-    random_states = 0
-    odd: dict[str, None] = {}
-    expected = _own_values(first)
-    for number, ref in enumerate(base.states):
-        state = repo.state(ref) if number else first
-        random_states += sum(RANDOM_STATE.fullmatch(file.path) is not None for file in state.files)
-        found = _own_values(state)
-        odd |= dict.fromkeys(key for key in {**expected, **found} if expected.get(key) != found.get(key))
-    if random_states:
-        # Keeping only some ranks' states would give neither the old random numbers nor new ones. The Trainer expects
-        # different file names for one rank and for several. Trainer and Accelerate both resume without the files.
-        yield (
-            f"the random states of {_ranks(random_states)} are left out: at another world size they mean nothing, "
-            "so dropout and shuffling start from the seed"
-        )
-    if odd:
-        names = ", ".join(map(repr, odd))
-        yield f"the ranks saved different values of {names}: {_fate(base.world_size, world_size)}"
-    if config_of(TreeView.of(first.model)) is None:
-        yield "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size"
-    yield (
-        "the learning rate schedule and global_samples continue where they were; a Trainer that skips what it has seen "
-        "skips as many batches, of the new size"
-    )
-    yield (
-        f"the global batch is micro batch x accumulation x ranks: with {_ranks(world_size)} instead of "
-        f"{base.world_size} it is {world_size / base.world_size:.3g} times what it was unless you change the others"
-    )
-
-
-def _own_values(state: RankState) -> dict[str, bytes]:
-    """Return everything but slices in the rank's trees, by key, as comparable bytes."""
-    outer = TreeView.of(state.optimizer)["optimizer_state_dict"]
-    values: dict[Tree, Tree] = {**outer.mapping(), **TreeView.of(state.model).mapping()}
-    return {str(key): same_bytes(value) for key, value in values.items() if key not in _OF_THE_FIRST}
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 # -- which parameters go together ----------------------------------------------------------------------------------
@@ -329,15 +267,6 @@ def _image(value: Tree) -> object:
     if isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent):
         return "slices", value.storage.dtype
     return same_bytes(value)
-
-
-def same_bytes(tree: Tree) -> bytes:
-    """Return bytes that are equal for equal trees, including small tensors on any device."""
-
-    def anywhere(tensor: Tensor) -> Tensor:
-        return replace(tensor, storage=replace(tensor.storage, device=""))
-
-    return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
 # -- one rank's trees ----------------------------------------------------------------------------------------------

@@ -22,13 +22,14 @@ from layerstore.compose.assemble import (
     OutputFile,
     assembling,
     merged,
+    read_piece,
     read_stretch,
     whole,
 )
 from layerstore.compose.choose import Composition
 from layerstore.compose.peft import plan_beside
 from layerstore.compose.target import Force, appearing, checked_target
-from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
+from layerstore.compose.world_size import AdamStep, Moments, RankStates, plan_ranks
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format import combine_crc32, crc32, crc32_of_zeros
@@ -92,6 +93,7 @@ def execute_compose(
     *,
     world_size: int | None = None,
     adam_step: AdamStep = "unify",
+    moments: Moments = "base",
     verify: bool = True,
     durable: bool = True,
     force: Force = False,
@@ -108,8 +110,8 @@ def execute_compose(
     started = time.monotonic()
     base, tag = composition.base, composition.base.layout.tag
     target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=force)
-    ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
-    summary = composition.summary_file(ranks.notes, world_size=ranks.world_size, adam_step=adam_step)
+    ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step, moments=moments)
+    summary = composition.summary_file(ranks.notes, world_size=ranks.world_size, adam_step=adam_step, moments=moments)
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
@@ -120,6 +122,7 @@ def execute_compose(
             folder=partial,
             world_size=world_size,
             adam_step=adam_step,
+            moments=moments,
             verify=verify,
             durable=durable,
         )
@@ -147,6 +150,7 @@ class _Asked:
     folder: Path
     world_size: int | None
     adam_step: AdamStep
+    moments: Moments
     verify: bool
     durable: bool
 
@@ -155,7 +159,13 @@ class _Asked:
 def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
     """Write the files of some ranks for the leading process; yield their size."""
     asked, mine = part
-    ranks = plan_ranks(repo, asked.composition, world_size=asked.world_size, adam_step=asked.adam_step)
+    ranks = plan_ranks(
+        repo,
+        asked.composition,
+        world_size=asked.world_size,
+        adam_step=asked.adam_step,
+        moments=asked.moments,
+    )
     own = asked.composition.own_parameters(ranks.versions)
     if not repo.files.is_directory(asked.folder):
         raise InvalidInput(
@@ -221,6 +231,7 @@ class _Rank:
         self._state = state
         self._slices = ranks.slices
         self._world_size = ranks.world_size
+        self._has_moments = ranks.has_moments
         self._groups = sub_group_shapes(TreeView.of(state.model))
 
     def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
@@ -278,7 +289,7 @@ class _Rank:
                 continue
             elements = prod(slices.parameter(name).shape)
             length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
-            if valid:
+            if valid and (kind is not Kind.OPTIMIZER or self._has_moments):
                 filling += slices.pieces(
                     kind,
                     name,
@@ -362,8 +373,9 @@ class RankLoad:
         pieces = self._rank.filling(storage, path=self.state.optimizer.path)
         stretches: dict[BlobRef, list[Stretch]] = {}
         for piece in pieces:
-            stretch = piece.object_offset, piece.object_offset + piece.size_bytes
-            stretches.setdefault(piece.object, []).append(stretch)
+            for part in piece.parts:
+                stretch = part.object_offset, part.object_offset + piece.size_bytes
+                stretches.setdefault(part.object, []).append(stretch)
         self._verified |= self._repo.objects.verify_all(
             {ref: of for ref, of in stretches.items() if ref not in self._verified}
         )
@@ -371,7 +383,7 @@ class RankLoad:
         for piece in pieces:
             target[end : piece.offset] = bytes(piece.offset - end)
             end = piece.offset + piece.size_bytes
-            read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
+            read_piece(self._repo, piece, target[piece.offset : end])
         target[end:] = bytes(len(target) - end)
 
     def content(self, content: bytes | ObjectContent) -> bytes:

@@ -31,10 +31,11 @@ from layerstore.history.references import (
     references_to,
     resolve,
 )
-from layerstore.history.staleness import Staleness, check_staleness, mixture_of, others_in, staleness_of
+from layerstore.history.staleness import NEVER_EXISTED, Staleness, check_staleness, mixture_of, others_in, staleness_of
 
 __all__ = [
     "METRICS",
+    "NEVER_EXISTED",
     "PARTS",
     "Needs",
     "NumberedRefs",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from layerstore.errors import Conflict
 from layerstore.model import CommitRecord, LayerEntry
 
+NEVER_EXISTED = "this model never existed during training (docs/evidence.md says what that costs)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAge:
@@ -68,7 +70,7 @@ def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
     are = "is" if count == 1 else "are"
     return (
         f"{count} of {len(layers)} layers {are} {'older than' if are_older else 'not from'} step {base.step}: "
-        "this model never existed during training (docs/evidence.md says what that costs)"
+        f"{NEVER_EXISTED}"
     )
 
 

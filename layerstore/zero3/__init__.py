@@ -23,6 +23,7 @@ from layerstore.zero3.filenames import (
     owner_of_file,
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
+from layerstore.zero3.means import mean
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
 from layerstore.zero3.rank_files import STEP, RankSource, counter_like, rank_source
 from layerstore.zero3.read import (
@@ -51,11 +52,11 @@ from layerstore.zero3.trees import TreeView, config_of, sub_group_shapes, undivi
 
 __all__ = [
     "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE", "Checkpoint",
-    "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer", "RankSource",
-    "Share", "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards", "can_derive",
-    "check_unchanged", "checkpoints_below", "config_of", "convert", "counter_like", "discover", "equal_bytes",
-    "flavour_of", "holds_zero3", "newly_infinite", "open_source", "owner_of_file", "pointer_bytes", "rank_source",
-    "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
-    "refuse_pointer", "share_of", "slice_length", "slices_in", "stat_source", "stretches", "sub_group_shapes",
-    "supplier_of", "suppliers_of", "tensors_in", "undivided", "valid_elements",
+    "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
+    "RankSource", "Share", "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards",
+    "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "counter_like", "discover",
+    "equal_bytes", "flavour_of", "holds_zero3", "mean", "newly_infinite", "open_source", "owner_of_file",
+    "pointer_bytes", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file",
+    "real_path", "refuse_pointer", "share_of", "slice_length", "slices_in", "stat_source", "stretches",
+    "sub_group_shapes", "supplier_of", "suppliers_of", "tensors_in", "undivided", "valid_elements",
 ]  # fmt: skip

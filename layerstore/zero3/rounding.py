@@ -48,13 +48,13 @@ def equal_bytes(left: memoryview, right: memoryview) -> bool:
     return np.array_equal(np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
 
 
-def newly_infinite(data: bytes, converted: memoryview, *, source: str, target: str) -> int:
+def newly_infinite(data: Bytes, converted: memoryview, *, source: str, target: str) -> int:
     """Count the finite elements of *data* that became infinite in *converted*."""
     found = _infinities(converted, target)
     return found - _infinities(data, source) if found else 0
 
 
-def _infinities(data: bytes | memoryview, dtype: str) -> int:
+def _infinities(data: Bytes, dtype: str) -> int:
     import numpy as np
 
     kind, infinity = _INFINITIES[dtype]

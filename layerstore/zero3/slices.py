@@ -5,9 +5,11 @@ Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); el
 Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import prod
+from types import MappingProxyType
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
@@ -71,8 +73,17 @@ def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Addend:
+    """Bytes of an object that are a part of a mean."""
+
+    object: BlobRef
+    object_offset: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Bytes of an object and their destination."""
+    """Bytes of an object, or the mean of bytes of several, and their destination."""
 
     object: BlobRef
     object_offset: int
@@ -86,6 +97,18 @@ class Piece:
     """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
     is_measured: bool = False
     """Whether its checksum is wanted but unknown, so that the copy must compute it."""
+    mean_of: tuple[Addend, ...] = ()
+    """If it is a mean, all its parts, of *size_bytes* each; the first is *object*'s."""
+
+    @property
+    def parts(self) -> tuple[Addend, ...]:
+        """All bytes that are read for it, *size_bytes* of each."""
+        return self.mean_of or (Addend(object=self.object, object_offset=self.object_offset, weight=1.0),)
+
+    @property
+    def objects(self) -> tuple[BlobRef, ...]:
+        """The objects that these are in."""
+        return tuple(part.object for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +146,23 @@ def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
         yield StoredSlice(object=stored, tensor=tensor, offset=offset)
 
 
-class Slices:
-    """The slices of a composite's layers, by kind, name and rank."""
+_Part = tuple[StoredSlice, Stretch, float]
+"""Elements of a slice, and their weight in a mean."""
 
-    def __init__(self, versions: Iterable[LayerVersion]) -> None:
+Means = Mapping[str, Sequence[tuple[LayerVersion, float]]]
+"""The versions of a layer whose masters are averaged, with their weights, by layer."""
+
+
+class Slices:
+    """The slices of a composite's layers, by kind, name and rank; masters of some layers may be *means*."""
+
+    def __init__(self, versions: Iterable[LayerVersion], *, means: Means = MappingProxyType({})) -> None:
         self.parameters: dict[str, Parameter] = {}
+        self._means: dict[str, list[tuple[Slices, float]]] = {}
+        for parts in means.values():
+            found = [(Slices([version]), weight) for version, weight in parts]
+            of = found[0][0]
+            self._means |= {name: found for name in of.parameters if of.shards(Kind.MASTER, name)}
         self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
         self._shards: dict[tuple[Kind, str], int] = {}
         for version in versions:
@@ -170,7 +205,8 @@ class Slices:
             Unsupported: They are stored as a type that cannot be converted to *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
-        for stored, stretch in self.stretches(kind, name, state=state, begin=begin, end=end):
+        for parts in self._parts(kind, name, state=state, begin=begin, end=end):
+            stored, stretch, _ = parts[0]
             source = stored.tensor.dtype
             if as_stored and source != dtype:
                 raise LayoutMismatch(
@@ -181,8 +217,28 @@ class Slices:
                     f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose another --dtype"
                 )
             piece = stored.piece(offset, start=stretch.start, elements=stretch.elements)
-            yield piece if source == dtype else replace(piece, rounding=(source, dtype), crc32=None)
+            is_plain = source == dtype and len(parts) == 1
+            yield (
+                piece
+                if is_plain
+                else replace(
+                    piece, rounding=(source, dtype), crc32=None, mean_of=_addends(parts) if len(parts) > 1 else ()
+                )
+            )
             offset += stretch.elements * by_code(dtype).bytes
+
+    def _parts(self, kind: Kind, name: str, *, state: str, begin: int, end: int) -> Iterator[list[_Part]]:
+        """Yield what the elements *begin* to *end* are made of: stretches with their weights, several for a mean."""
+        averaged = self._means.get(name) if kind is Kind.MASTER else None
+        if averaged is None:
+            yield from ([(*found, 1.0)] for found in self.stretches(kind, name, state=state, begin=begin, end=end))
+            return
+        ends = {begin}  # of stretches, which other numbers of ranks have elsewhere
+        for of, _ in averaged:
+            lengths = (stretch.elements for _, stretch in of.stretches(kind, name, begin=begin, end=end))
+            ends |= set(accumulate(lengths, initial=begin))
+        for first, last in pairwise(sorted(ends)):
+            yield [(*next(of.stretches(kind, name, begin=first, end=last)), weight) for of, weight in averaged]
 
     def stretches(
         self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
@@ -210,8 +266,14 @@ class Slices:
         """Return the number of slices of *name*; 0 if this kind is not stored."""
         return self._shards.get((kind, name), 0)
 
+    def is_mean(self, name: str) -> bool:
+        """Whether the master of the parameter *name* is a mean, which no object has."""
+        return name in self._means
+
     def weights_kind(self, name: str, dtype: str) -> Kind:
         """Return the kind to take weights of the type *dtype* from."""
+        if self.is_mean(name):
+            return Kind.MASTER
         # Stored weights are what the trainer itself would have saved. Take them if they have the wanted type, or if a
         # frozen parameter has nothing else; otherwise take the master, which is more precise.
         if not self.shards(Kind.WEIGHTS, name):
@@ -232,3 +294,18 @@ class Slices:
         if name not in self.parameters:
             raise LayoutMismatch(f"parameter {name!r} is in none of the chosen layers", name=name)
         return self.parameters[name]
+
+
+def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
+    """Return *parts* as those of a mean; raises LayoutMismatch if they have several element types."""
+    found = []
+    for stored, stretch, weight in parts:
+        piece = stored.piece(0, start=stretch.start, elements=stretch.elements)
+        found.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
+        first = parts[0][0].tensor
+        if stored.tensor.dtype != first.dtype:
+            raise LayoutMismatch(
+                f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",
+                name=first.name,
+            )
+    return tuple(found)

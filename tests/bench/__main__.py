@@ -17,6 +17,8 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench chaos [--points 40] [--ranks 1] [--rows FILE]    # saves that are killed, with ckpt-chaos
     python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
     python -m tests.bench peers --rows FILE --table | --page    # of rows that are there; into docs/benchmarks.md
+    python -m tests.bench bisect [--faults 100] [--saves 32]    # planted faults: what is found, in how many trials
+    python -m tests.bench mean [--gb 2] [--saves 10] [--rounds 3]    # ten saves averaged; with mergekit, if it is there
 
 The first three compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
 command's time, interpreter's start included, stands beside it. ``query`` asks a store with a long history.
@@ -33,7 +35,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench import chaos, drift, loop, query, remote, scale, scale_model, shares, worlds
+from tests.bench import averages, bisect, chaos, drift, loop, query, remote, scale, scale_model, shares, worlds
 from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.peers import run as peers
@@ -48,7 +50,7 @@ def main() -> None:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers", "chaos"]
+    verbs += ["quality", "peers", "chaos", "mean", "bisect"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
@@ -59,9 +61,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
     parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
-    parser.add_argument("--rounds", type=int, default=3, help="of loop and peers, each with all variants (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of loop, peers and mean, each with all variants (default: 3)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of drift and quality, a run for each (default: 3)")
-    parser.add_argument("--saves", type=int, help="of each job (default: 3; drift: 100, after the first; peers: 10)")
+    parser.add_argument(
+        "--saves", type=int, help="of each job (default: 3; drift: 100, after the first; peers, mean: 10)"
+    )
     parser.add_argument("--every", type=int, help="steps from one to the next (default: 3; drift: 10)")
     parser.add_argument("--tiny", action="store_true", help="quality or peers, so small that it ends in a minute")
     parser.add_argument("--rows", type=Path, help="where results are kept: a folder for quality, a file for peers")
@@ -72,6 +78,7 @@ def main() -> None:
         "--page", action="store_true", help="only write what was found into docs/benchmarks.md or evidence.md"
     )
     parser.add_argument("--llmtailor", type=Path, help="a clone of LLMTailor, for peers to run its merge")
+    parser.add_argument("--faults", type=int, default=100, help="of bisect (default: 100)")
     parser.add_argument("--points", type=int, default=40, help="of chaos: kills of each job, at most (default: 40)")
     parser.add_argument("--ranks", type=int, default=1, help="of chaos (default: 1)")
     options = parser.parse_args()
@@ -110,6 +117,10 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
     elif options.verb == "loop":
         saves, every = options.saves or 3, options.every or 3
         loop.run(folder, gb=options.gb or 1.0, rounds=options.rounds, saves=saves, every=every)
+    elif options.verb == "bisect":
+        bisect.run(folder, faults=options.faults, saves=options.saves or 32)
+    elif options.verb == "mean":
+        averages.run(folder, gb=options.gb or 2.0, saves=options.saves or 10, rounds=options.rounds)
     elif options.verb == "drift":
         drift.run(folder, seeds=options.seeds, saves=options.saves or 100, every=options.every or 10)
     else:

@@ -32,6 +32,7 @@ COMMANDS = {
     "diff": ["diff", "sft@2", "sft@4"],
     "stats": ["stats"],
     "report": ["report", "-o", "report.html"],
+    "bisect": ["bisect", "log"],
     "compose": ["compose", "--dry-run"],
     "pin": ["pin", "--list"],
     "drop": ["drop", "sft@2"],
@@ -48,7 +49,8 @@ COMMANDS = {
     "doctor": ["doctor"],
     "estimate": ["estimate", "--params", "8B", "--layers", "32"],
 }
-IN_A_STORE = [words for name, words in COMMANDS.items() if name not in {"init", "clone", "doctor", "estimate"}]
+ANYWHERE = {"init", "clone", "doctor", "estimate", "bisect"}
+IN_A_STORE = [words for name, words in COMMANDS.items() if name not in ANYWHERE]
 
 
 def _registered() -> list[str]:
@@ -78,7 +80,14 @@ def test_the_help_of_compose_is_in_groups_and_has_defaults(run: Run) -> None:
     out = run("compose", "--help").out
     words = " ".join(out.split())
 
-    assert re.findall(r"^(\w+):$", out, re.MULTILINE) == ["Arguments", "Source", "Output", "Safety", "Options"]
+    assert re.findall(r"^(\w+):$", out, re.MULTILINE) == [
+        "Arguments",
+        "Source",
+        "Average",
+        "Output",
+        "Safety",
+        "Options",
+    ]
     assert re.search(r"^Policy settings.*:$", out, re.MULTILINE)
     assert "drift, filter:every=10. [default: latest]" in words
     assert "from_pretrained. [default: zero3]" in words

@@ -83,7 +83,7 @@ def _undo(name: str) -> None:
         (store / "pins" / "second").unlink()
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERING - {"verify", "demo"}))
+@pytest.mark.parametrize("name", sorted(ANSWERING - {"verify", "demo", "bisect"}))
 def test_what_is_asked_is_answered(run: Run, name: str) -> None:
     """The table is what was asked for; -q is the same, in front of the command too."""
     words = [*WORDS[name], *(["-o", "page.html"] if name == "report" else [])]

@@ -62,8 +62,8 @@ TOPICS = (
     Topic(
         "composing.md",
         "Composing",
-        "compose a checkpoint, export weights, read tensors",
-        ("Store.compose", "Composite", "Tensors"),
+        "compose a checkpoint, export weights, read tensors, average saves, find what went bad",
+        ("Store.compose", "Store.average", "Composite", "Tensors", "Store.bisect", "Judged"),
     ),
     Topic(
         "checking.md",

@@ -7,6 +7,7 @@ Where the code of the documentation runs: a folder as the pages speak of it, wit
     s3://checkpoints/sft                    its remote, called origin
     Llama-3.1-8B/config.json                a model's config, and nothing else
     mix.yaml                                the first recipe of the guide
+    judge.py, evaluate                      judge a model: from step 1100 on its third block is bad
 
 A page that makes its store itself begins without one. Paths that begin with / lead below the folder.
 """
@@ -19,6 +20,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +47,14 @@ LLAMA_8B = {
 }
 TINY = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 16}
 
+JUDGE = """
+import json, sys
+from pathlib import Path
+layers = json.loads(Path(sys.argv[1], "layerstore.json").read_text())["layers"]
+is_bad = layers["model.layers.2"]["step"] >= 1100
+sys.exit(is_bad)
+"""
+
 # What stands at the root of a reader's machine stands in the scene.
 ROOTS = ("/backup", "/scratch", "/shared", "/local")
 # What pages call by the URL of a bucket is a folder here, with all that the store has.
@@ -66,6 +76,11 @@ def furnish(root: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**LLAMA_8B, **TINY, "num_key_value_heads": 2}))
     (root / "Llama-3.1-8B").mkdir()
     (root / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (root / "judge.py").write_text(JUDGE)
+    (root / "evaluate").write_text(
+        f"#!{sys.executable}\n{JUDGE.replace('sys.exit(is_bad)', 'print(2.5 if is_bad else 1.5)')}"
+    )
+    (root / "evaluate").chmod(0o755)
     (root / "mix.yaml").write_text(blocks(DOCS / "guides" / "recipes.md", "yaml")[0].text)
     for place in ROOTS:
         (root / place.strip("/") / "me").mkdir(parents=True)

@@ -5,6 +5,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def wrong_in(line: str) -> str | None:
         for spelt in (*parameter.opts, *parameter.secondary_opts)
     } | {"--help", "-h"}
     words = shlex.split((found[3] or "").replace("…", ""), comments=True)
-    strange = [word for word in words if word.startswith("-") and word.partition("=")[0] not in options]
+    own = takewhile(lambda word: word != "--", words)  # the rest is another command's
+    strange = [word for word in own if word.startswith("-") and word.partition("=")[0] not in options]
     return f"{found[2]} has no option {', '.join(strange)}" if strange else None
 
 

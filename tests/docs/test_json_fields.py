@@ -23,11 +23,13 @@ ROWS = {
     "`log`": ["log", "log --timing", "log --metric eval_loss", "log --dropped"],
     "`show`": ["show sft@200", "show mixed"],
     "`ls`": ["ls sft@200"],
-    "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run"],
+    "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run", "compose --mean last:2 --dry-run"],
     "`compose --format hf`": ["compose sft@200 --format hf -o b"],
     "`diff`": ["diff sft@100 sft@200 --stat"],
     "`stats`": ["stats", "stats sft"],
     "`report`": ["report -o report.html --keep-last 1"],
+    "`bisect`": ["bisect --json sft@100 sft@1200 -- python judge.py {}"],
+    "`bisect log`": ["bisect log"],
     "`pin NAME REF`": ["pin other sft@100"],
     "`pin --list`": ["pin --list"],
     "`pin --delete`": ["pin --delete other"],
@@ -53,6 +55,7 @@ AS_ABOVE = {
     "`ingest --all`, `--watch`": "`ingest`, one checkpoint",
     "`compose --format hf`": "`compose`",
     "`pin --list`": "`pin NAME REF`",
+    "`bisect log`": "`bisect`",
 }
 # Fields whose value is a mapping from names of a user's: they are data.
 MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters", "metrics"} | {
@@ -69,8 +72,9 @@ SELDOM = {
     "metric name value",
     "`show`": "gc kind name size value",
     "`ls`": "kind size",
+    "`bisect log`": "layers sentence skipped",
     "`compose`": "count name",
-    "`compose --format hf`": "count dry_run name pin world_size",
+    "`compose --format hf`": "count dry_run mean name pin weight world_size",
     "`diff`": "kind stat",
     "`report`": "blocked durable given_up max median visible",
     "`pin --list`": "damaged reason",

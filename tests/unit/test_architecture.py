@@ -49,6 +49,7 @@ FLOORS = {
     "compose": 5,
     "gc": 6,
     "check": 7,
+    "bisect": 6,
     "inspect": 8,  # a report plans a collection, and composes
     "remote": 8,  # collecting a remote follows the same retention
     "composite": 9,
@@ -61,6 +62,7 @@ FLOORS = {
 }
 # Rooms that others import from ``__init__`` alone. A room is added once that holds.
 DOORS = {
+    "bisect",
     "check",
     "compose",
     "format",
@@ -108,7 +110,13 @@ FOREIGN = {
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "numpy": (
-        ("layerstore.zero3.rounding", "layerstore.distance", "layerstore.compose.tensors", "layerstore.live."),
+        (
+            "layerstore.zero3.rounding",
+            "layerstore.zero3.means",
+            "layerstore.distance",
+            "layerstore.compose.tensors",
+            "layerstore.live.",
+        ),
         "only these compute with numbers or hand out arrays; everything else moves bytes",
     ),
     "pandas": (

@@ -10,6 +10,7 @@ from layerstore.policy.recipe.document import MapNode, Spot, read_document, read
 from layerstore.policy.recipe.llmtailor import read_llmtailor
 from layerstore.policy.recipe.llmtailor_plan import LLMTailorRecipe
 from layerstore.policy.recipe.own import OwnRecipe, read_own
+from layerstore.policy.recipe.patterns import pattern_of
 from layerstore.policy.recipe.plan import Choice, ModelOutline, OutlineLayer, RecipePlan, outline_of
 
 Recipe = OwnRecipe | LLMTailorRecipe
@@ -23,6 +24,7 @@ __all__ = [
     "Spot",
     "outline_of",
     "parse_recipe",
+    "pattern_of",
     "read_text",
 ]
 

@@ -37,12 +37,12 @@ class Spot:
     file: str
     """As the user named it."""
     line: int
-    """Counted from 1."""
+    """Counted from 1; 0 if *file* names something else."""
     column: int
     """Counted from 1, in characters."""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}"
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
     def error(self, message: str, *, hint: str) -> InvalidInput:
         """Return an error about this place."""

@@ -97,6 +97,11 @@ def read_pattern(key: Scalar) -> Pattern:
     return Pattern(text=key.text, tokens=tuple(tokens), spot=key.spot)
 
 
+def pattern_of(text: str, *, name: str) -> Pattern:
+    """Parse the pattern *text*, which errors call *name*: it is in no file."""
+    return read_pattern(Scalar(text=text, is_null=False, spot=Spot(file=name, line=0, column=0)))
+
+
 def _indices(text: str, key: Scalar) -> _Indices:
     ranges: list[tuple[int, int | None]] = []
     parities: list[int] = []

@@ -1,0 +1,127 @@
+"""``layerstore bisect``: which save went bad, and which of its layers."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, one_of, opened
+from layerstore.cli.render import Column, counted, say, say_aside, say_facts, say_json, say_paragraph, say_rows, shown
+from layerstore.dtypes import DTypeName
+from layerstore.errors import InvalidInput
+from layerstore.json_fields import json_fields
+from layerstore.units import size
+
+if TYPE_CHECKING:
+    from layerstore.bisect import Bisected, Trial
+
+LOG = "log"
+_FOLDER = Path("layerstore-bisect")
+
+
+def bisect(
+    good: Annotated[str, typer.Argument(metavar="GOOD", help="A save that is good, or `log`.")],
+    bad: Annotated[str | None, typer.Argument(metavar="BAD", help="A later one that is bad.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND {}", help="What judges the folder in the place of {}.")
+    ] = None,
+    *,
+    metric: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="COMMAND prints this number last: as JSON, or alone. Best small: NAME:min."),
+    ] = None,
+    threshold: Annotated[float | None, typer.Option(metavar="X", help="With --metric: worse than X is bad.")] = None,
+    dtype: Annotated[
+        DTypeName | None, typer.Option(metavar=one_of(DTypeName), help="The element type. [default: as trained]")
+    ] = None,
+    steps_only: Annotated[bool, typer.Option("--steps-only", help="Do not look for the layers.")] = False,
+    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where trials and the log are.")] = _FOLDER,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Find the save that went bad, and the layers that make it bad.
+
+    COMMAND judges a folder as compose --format hf writes it: exit 0 for good, 125 for cannot tell, 1 to 124 for bad.
+    First the step is searched for, then the smallest set of its layers that makes the last good save bad.
+    A trial writes only the layers that the trials before it did not have.
+    The same command goes on where it was interrupted; `layerstore bisect log` shows the trials.
+
+    \b
+    Examples:
+      layerstore bisect sft@100 sft@1200 -- python judge.py {}
+      layerstore bisect sft@100 sft --metric loss --threshold 2 -- ./evaluate {}
+      layerstore bisect log
+    """
+    from layerstore.bisect import command_judge
+
+    if good == LOG and bad is None:
+        _say_log(folder, as_json=as_json)
+        return
+    if bad is None or not command:
+        raise InvalidInput(
+            "bisect takes GOOD, BAD and a command", hint="layerstore bisect RUN@STEP RUN@STEP -- python judge.py {}"
+        )
+    with opened(store) as opened_store:
+        found = opened_store.bisect(
+            good,
+            bad,
+            command_judge(command, metric=metric, threshold=threshold, hear=_pass_on),
+            folder=folder,
+            dtype=dtype,
+            layers=not steps_only,
+            command=command,
+            tell=lambda trial: say_aside(_line(trial)),
+        )
+    if as_json:
+        say_json(json_fields(found) | {"sentence": str(found), "bytes_written": found.bytes_written})
+    else:
+        _tell(found)
+
+
+def _pass_on(said: str) -> None:
+    """Show what a command has printed."""
+    for line in said.splitlines():
+        say_aside(line)
+
+
+def _line(trial: "Trial") -> str:
+    number = "" if trial.metric is None else f" ({trial.metric:g})"
+    written = f"{size(trial.bytes_written)}, {trial.seconds:.1f} s"
+    return f"trial {trial.number}: {shown(trial.asked)}: {trial.verdict}{number}; {written}"
+
+
+def _tell(found: "Bisected") -> None:
+    say_paragraph(shown(str(found)), indent=2)
+    say(f"{counted(len(found.trials), 'trial')}, {size(found.bytes_written)} written")
+    say(f"layerstore diff {found.good} {found.bad} --stat shows how far the layers moved")
+
+
+def _say_log(folder: Path, *, as_json: bool) -> None:
+    from layerstore.bisect import read_trials
+
+    head, trials, answer = read_trials(folder)
+    if as_json:
+        fields = {"bisection": head, "trials": [json_fields(trial) for trial in trials]}
+        say_json(fields | {"answer": answer or None})
+        return
+    words = head["command"]
+    assert isinstance(words, list)
+    say_facts(
+        {
+            "good": str(head["good"]),
+            "bad": str(head["bad"]),
+            "command": shlex.join(words),
+            "answer": answer or "none yet",
+        }
+    )
+    say()
+    columns = {
+        Column("TRIAL", "right"): lambda trial: str(trial.number),
+        Column("ASKED", folds=True): lambda trial: trial.asked,
+        Column("VERDICT"): lambda trial: trial.verdict,
+        Column("WRITTEN", "right", drops=1): lambda trial: size(trial.bytes_written),
+        Column("TOOK", "right", drops=2): lambda trial: f"{trial.seconds:.1f} s",
+    }
+    say_rows(columns, trials)

@@ -1,0 +1,93 @@
+"""A judge of folders: a command of the user's, by its exit code or by a number that it prints."""
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.bisect.search import Verdict
+from layerstore.errors import InvalidInput
+from layerstore.policy import Best
+
+PLACE = "{}"
+"""What stands for the folder in a command."""
+
+# As for `git bisect run`: a shell uses the codes above for what is no verdict.
+_SKIP, _BAD_MAX = 125, 124
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What a judge says of one folder."""
+
+    verdict: Verdict
+    metric: float | None = None
+    """The number that decided, if one did."""
+
+
+def command_judge(
+    command: Sequence[str],
+    *,
+    metric: str | None,
+    threshold: float | None,
+    hear: Callable[[str], None],
+) -> Callable[[Path], Judged]:
+    """
+    Return a judge that runs *command* with a folder in the place of ``{}``.
+
+    It exits with 0 for good, 125 to skip, and any other number up to 124 for bad. With a *metric*, its last line is the
+    number, or a JSON object that has it; beyond the *threshold* is bad. *hear* gets what it prints.
+
+    Raises:
+        InvalidInput: The command has no place for the folder, or the metric and the threshold are not both there.
+    """
+    if not any(PLACE in word for word in command):
+        raise InvalidInput(
+            "the command has no {} for the folder that it judges", hint="for example: -- python judge.py {}"
+        )
+    if (metric is None) != (threshold is None):
+        raise InvalidInput("--metric and --threshold go together", hint="--metric eval_loss --threshold 2.5")
+    best = None if metric is None else Best.parse(metric)
+
+    def judge(folder: Path) -> Judged:
+        words = [word.replace(PLACE, str(folder)) for word in command]
+        try:
+            ended = subprocess.run(words, stdout=subprocess.PIPE, check=False)
+        except OSError as exc:
+            raise InvalidInput(f"the command cannot be run: {exc}", hint="try it by hand with a folder") from exc
+        said = ended.stdout.decode(errors="replace")
+        hear(said)
+        code = ended.returncode
+        if code == _SKIP:
+            return Judged(verdict="skip")
+        if not 0 <= code <= _BAD_MAX or (best is not None and code):
+            raise InvalidInput(
+                f"the command ended with {code}, which is no verdict{'' if best is None else ' if it is to print one'}",
+                hint="nothing is lost: mend it, and begin again as before",
+            )
+        if best is None or threshold is None:
+            return Judged(verdict="bad" if code else "good")
+        value = _number(said, best.metric)
+        is_bad = not (value <= threshold if best.direction == "min" else value >= threshold)  # a NaN is bad
+        return Judged(verdict="bad" if is_bad else "good", metric=value)
+
+    return judge
+
+
+def _number(said: str, metric: str) -> float:
+    """Return the number in the last line that was *said*."""
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    try:
+        found = json.loads(last)
+    except ValueError:
+        found = last
+    if isinstance(found, dict):
+        found = found.get(metric)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as exc:
+        raise InvalidInput(
+            f"the command's last line has no {metric}: {last[:80]!r}",
+            hint=f'it is a number, or JSON such as {{"{metric}": 2.5}}',
+        ) from exc

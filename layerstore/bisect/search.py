@@ -1,0 +1,118 @@
+"""
+Searches that ask as few questions as they can: the first bad of a row, and a smallest bad set.
+
+Pure: *judge* answers, and remembers its answers if they are dear.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeVar
+
+Verdict = Literal["good", "bad", "skip"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Where a row turns from good to bad."""
+
+    good: int
+    bad: int
+    skipped: tuple[int, ...]
+    """What lies between and could not be judged."""
+
+
+class Contradiction(Exception):
+    """An end of the row is not what it was said to be."""
+
+    def __init__(self, index: int, found: Verdict) -> None:
+        super().__init__(index, found)
+        self.index = index
+        self.found = found
+
+
+def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
+    """
+    Return where a row of *count* turns bad: its first is said to be good, its last to be bad.
+
+    An end is judged only if nothing else next to the boundary was: then it has to be what it was said to be.
+
+    Raises:
+        Contradiction: It is not.
+    """
+    good, bad = 0, count - 1
+    judged: set[int] = set()
+    skipped: set[int] = set()
+    while between := [index for index in range(good + 1, bad) if index not in skipped]:
+        middle = between[len(between) // 2]
+        verdict = judge(middle)
+        judged.add(middle)
+        if verdict == "good":
+            good = middle
+        elif verdict == "bad":
+            bad = middle
+        else:
+            skipped.add(middle)
+    for index, said in ((good, "good"), (bad, "bad")):
+        if index not in judged and (found := judge(index)) != said:
+            raise Contradiction(index, found)
+    return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
+
+
+def smallest_bad(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+    """
+    Return a smallest set of *items* that is bad, where all of them are, and none are good.
+
+    If one suffices, about log2 questions find it: what is not in one half is taken to be in the other, and the last one
+    is asked about. Otherwise delta debugging finds a set from which nothing can be left out. None if too much of it
+    could not be judged.
+    """
+    return _single(items, judge) or _together(tuple(items), judge)
+
+
+def _single(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+    """Return the one item that is bad by itself; None if none was found."""
+    rest, is_sure = list(items), len(items) == 1
+    while len(rest) > 1:
+        half = rest[: len(rest) // 2]
+        verdict = judge(frozenset(half))
+        if verdict == "skip":
+            return None
+        is_sure = verdict == "bad"
+        rest = half if is_sure else rest[len(rest) // 2 :]
+    return tuple(rest) if is_sure or judge(frozenset(rest)) == "bad" else None
+
+
+def _together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+    """Return a bad set from which no part can be left out, by delta debugging."""
+    parts, has_skipped = 2, False
+    while len(items) > 1:
+        pieces = list(_pieces(items, parts))
+        smaller: tuple[Item, ...] | None = None
+        for number, piece in enumerate([*pieces, *(_without(items, of) for of in pieces if len(pieces) > 2)]):
+            verdict = judge(frozenset(piece))
+            has_skipped |= verdict == "skip"
+            if verdict == "bad":
+                smaller, parts = piece, 2 if number < len(pieces) else max(parts - 1, 2)
+                break
+        if smaller is not None:
+            items = smaller
+        elif parts >= len(items):
+            return None if has_skipped else items
+        else:
+            parts = min(2 * parts, len(items))
+    return items
+
+
+def _pieces(items: Sequence[Item], count: int) -> Iterator[tuple[Item, ...]]:
+    """Cut *items* into *count* pieces of about the same length."""
+    ends = [len(items) * number // count for number in range(count + 1)]
+    for begin, end in pairwise(ends):
+        yield tuple(items[begin:end])
+
+
+def _without(items: Sequence[Item], piece: Iterable[Item]) -> tuple[Item, ...]:
+    left = set(piece)
+    return tuple(item for item in items if item not in left)

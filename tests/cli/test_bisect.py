@@ -1,0 +1,124 @@
+"""`layerstore bisect`: commands as judges, the log, and wrong use."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from tests.cli.conftest import Run
+from tests.unit.checkpoints import checkpoint
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store of eight saves."""
+    folder = tmp_path_factory.mktemp("eight")
+    with layerstore.init(folder / "store") as store:
+        for step in range(1, 9):
+            store.ingest(checkpoint(folder / "in", step=step))
+    return folder / "store"
+
+
+@pytest.fixture
+def store(eight: Path) -> Path:
+    """Return the store that is bisected; nothing here writes to it."""
+    return eight
+
+
+JUDGE = """
+import json, sys
+from pathlib import Path
+config = Path(sys.argv[1], "layerstore.json")
+step = min(layer["step"] for layer in json.loads(config.read_text())["layers"].values())
+print("looking at", sys.argv[1])
+"""
+
+
+def test_the_command_line_bisects_by_exit_code_and_by_metric(run: Run, store: Path, tmp_path: Path) -> None:
+    """What the command prints is heard; the answer is one sentence, and the log has the trials."""
+    for number, (ending, options) in enumerate(
+        [
+            ("sys.exit(step >= 5)", []),
+            ("print(json.dumps({'eval_loss': step / 10}))", ["--metric", "eval_loss", "--threshold", "0.45"]),
+            ("print(1 - step / 10)", ["--metric", "accuracy:max", "--threshold", "0.55"]),
+        ]
+    ):
+        judge, folder = tmp_path / f"judge{number}.py", str(tmp_path / f"b{number}")
+        judge.write_text(JUDGE + ending)
+        outcome = run(
+            "bisect",
+            "sft@1",
+            "sft@8",
+            "--store",
+            store,
+            "--dir",
+            folder,
+            "--steps-only",
+            *options,
+            "--",
+            sys.executable,
+            str(judge),
+            "{}",
+        )
+
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.splitlines()[0] == "bad since sft@5"
+        assert "looking at" in outcome.err
+        assert "trial 1: sft@5: bad" in outcome.err
+        log = run("bisect", "log", "--dir", folder)
+        assert "sft@5" in log.out
+        assert "bad" in log.out
+
+
+@pytest.mark.parametrize(
+    ("ending", "options", "code", "says"),
+    [
+        ("sys.exit(126)", [], 2, "ended with 126, which is no verdict"),
+        ("sys.exit(1)", ["--metric", "loss", "--threshold", "1"], 2, "which is no verdict if it is to print one"),
+        ("print('no')", ["--metric", "loss", "--threshold", "1"], 2, "last line has no loss: 'no'"),
+        ("", ["--metric", "loss"], 2, "--metric and --threshold go together"),
+    ],
+)
+def test_a_command_without_a_verdict_ends_it(
+    run: Run, store: Path, tmp_path: Path, ending: str, options: list[str], code: int, says: str
+) -> None:
+    """It is never taken for good or bad."""
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE + ending)
+    outcome = run(
+        "bisect",
+        "sft@1",
+        "sft@8",
+        "--store",
+        store,
+        "--dir",
+        str(tmp_path / "b"),
+        *options,
+        "--",
+        sys.executable,
+        str(judge),
+        "{}",
+    )
+
+    assert outcome.code == code
+    assert says in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("bisect sft@1 sft@8", "bisect takes GOOD, BAD and a command"),
+        ("bisect sft@1", "bisect takes GOOD, BAD and a command"),
+        ("bisect sft@1 sft@8 -- true", "the command has no {}"),
+        ("bisect sft@1 sft@8 -- no-such-command {}", "the command cannot be run"),
+        ("bisect log", "there is no bisection in layerstore-bisect"),
+    ],
+)
+def test_wrong_use_is_one_line(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
+    """With a hint."""
+    monkeypatch.setenv("LAYERSTORE_STORE", str(store))
+    outcome = run(*words.split())
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("hint:")
