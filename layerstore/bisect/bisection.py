@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.bisect.judges import Judged
-from layerstore.bisect.search import Contradiction, Verdict, first_bad, smallest_bad
+from layerstore.bisect.search import Contradiction, Verdict, bad_alone, bad_together, first_bad
 from layerstore.bisect.trials import Trials
 from layerstore.compose import Composition, compose_latest
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, StorageIO
@@ -22,6 +22,8 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage import Files, Repository
 
 LOG = "log.jsonl"
+_LATER = 4
+"""How many saves after the first bad one a layer is looked at that is not bad by itself there."""
 _NAMES_MAX = 4
 
 _Named = tuple[Resolved, str]
@@ -111,8 +113,10 @@ def bisect(
             f"{names[exc.index]} is said to be {said}, and the command says {exc.found}",
             hint="choose another GOOD, or look at the command" if said == "good" else "choose another BAD",
         ) from exc
-    pairs = [(row[index], names[index]) for index in (found.good, found.bad)]
-    layers = _layers(court, *pairs) if has_layers else None
+    later = min(found.bad + _LATER, len(row) - 1)
+    layers = None
+    if has_layers:
+        layers = _layers(court, *((row[index], names[index]) for index in (found.good, found.bad, later)))
     court.trials.end()
     answer = Bisected(
         good=names[found.good],
@@ -158,22 +162,33 @@ def _row(repo: Repository, first: Resolved, last: Resolved, good: str, bad: str)
     )
 
 
-def _layers(court: "_Court", last_good: _Named, first_bad: _Named) -> tuple[str, ...] | None:
+def _layers(court: "_Court", last_good: _Named, first_bad: _Named, later: _Named) -> tuple[str, ...] | None:
     """Return the layers of the *first_bad* save that make the *last_good* one bad."""
-    (good, good_name), (bad, bad_name) = last_good, first_bad
-    theirs, ours = ({entry.layer: entry for entry in of.record.layers} for of in (bad, good))
-    if theirs.keys() != ours.keys():
+    differing, judge = _contrast(court, last_good, first_bad)
+    if not differing:
         return None
-    differing = [layer for layer in theirs if theirs[layer].version != ours[layer].version]
+    # What goes wrong slowly is past the threshold by little at first, and other layers may turn the scale. Soon it is
+    # past it by itself.
+    alone = bad_alone(differing, judge) or (
+        None if later == first_bad else bad_alone(*_contrast(court, last_good, later))
+    )
+    return alone or bad_together(tuple(differing), judge)
+
+
+def _contrast(
+    court: "_Court", last_good: _Named, bad_one: _Named
+) -> tuple[list[str], Callable[[Collection[str]], Verdict]]:
+    """Return the layers in which two saves differ, and what judges the good one with some of them from the bad one."""
+    (good, good_name), (bad, bad_name) = last_good, bad_one
+    theirs, ours = ({entry.layer: entry for entry in of.record.layers} for of in (bad, good))
+    differing = [layer for layer in theirs if layer in ours and theirs[layer].version != ours[layer].version]
 
     def judge(chosen: Collection[str]) -> Verdict:
-        if len(chosen) == len(differing):
-            return "bad"  # that is the whole save, but for nothing
         layers = tuple(theirs[layer] if layer in chosen else ours[layer] for layer in theirs)
         composition = replace(compose_latest(bad), policy="bisect", layers=layers)
         return court.verdict(composition, f"{_some(chosen)} of {bad_name}, the rest of {good_name}")
 
-    return smallest_bad(differing, judge) if differing else None
+    return (differing if theirs.keys() == ours.keys() else []), judge
 
 
 def _some(layers: Collection[str]) -> str:

@@ -1,5 +1,5 @@
 """
-Searches that ask as few questions as they can: the first bad of a row, and a smallest bad set.
+Searches that ask as few questions as they can: the first bad of a row, and the smallest bad set.
 
 Pure: *judge* answers, and remembers its answers if they are dear.
 """
@@ -61,19 +61,12 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
     return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
 
 
-def smallest_bad(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+def bad_alone(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
     """
-    Return a smallest set of *items* that is bad, where all of them are, and none are good.
+    Return the one of *items* that is bad by itself, where all of them are, and none are good; None if none was found.
 
-    If one suffices, about log2 questions find it: what is not in one half is taken to be in the other, and the last one
-    is asked about. Otherwise delta debugging finds a set from which nothing can be left out. None if too much of it
-    could not be judged.
+    About log2 questions: what is not in one half is taken to be in the other, and the last one is asked about.
     """
-    return _single(items, judge) or _together(tuple(items), judge)
-
-
-def _single(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
-    """Return the one item that is bad by itself; None if none was found."""
     rest, is_sure = list(items), len(items) == 1
     while len(rest) > 1:
         half = rest[: len(rest) // 2]
@@ -85,8 +78,12 @@ def _single(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) 
     return tuple(rest) if is_sure or judge(frozenset(rest)) == "bad" else None
 
 
-def _together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
-    """Return a bad set from which no part can be left out, by delta debugging."""
+def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+    """
+    Return a bad set of *items* from which no part can be left out, where all of them are bad, and none are good.
+
+    By delta debugging. None if too much of it could not be judged.
+    """
     parts, has_skipped = 2, False
     while len(items) > 1:
         pieces = list(_pieces(items, parts))

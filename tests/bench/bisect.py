@@ -1,13 +1,14 @@
 """
 How often `bisect` finds a planted fault, and in how many trials: real trainings, judged by their loss.
 
-The truth about a step is asked of every save; that of the layers is what was planted. A fault that training does not
-notice by itself, or that needs only one of its two layers, is planted anew with the next number.
+The truth about a step is asked of every save; that of the layers is what was planted. Left out are faults that are not
+bad from one save on, and pairs that are no worse than one of the two layers.
 """
 
 import shutil
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.bench.ranked import result_of
 _SAMPLES = 32
 _MARGIN = 0.15
 """Nats above the worst save of the clean run: bad from there on."""
+_PAIR_MARGIN = 0.02
+"""Nats by which two layers together have to be worse than each of them."""
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class _Tally:
 
 def run(folder: Path, *, faults: int, saves: int) -> None:
     """Print the table."""
-    found = result_of("tests.bench.bisect_job", folder, faults=faults, saves=saves)
+    found = result_of("tests.bench.bisect_job", folder, ranks=1, faults=faults, saves=saves)
     steps, planted = found["steps"], [Fault(**fault) for fault in found["faults"]]
     evaluation = _Evaluation()
     tallies: dict[str, _Tally] = {}
@@ -46,10 +49,16 @@ def run(folder: Path, *, faults: int, saves: int) -> None:
     allowed = ceil(log2(len(steps))) + ceil(log2(LAYERS + 3)) + 2
     with layerstore.open(folder / "data" / "store") as store:
         clean = [evaluation.of_commit(store, f"{CLEAN}@{step}") for step in steps]
-        bad_above = max(clean) + _MARGIN
         print(f"{len(steps)} saves, {LAYERS + 3} layers; clean {min(clean):.3f} to {max(clean):.3f} nats", flush=True)
         for fault in planted:
             losses = [evaluation.of_commit(store, f"{fault.run}@{step}") for step in steps]
+            bad_above = max(clean) + _MARGIN
+            if fault.kind == "pair":
+                less, more = evaluation.of_pair(store, fault, before=steps[steps.index(fault.step) - 1])
+                if more < less + _PAIR_MARGIN:
+                    missed["one of two layers is as bad"] += 1
+                    continue
+                bad_above = (less + more) / 2
             are_bad = [loss > bad_above for loss in losses]
             turn = next((step for step, is_bad in zip(steps, are_bad, strict=True) if is_bad), None)
             if turn is None or are_bad != [step >= turn for step in steps]:
@@ -59,7 +68,7 @@ def run(folder: Path, *, faults: int, saves: int) -> None:
             answer = store.bisect(
                 f"{fault.run}@{steps[0]}",
                 f"{fault.run}@{steps[-1]}",
-                lambda trial: Judged(verdict="bad" if evaluation.of_folder(trial) > bad_above else "good"),
+                partial(evaluation.judged, bad_above=bad_above),
                 folder=folder / "bisect",
                 dtype="fp32",
             )
@@ -111,6 +120,20 @@ class _Evaluation:
     def of_commit(self, store: Store, ref: str) -> float:
         """Return the loss of a commit."""
         return self._of(store.compose(ref).state_dict(dtype="fp32"))
+
+    def of_pair(self, store: Store, fault: Fault, *, before: int) -> tuple[float, float]:
+        """Return the loss of the worse of the two layers in the save *before* them, and that of both."""
+        good, bad = (store.compose(f"{fault.run}@{step}").state_dict(dtype="fp32") for step in (before, fault.step))
+
+        def mixed(*layers: str) -> float:
+            places = tuple(f"{layer}." for layer in layers)
+            return self._of({name: (bad if name.startswith(places) else good)[name] for name in good})
+
+        return max(mixed(layer) for layer in fault.layers), mixed(*fault.layers)
+
+    def judged(self, folder: Path, *, bad_above: float) -> Judged:
+        """Judge a trial."""
+        return Judged(verdict="bad" if self.of_folder(folder) > bad_above else "good")
 
     def of_folder(self, folder: Path) -> float:
         """Return the loss of an export."""

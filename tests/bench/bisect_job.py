@@ -1,12 +1,12 @@
 """
-Histories with planted faults, for the benchmark of `bisect`: the program that each of two ranks runs.
+Histories with planted faults, for the benchmark of `bisect`: the program that one rank runs.
 
 A small Llama is trained under DeepSpeed, and saved. For each fault training goes on from there in a run of its own that
 is saved every few steps, and from one of these saves on has the fault:
 
     damage      one layer's weights get noise, once; all learn gently, so that it does not heal
     rate        one layer learns with 30 times the learning rate from there on
-    pair        two layers get noise, so little that neither is bad by itself
+    pair        two layers get less noise: the judge's threshold is such that neither suffices
 """
 
 import random
@@ -25,11 +25,10 @@ LAYERS = 12
 HIDDEN = 64
 BATCH = 4
 TRAINED_STEPS = 250
-EVERY = 2
 GENTLE = 0.01
 """How much smaller the learning rate of a gentle run is."""
 RATE = 30.0
-DAMAGE, PAIR = 2.0, 1.0
+DAMAGE, PAIR = 3.0, 1.5
 """Noise, relative to the size of each of the layer's matrices."""
 CLEAN, BASE = "clean", "base"
 
@@ -88,14 +87,14 @@ class Job:
         dist.barrier()
         with layerstore.attach(self._engine, self._store, run=BASE) as saver:
             saver.save()
-        steps = [self._engine.global_steps + EVERY * number for number in range(self._saves)]
+        steps = [self._engine.global_steps + number for number in range(self._saves)]
         self._save_all(CLEAN, None, steps)
         found = []
         for number in range(faults):
             draw, kind = random.Random(number), KINDS[number % len(KINDS)]
             layers = draw.sample(range(LAYERS), 2 if kind == "pair" else 1)
             names = sorted(f"model.layers.{layer}" for layer in layers)
-            found.append(Fault(run=f"fault{number}", kind=kind, step=draw.choice(steps[1:]), layers=names))
+            found.append(Fault(run=f"fault{number}", kind=kind, step=draw.choice(steps[1:-6]), layers=names))
             self._save_all(found[-1].run, found[-1], steps)
         return Result(steps=steps, faults=found)
 

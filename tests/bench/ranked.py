@@ -18,13 +18,13 @@ RANKS = 2
 _ROOT = Path(__file__).parents[2]
 
 
-def result_of(module: str, folder: Path, **options: object) -> dict[str, Any]:
-    """Run *module* on all ranks with *options*, and its data in *folder*; return what the first rank writes down."""
+def result_of(module: str, folder: Path, *, ranks: int = RANKS, **options: object) -> dict[str, Any]:
+    """Run *module* on all *ranks* with *options*, and its data in *folder*; return what the first rank writes down."""
     (folder / "data").mkdir(parents=True)
     arguments = ["--out", str(folder / "result.json"), "--data", str(folder / "data")]
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
-    run_ranks(module, arguments, count=RANKS, folder=_ROOT, log=folder / "log", hear=lambda _: None)
+    run_ranks(module, arguments, count=ranks, folder=_ROOT, log=folder / "log", hear=lambda _: None)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
 
