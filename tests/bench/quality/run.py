@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from layerstore.live.demo.launch import Event, run_ranks
-from tests.bench.quality import data, page, table, trial
+from tests.bench.quality import data, means, page, table, trial
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import TASKS, Settings, TaskName
@@ -39,6 +39,7 @@ def try_policies(settings: Settings, *, folder: Path | None, rows: Path | None) 
         if not (work / trial.history_name(task)).exists():
             raise SystemExit(f"{work} has no history of {task}: python -m tests.bench quality --dir DIR makes one")
         trial.run(settings, task, work=work, rows=Rows(rows / f"trial-{task}.jsonl"))
+        means.run(settings, task, work=work, rows=Rows(rows / f"mean-{task}.jsonl"))
     _show(settings, _of_one(_read(rows)), plots=None)
 
 

@@ -12,7 +12,7 @@ from math import isinf
 from statistics import mean
 
 from tests.bench.published import DEEPSPEED_BYTES
-from tests.bench.quality import trial
+from tests.bench.quality import means, trial
 from tests.bench.quality.arms import FULL, NOISE, RARE, arms
 from tests.bench.quality.intervals import Interval, interval, root_mean_square
 from tests.bench.quality.settings import TASKS, Settings
@@ -138,9 +138,9 @@ def lines(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
     for table in tables(settings, found):
         yield from ["", *table.text()]
     yield from ["", *remarks(settings, found)]
-    tried = trial.table(rows)
-    if tried is not None:
-        yield from ["", *tried.text()]
+    for tried in (trial.table(rows), means.table(rows)):
+        if tried is not None:
+            yield from ["", *tried.text()]
 
 
 def about(settings: Settings, found: Findings) -> Iterator[str]:
