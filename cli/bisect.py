@@ -1,13 +1,27 @@
 """``layerstore bisect``: which save went bad, and which of its layers."""
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, one_of, opened
-from layerstore.cli.render import Column, counted, say, say_aside, say_facts, say_json, say_paragraph, say_rows, shown
+from layerstore.cli.render import (
+    Column,
+    counted,
+    say,
+    say_aside,
+    say_facts,
+    say_json,
+    say_note,
+    say_paragraph,
+    say_rows,
+    shown,
+    with_store,
+)
 from layerstore.dtypes import DTypeName
 from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
@@ -63,21 +77,34 @@ def bisect(
         raise InvalidInput(
             "bisect takes GOOD, BAD and a command", hint="layerstore bisect RUN@STEP RUN@STEP -- python judge.py {}"
         )
-    with opened(store) as opened_store:
+    heard: list[Trial] = []
+    with opened(store) as opened_store, _kept_told(folder, heard):
         found = opened_store.bisect(
             good,
             bad,
-            command_judge(command, metric=metric, threshold=threshold, hear=_pass_on),
+            command_judge(command, metric=metric, threshold=threshold, on_output=_pass_on),
+            name=shlex.join(command) + ("" if metric is None else f" ({metric}, threshold {threshold:g})"),
             folder=folder,
             dtype=dtype,
-            layers=not steps_only,
-            command=command,
-            tell=lambda trial: say_aside(_line(trial)),
+            steps_only=steps_only,
+            on_trial=lambda trial: _hear(trial, heard),
         )
     if as_json:
         say_json(json_fields(found) | {"sentence": str(found), "bytes_written": found.bytes_written})
     else:
-        _tell(found)
+        _tell(found, is_new=bool(heard), folder=folder)
+
+
+@contextlib.contextmanager
+def _kept_told(folder: Path, heard: "list[Trial]") -> Iterator[None]:
+    """Say that the log stays if the user interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say_aside(
+            f"{counted(len(heard), 'new trial')} and the log are in {folder}: the same command goes on from there"
+        )
+        raise
 
 
 def _pass_on(said: str) -> None:
@@ -86,41 +113,40 @@ def _pass_on(said: str) -> None:
         say_aside(line)
 
 
+def _hear(trial: "Trial", heard: "list[Trial]") -> None:
+    heard.append(trial)
+    say_aside(_line(trial))
+
+
 def _line(trial: "Trial") -> str:
     number = "" if trial.metric is None else f" ({trial.metric:g})"
     written = f"{size(trial.bytes_written)}, {trial.seconds:.1f} s"
     return f"trial {trial.number}: {shown(trial.asked)}: {trial.verdict}{number}; {written}"
 
 
-def _tell(found: "Bisected") -> None:
+def _tell(found: "Bisected", *, is_new: bool, folder: Path) -> None:
     say_paragraph(shown(str(found)), indent=2)
-    say(f"{counted(len(found.trials), 'trial')}, {size(found.bytes_written)} written")
-    say(f"layerstore diff {found.good} {found.bad} --stat shows how far the layers moved")
+    say_note(f"{counted(len(found.trials), 'trial')}, {size(found.bytes_written)} written")
+    if not is_new:
+        say_note(f"all of this is from the log in {folder}; remove it to ask again")
+    say_note(with_store(f"next: layerstore diff {found.good} {found.bad} --stat shows how far the layers moved"))
 
 
 def _say_log(folder: Path, *, as_json: bool) -> None:
-    from layerstore.bisect import read_trials
+    from layerstore.bisect import read_log
 
-    head, trials, answer = read_trials(folder)
+    asked, trials, answer = read_log(folder)
     if as_json:
-        fields = {"bisection": head, "trials": [json_fields(trial) for trial in trials]}
+        fields = {"bisection": json_fields(asked), "trials": [json_fields(trial) for trial in trials]}
         say_json(fields | {"answer": answer or None})
         return
-    words = head["command"]
-    assert isinstance(words, list)
-    say_facts(
-        {
-            "good": str(head["good"]),
-            "bad": str(head["bad"]),
-            "command": shlex.join(words),
-            "answer": answer or "none yet",
-        }
-    )
+    say_facts({"good": asked.good, "bad": asked.bad, "judge": asked.judge, "answer": answer or "none yet"})
     say()
     columns = {
         Column("TRIAL", "right"): lambda trial: str(trial.number),
         Column("ASKED", folds=True): lambda trial: trial.asked,
         Column("VERDICT"): lambda trial: trial.verdict,
+        Column("METRIC", "right", drops=1): lambda trial: "" if trial.metric is None else f"{trial.metric:g}",
         Column("WRITTEN", "right", drops=1): lambda trial: size(trial.bytes_written),
         Column("TOOK", "right", drops=2): lambda trial: f"{trial.seconds:.1f} s",
     }

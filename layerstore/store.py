@@ -6,7 +6,7 @@ The store: opens a repository and offers the verbs. Each verb imports its room w
     store.compose("sft@200").write("resume")
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as replaced
 from functools import partial
@@ -201,17 +201,17 @@ class Store:
         bad: str,
         judge: Callable[[Path], "Judged"],
         *,
+        name: str,
         folder: StrPath = "layerstore-bisect",
         dtype: "DTypeName | None" = None,
-        layers: bool = True,
-        command: Sequence[str] = (),
-        tell: Callable[["Trial"], None] = lambda _: None,
+        steps_only: bool = False,
+        on_trial: Callable[["Trial"], None] = lambda _: None,
     ) -> "Bisected":
         """
-        Find the first bad save after *good* in the history of *bad*, and with *layers* those that make it bad.
+        Find the first bad save after *good* in the history of *bad* and, unless *steps_only*, the layers to blame.
 
         *judge* takes a folder as `Composite.export` writes it and returns a `Judged`. Trials and a log are in *folder*;
-        the same call goes on from the log. *command* tells two bisections apart; *tell* hears of each new trial.
+        the same call goes on from the log: *name* tells a judge from others. *on_trial* gets each new trial.
 
         Raises:
             InvalidInput: *good* is not before *bad* in one history.
@@ -224,11 +224,11 @@ class Store:
             good,
             bad,
             judge,
+            name=name,
             folder=Path(folder),
             dtype=dtype,
-            has_layers=layers,
-            command=command,
-            tell=tell,
+            has_layers=not steps_only,
+            on_trial=on_trial,
         )
 
     def log(

@@ -1,49 +1,23 @@
-"""
-A bisection: which save a history turned bad at, then which of its layers make it so.
+"""A bisection: which save a history turned bad at, then which of its layers make it so."""
 
-Every verdict is a line of a log in its folder; the same bisection, begun again, goes on from there.
-"""
-
-import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from layerstore.bisect.judges import Judged
+from layerstore.bisect.log import OWN, Log, Question, Trial
 from layerstore.bisect.search import Contradiction, Verdict, bad_alone, bad_together, first_bad
-from layerstore.bisect.trials import Trials
+from layerstore.bisect.trials import Trials, key_of
 from layerstore.compose import Composition, compose_latest
-from layerstore.errors import AlreadyExists, Conflict, InvalidInput, StorageIO
-from layerstore.format import digest
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput
 from layerstore.history import Resolved, references_to, resolve, saves_below
-from layerstore.json_fields import json_fields
-from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.storage import Files, Repository
+from layerstore.storage import Repository, lock
 
-LOG = "log.jsonl"
 _LATER = 4
 """How many saves after the first bad one a layer is looked at that is not bad by itself there."""
-_NAMES_MAX = 4
-
-_Named = tuple[Resolved, str]
-"""A save and its reference."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One question and its answer."""
-
-    number: int
-    """From 1."""
-    key: str
-    """Names the composite."""
-    asked: str
-    """What was judged, in words."""
-    verdict: Verdict
-    metric: float | None
-    bytes_written: int
-    seconds: float
+_NAMES_MAX = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +31,25 @@ class Bisected:
     skipped: tuple[str, ...]
     """Saves between the two that could not be judged."""
     layers: tuple[str, ...] | None
-    """Layers of the first bad save that make the last good one bad; None if they were not found, or not asked for."""
+    """Layers that make the last good save bad; none if it is something else, None if that is not known."""
+    layers_from: str | None
+    """The save that these layers are from, the first bad one or a little later; None if they were not asked for."""
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
-        skipped = f", or since one of the {len(self.skipped)} saves before it" if self.skipped else ""
+        count = len(self.skipped)
+        skipped = f" ({count} save{'s' if count > 1 else ''} before it could not be judged)" if count else ""
         since = f"bad since {self.bad}{skipped}"
-        if self.layers is None:
+        if self.layers_from is None:
             return since
+        if self.layers is None:
+            return f"{since}; which of its layers are to blame, could not be told"
+        if not self.layers:
+            return f"{since}; none of its layers makes {self.good} bad: look at the files beside them"
+        of = "" if self.layers_from == self.bad else f" as of {self.layers_from}"
         if len(self.layers) == 1:
-            return f"{since}; {self.layers[0]} alone suffices"
-        *first, last = (
-            self.layers if len(self.layers) <= _NAMES_MAX else [self.layers[0], f"{len(self.layers) - 1} more"]
-        )
-        return f"{since}; {', '.join(first)} and {last} suffice together"
+            return f"{since}; {self.layers[0]} alone suffices{of}"
+        return f"{since}; {' and '.join([', '.join(self.layers[:-1]), self.layers[-1]])} suffice together{of}"
 
     @property
     def bytes_written(self) -> int:
@@ -84,70 +63,75 @@ def bisect(
     bad: str,
     judge: Callable[[Path], Judged],
     *,
+    name: str,
     folder: Path,
     dtype: str | None,
     has_layers: bool,
-    command: Sequence[str],
-    tell: Callable[[Trial], None],
+    on_trial: Callable[[Trial], None],
 ) -> Bisected:
     """
     Find the first bad save after *good* in the history of *bad* and, with *has_layers*, what makes it bad.
 
-    Trials are written in *folder*, which keeps the log; *command* tells whose it is. *tell* hears of each new one.
+    Trials are written in *folder*, which keeps the log; *name* tells *judge* from others. *on_trial* gets each new one.
 
     Raises:
         InvalidInput: *good* is not before *bad* in one history.
         Conflict: *good* is judged bad, or *bad* good, or one of them cannot be judged.
         AlreadyExists: *folder* holds something else.
+        Locked: The same bisection is under way in another process.
     """
-    row = _row(repo, resolve(repo, good), resolve(repo, bad), good, bad)
-    names = references_to(repo, [each.record for each in row])
-    head: dict[str, object] = {"good": row[0].commit, "bad": row[-1].commit, "dtype": dtype, "command": list(command)}
-    log = _Log(repo.files, folder, head)
-    court = _Court(repo, judge, log, Trials(repo, folder, dtype=dtype), tell)
-    try:
-        found = first_bad(len(row), lambda index: court.verdict(compose_latest(row[index]), names[index]))
-    except Contradiction as exc:
-        said = "good" if exc.index == 0 else "bad"
-        raise Conflict(
-            f"{names[exc.index]} is said to be {said}, and the command says {exc.found}",
-            hint="choose another GOOD, or look at the command" if said == "good" else "choose another BAD",
-        ) from exc
-    later = min(found.bad + _LATER, len(row) - 1)
-    layers = None
-    if has_layers:
-        layers = _layers(court, *((row[index], names[index]) for index in (found.good, found.bad, later)))
-    court.trials.end()
-    answer = Bisected(
-        good=names[found.good],
-        bad=names[found.bad],
-        skipped=tuple(names[index] for index in found.skipped),
-        layers=layers,
-        trials=tuple(log.trials),
+    ends = [_plain(repo, text) for text in (good, bad)]
+    _history(repo, ends[0], ends[1], good, bad)  # refused before anything is written
+    asked = Question(
+        good=good,
+        bad=bad,
+        judge=name,
+        dtype=dtype,
+        has_layers=has_layers,
+        good_commit=ends[0].commit,
+        bad_commit=ends[1].commit,
     )
-    log.end(str(answer))
-    return answer
+    folder = _prepared(repo, folder)
+    with lock(folder / "lock", what=f"the bisection in {folder}", deadline_seconds=0):
+        log = Log(repo.files, folder, asked)
+        ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
+        judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
+        try:
+            found = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
+        except Conflict:
+            log.discard()
+            judging.trials.end()
+            raise
+        judging.trials.end()
+        log.end(str(found))
+        return found
 
 
-def read_trials(folder: Path) -> tuple[dict[str, object], list[Trial], str]:
-    """Return the log in *folder*: its head, the trials, and the answer if there is one; raises InvalidInput."""
-    text = Files().read_if_there(folder / LOG, size_bytes_max=RECORD_BYTES_MAX)
-    if text is None:
-        raise InvalidInput(f"there is no bisection in {folder}", hint="layerstore bisect GOOD BAD -- COMMAND {}")
-    head, *lines = text.decode(errors="replace").split("\n")
-    try:
-        # Each line was begun with a line feed, so one that a killed process left unfinished is a line of its own.
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        answer = next((line["answer"] for line in found if "answer" in line), "")
-        return json.loads(head), [Trial(**line) for line in found if "answer" not in line], answer
-    except (ValueError, TypeError) as exc:
-        raise StorageIO(
-            f"{folder / LOG} is no log of a bisection: {exc}", errno=None, filename=str(folder / LOG)
-        ) from exc
+def _plain(repo: Repository, text: str) -> Resolved:
+    """Return the save that *text* means; raise InvalidInput if it is a mixture, which is in no history."""
+    found = resolve(repo, text)
+    if found.is_mixture:
+        raise InvalidInput(f"{text} is a mixture of several saves", hint="name saves of one history: RUN@STEP")
+    return found
 
 
-def _row(repo: Repository, first: Resolved, last: Resolved, good: str, bad: str) -> list[Resolved]:
-    """Return the saves from *first* to *last*, which is in one history with it."""
+def _prepared(repo: Repository, folder: Path) -> Path:
+    """Return the place of *folder*, which is there from now on; raise if it is somebody else's."""
+    place, store = (Path.cwd() / folder).resolve(), repo.layout.root
+    if store in (place, *place.parents) or place in store.parents:
+        raise InvalidInput(f"{folder} is the store's own place", hint="choose another place with --dir")
+    if repo.files.is_file(place):
+        raise InvalidInput(f"{folder} is not a folder", hint="choose another place with --dir")
+    if not OWN.issuperset(repo.files.names(place)):
+        raise AlreadyExists(
+            f"{folder} is there and holds no bisection; nothing was changed", hint="choose another place with --dir"
+        )
+    repo.files.make_directories(place)
+    return place
+
+
+def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: str) -> list[Resolved]:
+    """Return the saves from *first* to *last*, which have to be in one history."""
     view = repo.catalog.find(last.record.run)
     older = [] if view is None else saves_below(view, attempt=last.record.attempt, step=last.record.step)
     found = [last]
@@ -162,57 +146,98 @@ def _row(repo: Repository, first: Resolved, last: Resolved, good: str, bad: str)
     )
 
 
-def _layers(court: "_Court", last_good: _Named, first_bad: _Named, later: _Named) -> tuple[str, ...] | None:
-    """Return the layers of the *first_bad* save that make the *last_good* one bad."""
-    differing, judge = _contrast(court, last_good, first_bad)
-    if not differing:
-        return None
-    # What goes wrong slowly is past the threshold by little at first, and other layers may turn the scale. Soon it is
-    # past it by itself.
-    alone = bad_alone(differing, judge) or (
-        None if later == first_bad else bad_alone(*_contrast(court, last_good, later))
+def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> Bisected:
+    """Search *row*, which is said to begin well and to end badly."""
+    names = references_to(judging.repo, [each.record for each in row])
+    try:
+        found = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
+    except Contradiction as exc:
+        said = "good" if exc.index == 0 else "bad"
+        raise Conflict(
+            f"{names[exc.index]} is said to be {said}, and the command says {exc.found}",
+            hint=f"choose another {said.upper()}, or look at what the command prints",
+        ) from exc
+    layers, origin = None, None
+    if has_layers:
+        later = min(found.bad + _LATER, len(row) - 1)
+        contrasts = (
+            _Contrast(judging, row[found.good], row[at], names[found.good], names[at]) for at in (found.bad, later)
+        )
+        layers, is_later = _layers(*contrasts)
+        origin = names[later if is_later else found.bad]
+    return Bisected(
+        good=names[found.good],
+        bad=names[found.bad],
+        skipped=tuple(names[index] for index in found.skipped),
+        layers=layers,
+        layers_from=origin,
+        trials=tuple(judging.log.trials),
     )
-    return alone or bad_together(tuple(differing), judge)
 
 
-def _contrast(
-    court: "_Court", last_good: _Named, bad_one: _Named
-) -> tuple[list[str], Callable[[Collection[str]], Verdict]]:
-    """Return the layers in which two saves differ, and what judges the good one with some of them from the bad one."""
-    (good, good_name), (bad, bad_name) = last_good, bad_one
-    theirs, ours = ({entry.layer: entry for entry in of.record.layers} for of in (bad, good))
-    differing = [layer for layer in theirs if layer in ours and theirs[layer].version != ours[layer].version]
-
-    def judge(chosen: Collection[str]) -> Verdict:
-        layers = tuple(theirs[layer] if layer in chosen else ours[layer] for layer in theirs)
-        composition = replace(compose_latest(bad), policy="bisect", layers=layers)
-        return court.verdict(composition, f"{_some(chosen)} of {bad_name}, the rest of {good_name}")
-
-    return (differing if theirs.keys() == ours.keys() else []), judge
+# -- the layers ----------------------------------------------------------------------------------------------------
 
 
-def _some(layers: Collection[str]) -> str:
-    return next(iter(layers)) if len(layers) == 1 else f"{len(layers)} layers"
+class _Contrast:
+    """The last good save with some layers of a bad one."""
+
+    def __init__(self, judging: "_Judging", good: Resolved, bad: Resolved, good_name: str, bad_name: str) -> None:
+        self._judging = judging
+        self._good, self._names = good, (good_name, bad_name)
+        self._theirs, self._ours = ({entry.layer: entry for entry in of.record.layers} for of in (bad, good))
+        self.is_possible = self._theirs.keys() == self._ours.keys()
+        self.differing = tuple(
+            layer
+            for layer, entry in self._theirs.items()
+            if self.is_possible and entry.version != self._ours[layer].version
+        )
+
+    def __call__(self, chosen: Collection[str]) -> Verdict:
+        layers = tuple(self._theirs[layer] if layer in chosen else of for layer, of in self._ours.items())
+        good, bad = self._names
+        first = [layer for layer in self._ours if layer in chosen][:_NAMES_MAX]
+        some = ", ".join(first) + (f" and {len(chosen) - len(first)} more" if len(chosen) > len(first) else "")
+        composition = replace(compose_latest(self._good), policy="bisect", layers=layers)
+        return self._judging.verdict(composition, f"{good} with {some} of {bad}")
+
+
+def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None, bool]:
+    """Return the layers of a bad save that make the last good one bad, and whether they are of the *later* save."""
+    if not first.is_possible:
+        return None, False
+    whole = first(first.differing) if first.differing else "good"
+    if whole != "bad":
+        return (() if whole == "good" else None), False
+    alone = bad_alone(first.differing, first)
+    if alone is not None:
+        return alone, False
+    # What goes wrong slowly passes a threshold with a little of every layer. Soon it is past it by itself.
+    alone = bad_alone(later.differing, later) if later.is_possible else None
+    return (alone, True) if alone is not None else (bad_together(first.differing, first), False)
 
 
 @dataclass(slots=True)
-class _Court:
+class _Judging:
     """Judges composites, each once."""
 
     repo: Repository
     judge: Callable[[Path], Judged]
-    log: "_Log"
+    log: Log
     trials: Trials
-    tell: Callable[[Trial], None]
+    on_trial: Callable[[Trial], None]
 
     def verdict(self, composition: Composition, asked: str) -> Verdict:
-        key = digest(" ".join([composition.commit, *(entry.version.id for entry in composition.layers)]).encode()).hex()
+        """Return the verdict on *composition*, which *asked* describes."""
+        plan = self.trials.plan(composition)
+        key = key_of(plan)
         known = next((trial for trial in self.log.trials if trial.key == key), None)
         if known is not None:
             return known.verdict
         started = time.monotonic()
-        written = self.trials.write(composition)
+        written = self.trials.write(plan)
         judged = self.judge(self.trials.folder)
+        if getattr(judged, "verdict", None) not in get_args(Verdict):
+            raise InvalidInput(f"the judge returned {judged!r}", hint='a Judged, such as Judged(verdict="bad")')
         trial = Trial(
             number=len(self.log.trials) + 1,
             key=key,
@@ -223,47 +248,6 @@ class _Court:
             seconds=time.monotonic() - started,
         )
         self.log.add(trial)
-        self.trials.keep(judged.verdict)
-        self.tell(trial)
+        self.trials.keep(plan, judged.verdict)
+        self.on_trial(trial)
         return judged.verdict
-
-
-class _Log:
-    """The verdicts so far."""
-
-    def __init__(self, files: Files, folder: Path, head: dict[str, object]) -> None:
-        """Read the log in *folder*, or begin it with *head*; raise AlreadyExists if another one's is there."""
-        self._files = files
-        self._path = folder / LOG
-        self.trials: list[Trial] = []
-        self._is_over = False
-        if files.exists(self._path):
-            known, trials, answer = read_trials(folder)
-            if known == head:
-                self.trials, self._is_over = trials, bool(answer)
-                return
-            if not answer:
-                raise AlreadyExists(
-                    f"{folder} holds another bisection, which has not ended; nothing was changed",
-                    hint="choose another place with --dir, or remove that one",
-                )
-            files.unlink(self._path)
-        elif files.names(folder):
-            raise AlreadyExists(
-                f"{folder} is there and holds no bisection; nothing was changed", hint="choose another place with --dir"
-            )
-        files.make_directories(folder)
-        files.append(self._path, json.dumps(head).encode())
-
-    def add(self, trial: Trial) -> None:
-        """Add *trial*."""
-        self.trials.append(trial)
-        self._append(json_fields(trial))
-
-    def end(self, answer: str) -> None:
-        """Note the *answer*: another bisection may take this one's place now."""
-        if not self._is_over:
-            self._append({"answer": answer})
-
-    def _append(self, line: dict[str, object]) -> None:
-        self._files.append(self._path, b"\n" + json.dumps(line).encode())

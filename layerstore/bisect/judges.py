@@ -31,13 +31,13 @@ def command_judge(
     *,
     metric: str | None,
     threshold: float | None,
-    hear: Callable[[str], None],
+    on_output: Callable[[str], None],
 ) -> Callable[[Path], Judged]:
     """
     Return a judge that runs *command* with a folder in the place of ``{}``.
 
     It exits with 0 for good, 125 to skip, and any other number up to 124 for bad. With a *metric*, its last line is the
-    number, or a JSON object that has it; beyond the *threshold* is bad. *hear* gets what it prints.
+    number, or a JSON object that has it; beyond the *threshold* is bad. *on_output* gets what it prints.
 
     Raises:
         InvalidInput: The command has no place for the folder, or the metric and the threshold are not both there.
@@ -55,16 +55,22 @@ def command_judge(
         try:
             ended = subprocess.run(words, stdout=subprocess.PIPE, check=False)
         except OSError as exc:
-            raise InvalidInput(f"the command cannot be run: {exc}", hint="try it by hand with a folder") from exc
+            hint = (
+                "leave out the quotes around it"
+                if len(words) == 1 and " " in words[0]
+                else "try it by hand with a folder"
+            )
+            raise InvalidInput(f"the command cannot be run: {exc}", hint=hint) from exc
         said = ended.stdout.decode(errors="replace")
-        hear(said)
+        on_output(said)
         code = ended.returncode
         if code == _SKIP:
             return Judged(verdict="skip")
         if not 0 <= code <= _BAD_MAX or (best is not None and code):
+            ended_by = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
             raise InvalidInput(
-                f"the command ended with {code}, which is no verdict{'' if best is None else ' if it is to print one'}",
-                hint="nothing is lost: mend it, and begin again as before",
+                f"the command {ended_by}, which is no verdict{'' if best is None else ' if it is to print one'}",
+                hint="nothing is lost: fix it, and call bisect again as before",
             )
         if best is None or threshold is None:
             return Judged(verdict="bad" if code else "good")

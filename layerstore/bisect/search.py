@@ -1,7 +1,7 @@
 """
 Searches that ask as few questions as they can: the first bad of a row, and the smallest bad set.
 
-Pure: *judge* answers, and remembers its answers if they are dear.
+Pure: *judge* answers, and remembers its answers if they are expensive.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,17 +1,28 @@
 """
 Trials: composites as folders for ``from_pretrained``, each with a weights file for every layer.
 
-A file is named by what is in it, so a trial links the files that an earlier one has, and writes only the others.
+A file is named by the versions that are in it, so a trial links the files that an earlier one has, and writes only the
+others. A file that a judge has changed is written again.
 """
 
-from collections.abc import Iterable
-from hashlib import sha256
+from collections.abc import Callable
 from pathlib import Path
 
-from layerstore.compose import Composition, Exported, WeightTensor, check_members, execute_export, plan_export
-from layerstore.model import TensorSource
+from layerstore.compose import (
+    Composition,
+    Exported,
+    ExportPlan,
+    WeightTensor,
+    check_members,
+    execute_export,
+    losses_told,
+    plan_export,
+)
+from layerstore.format import digest
+from layerstore.model import LayerVersion, TensorSource
 from layerstore.progress import Silent
 from layerstore.storage import Repository
+from layerstore.zero3 import SUMMARY
 
 _DIGITS = 12
 
@@ -25,37 +36,37 @@ class Trials:
         self.folder = folder / "trial"
         self._dtype = dtype
         self._kept: dict[str, frozenset[str]] = {}
+        self._stamps: dict[str, tuple[int, ...] | None] = {}
+        repo.files.remove_tree(self._files)  # of an earlier process, which a power cut may have torn
 
-    def write(self, composition: Composition) -> Exported:
-        """Make `folder` the export of *composition*."""
-        versions = check_members(self._repo, composition)
-        owner: dict[str, tuple[int, str]] = {}
-        for number, (entry, version) in enumerate(zip(composition.layers, versions, strict=True)):
-            names = [of.name for of in version.parameters] + [of.name for of in version.buffers]
-            owner |= dict.fromkeys(names, (number, entry.version.id))
+    def plan(self, composition: Composition) -> ExportPlan:
+        """Return what *composition* is as a folder; raises as an export does."""
+        with losses_told(self._repo, composition):
+            versions = check_members(self._repo, composition, states=False)
+            file_of = _files_by_layer(composition, versions)
+            return plan_export(self._repo, composition, dtype=self._dtype, file_of=file_of)
 
-        def file_of(tensor: WeightTensor) -> str:
-            """Name the file by the layers that the tensor is made of, and by its type."""
-            names = [run.name for run in tensor.runs] or [tensor.layer_name]
-            if tensor.source is TensorSource.STORED:
-                return _named("base", [composition.commit])
-            owners = sorted({owner[name] for name in names})
-            return _named(f"{owners[0][0]:05d}", [tensor.dtype, *(version for _, version in owners)])
-
-        plan = plan_export(self._repo, composition, dtype=self._dtype, file_of=file_of)
+    def write(self, plan: ExportPlan) -> Exported:
+        """Make `folder` what *plan* says."""
+        for name, stamp in [*self._stamps.items()]:
+            if self._repo.files.identity(self._files / name) != stamp:
+                self._repo.files.discard(self._files / name)
+                del self._stamps[name]
         self._repo.files.remove_tree(self.folder)
-        return execute_export(self._repo, plan, self.folder, durable=False, reuse=self._files, progress=Silent())
+        with losses_told(self._repo, plan.composition):
+            return execute_export(self._repo, plan, self.folder, durable=False, reuse=self._files, progress=Silent())
 
-    def keep(self, role: str) -> None:
-        """Keep the weights files of the present trial for later ones, in its *role*; forget those without one."""
-        self._kept[role] = frozenset(path.name for path in self.folder.glob("*.safetensors"))
+    def keep(self, plan: ExportPlan, role: str) -> None:
+        """Keep the weights files of the present trial for later ones, until there is another one of its *role*."""
+        self._kept[role] = plan.linkable
         self._repo.files.make_directories(self._files)
-        for name in self._kept[role]:
+        for name in plan.linkable:
             self._repo.files.link_exclusive(self.folder / name, self._files / name)
         needed = frozenset().union(*self._kept.values())
         for name in self._repo.files.names(self._files):
             if name not in needed:
                 self._repo.files.discard(self._files / name)
+        self._stamps = {name: self._repo.files.identity(self._files / name) for name in needed}
 
     def end(self) -> None:
         """Remove what the trials have written."""
@@ -63,5 +74,25 @@ class Trials:
             self._repo.files.remove_tree(folder)
 
 
-def _named(prefix: str, parts: Iterable[str]) -> str:
-    return f"{prefix}-{sha256(' '.join(parts).encode()).hexdigest()[:_DIGITS]}.safetensors"
+def key_of(plan: ExportPlan) -> str:
+    """Return a name for what a judge would see: equal for equal folders, whichever saves they are from."""
+    seen = [(file.path, file.size_bytes, file.literals, file.pieces) for file in plan.files if file.path != SUMMARY]
+    return digest(repr(sorted(seen, key=lambda each: each[0])).encode()).hex()
+
+
+def _files_by_layer(composition: Composition, versions: list[LayerVersion]) -> Callable[[WeightTensor], str]:
+    """Return what names the file of a tensor: by the versions of the layers that it is made of, and by its type."""
+    owner: dict[str, tuple[int, str]] = {}
+    for number, (entry, version) in enumerate(zip(composition.layers, versions, strict=True)):
+        names = [of.name for of in version.parameters] + [of.name for of in version.buffers]
+        owner |= dict.fromkeys(names, (number, entry.version.id))
+
+    def file_of(tensor: WeightTensor) -> str:
+        parts: list[str] = [composition.commit]
+        place = "base"
+        if tensor.source is not TensorSource.STORED:
+            owners = sorted({owner[name] for name in [run.name for run in tensor.runs] or [tensor.layer_name]})
+            place, parts = f"{owners[0][0]:05d}", [tensor.dtype, *(version for _, version in owners)]
+        return f"{place}-{digest(' '.join(parts).encode()).hex()[:_DIGITS]}.safetensors"
+
+    return file_of

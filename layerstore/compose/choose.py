@@ -238,9 +238,9 @@ def compose_by_policy(
 # -- whether the layers fit together -------------------------------------------------------------------------------
 
 
-def check_members(repo: Repository, composition: Composition) -> list[LayerVersion]:
+def check_members(repo: Repository, composition: Composition, *, states: bool = True) -> list[LayerVersion]:
     """
-    Return the chosen version of every layer.
+    Return the chosen version of every layer; without *states*, optimizers may differ.
 
     Raises:
         LayoutMismatch: A version has other parameters, buffers or optimizer states than the base's own version.
@@ -257,7 +257,7 @@ def check_members(repo: Repository, composition: Composition) -> list[LayerVersi
             continue
         try:
             # A mean takes masters alone.
-            problem = difference(repo.version_of(bases), version, states=number < len(versions))
+            problem = difference(repo.version_of(bases), version, states=states and number < len(versions))
         except IntegrityError:
             # A run has one model, so its older version needs no comparison; lengths are checked when it is written.
             if entry.origin.run != bases.origin.run:

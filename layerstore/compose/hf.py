@@ -68,6 +68,8 @@ class ExportPlan:
     dtype: str
     """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
     _weights: tuple[WeightsFile, ...]
+    linkable: frozenset[str]
+    """Weights files that are named by what is in them."""
     files: tuple[OutputFile, ...]
     """The weights, their index, and the files that go with them."""
     notes: tuple[str, ...]
@@ -139,7 +141,7 @@ def plan_export(
     started = time.monotonic()
     wanted, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
-    versions = check_members(repo, composition)
+    versions = check_members(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
@@ -176,6 +178,7 @@ def plan_export(
         composition=composition,
         dtype=type_name,
         _weights=tuple(weights),
+        linkable=frozenset(() if file_of is None or configs_of(state.files) else (file.name for file in weights)),
         files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),
         model_class=model_class,
@@ -197,7 +200,7 @@ def execute_export(
     """
     Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
 
-    Weights files that the folder *reuse* has under the same names are linked, and not written.
+    Weights files that are named by what is in them are linked, and not written, if the folder *reuse* has them.
 
     Raises:
         AlreadyExists: *out* is there, and *force* does not allow to replace it.
@@ -209,13 +212,7 @@ def execute_export(
         appearing(repo, target, is_older_form=_is_older_form) as folder,
         assembling(repo, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,
     ):
-        linked = {
-            file.name
-            for file in plan._weights
-            if reuse is not None
-            and (reuse / file.name).exists()
-            and repo.files.link_exclusive(reuse / file.name, folder / file.name)
-        }
+        linked = set() if reuse is None else set(_linked(repo, plan, folder, reuse))
         files = [file for file in plan.files if file.path not in linked]
         progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
         assembly.write(files)
@@ -236,6 +233,17 @@ def execute_export(
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),
         model_class=plan.model_class,
     )
+
+
+def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> Iterator[str]:
+    """Link into *folder* what *reuse* has of the weights files, with the same header too, and yield the names."""
+    for file in plan._weights:
+        path, header = reuse / file.name, file.frame.header
+        if file.name in plan.linkable and repo.files.size(path) == file.frame.size_bytes:
+            with repo.files.open(path) as source:
+                is_same = source.read_at(0, len(header)) == header
+            if is_same and repo.files.link_exclusive(path, folder / file.name):
+                yield file.name
 
 
 def _is_older_form(path: Path) -> bool:

@@ -69,6 +69,7 @@ def run(folder: Path, *, faults: int, saves: int) -> None:
                 f"{fault.run}@{steps[0]}",
                 f"{fault.run}@{steps[-1]}",
                 partial(evaluation.judged, bad_above=bad_above),
+                name=str(bad_above),
                 folder=folder / "bisect",
                 dtype="fp32",
             )

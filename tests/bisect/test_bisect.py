@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from layerstore import Store
+from layerstore import Keep, Store
 from layerstore.bisect import Judged, Trial
-from layerstore.errors import AlreadyExists, Conflict, InvalidInput
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput, Locked
 from tests.unit.checkpoints import checkpoint, snapshot
 
 STEPS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -55,14 +55,19 @@ def test_the_step_and_the_layer_are_found(store: Store, tmp_path: Path) -> None:
     """In few trials, each writing only the layers that are new to it; nothing of it is left but the log."""
     before, told = snapshot(store), list[Trial]()
     found = store.bisect(
-        "sft@1", "sft@8", bad_with(store, {"model.layers.3": 6}), folder=tmp_path / "b", tell=told.append
+        "sft@1",
+        "sft@8",
+        bad_with(store, {"model.layers.3": 6}),
+        name="judge",
+        folder=tmp_path / "b",
+        on_trial=told.append,
     )
 
     assert (found.good, found.bad, found.layers) == ("sft@5", "sft@6", ("model.layers.3",))
     assert str(found) == "bad since sft@6; model.layers.3 alone suffices"
     assert len(found.trials) <= 3 + 4 + 2
     assert told == list(found.trials)
-    assert [path.name for path in (tmp_path / "b").iterdir()] == ["log.jsonl"]
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"log.jsonl", "lock"}
     assert snapshot(store) == before
     whole = store.compose("sft@1").plan_export().size_bytes
     assert all(trial.bytes_written < 0.9 * whole for trial in found.trials if "layer" in trial.asked)
@@ -71,7 +76,7 @@ def test_the_step_and_the_layer_are_found(store: Store, tmp_path: Path) -> None:
 def test_layers_that_act_only_together_are_found(store: Store, tmp_path: Path) -> None:
     """By delta debugging."""
     judge = bad_with(store, {"model.layers.1": 4, "model.layers.4": 4})
-    found = store.bisect("sft@1", "sft@8", judge, folder=tmp_path / "b")
+    found = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
 
     assert found.layers == ("model.layers.1", "model.layers.4")
     assert str(found) == "bad since sft@4; model.layers.1 and model.layers.4 suffice together"
@@ -80,7 +85,7 @@ def test_layers_that_act_only_together_are_found(store: Store, tmp_path: Path) -
 def test_an_interrupted_bisection_goes_on(store: Store, tmp_path: Path) -> None:
     """No trial is made twice, whenever it was interrupted; another bisection gets its folder only once it has ended."""
     judge, calls = bad_with(store, {"model.layers.0": 3}), list[Path]()
-    whole = store.bisect("sft@1", "sft@8", judge, folder=tmp_path / "whole")
+    whole = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "whole")
 
     def fragile(folder: Path) -> Judged:
         calls.append(folder)
@@ -90,18 +95,18 @@ def test_an_interrupted_bisection_goes_on(store: Store, tmp_path: Path) -> None:
 
     for _ in whole.trials[:-1]:
         with pytest.raises(KeyboardInterrupt):
-            store.bisect("sft@1", "sft@8", fragile, folder=tmp_path / "b")
+            store.bisect("sft@1", "sft@8", fragile, name="judge", folder=tmp_path / "b")
     with pytest.raises(AlreadyExists, match="holds another bisection, which has not ended"):
-        store.bisect("sft@2", "sft@8", judge, folder=tmp_path / "b")
-    found = store.bisect("sft@1", "sft@8", fragile, folder=tmp_path / "b")
+        store.bisect("sft@2", "sft@8", judge, name="judge", folder=tmp_path / "b")
+    found = store.bisect("sft@1", "sft@8", fragile, name="judge", folder=tmp_path / "b")
 
     assert [trial.key for trial in found.trials] == [trial.key for trial in whole.trials]
     assert str(found) == str(whole)
-    assert store.bisect("sft@2", "sft@8", judge, folder=tmp_path / "b").trials[0].number == 1
+    assert store.bisect("sft@2", "sft@8", judge, name="judge", folder=tmp_path / "b").trials[0].number == 1
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("")
     with pytest.raises(AlreadyExists, match="holds no bisection"):
-        store.bisect("sft@2", "sft@8", judge, folder=tmp_path / "other")
+        store.bisect("sft@2", "sft@8", judge, name="judge", folder=tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,7 @@ def test_saves_that_are_not_one_history_are_refused(
     """Before anything is written."""
     store.ingest(checkpoint(tmp_path / "in", step=9, **LAYERS), run="other")
     with pytest.raises(InvalidInput, match=says):
-        store.bisect(good, bad, lambda _: Judged(verdict="good"), folder=tmp_path / "b")
+        store.bisect(good, bad, lambda _: Judged(verdict="good"), name="judge", folder=tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -129,7 +134,7 @@ def test_saves_that_are_not_one_history_are_refused(
 def test_a_good_that_is_bad_is_told(store: Store, tmp_path: Path, always: str, says: str) -> None:
     """In one line."""
     with pytest.raises(Conflict, match=says):
-        store.bisect("sft@1", "sft@8", lambda _: Judged(verdict=always), folder=tmp_path / "b")  # type: ignore[arg-type]
+        store.bisect("sft@1", "sft@8", lambda _: Judged(verdict=always), name="judge", folder=tmp_path / "b")  # type: ignore[arg-type]
 
 
 def test_trials_are_what_an_export_is(store: Store, tmp_path: Path) -> None:
@@ -143,4 +148,101 @@ def test_trials_are_what_an_export_is(store: Store, tmp_path: Path) -> None:
             assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
         return Judged(verdict="bad" if 8 in steps else "good")
 
-    assert store.bisect("sft@1", "sft@8", judge, folder=tmp_path / "b").bad == "sft@8"
+    assert store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b").bad == "sft@8"
+
+
+def test_after_a_contradiction_all_is_asked_anew(store: Store, tmp_path: Path) -> None:
+    """Nothing of it is left, since the judge may have been wrong."""
+    with pytest.raises(Conflict):
+        store.bisect("sft@1", "sft@8", lambda _: Judged(verdict="bad"), name="judge", folder=tmp_path / "b")
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["lock"]
+
+    judge = bad_with(store, {"model.norm": 2})
+    found = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
+    assert (found.bad, found.layers) == ("sft@2", ("model.norm",))
+
+
+def test_what_is_in_no_layer_is_blamed_on_none(store: Store, tmp_path: Path) -> None:
+    """Here the judge looks at a file beside the weights, as training wrote another one from a step on."""
+    for step in (9, 10, 11):
+        folder = checkpoint(tmp_path / "in", step=step, layout="hf", **LAYERS)
+        (folder / "tokenizer_config.json").write_text('{"broken": true}' if step > 9 else "{}")
+        store.ingest(folder)
+
+    def judge(folder: Path) -> Judged:
+        is_bad = "broken" in (folder / "tokenizer_config.json").read_text()
+        return Judged(verdict="bad" if is_bad else "good")
+
+    found = store.bisect("sft@9", "sft@11", judge, name="judge", folder=tmp_path / "b")
+    assert (found.bad, found.layers) == ("sft@10", ())
+    assert str(found) == "bad since sft@10; none of its layers makes sft@9 bad: look at the files beside them"
+
+
+def test_a_judge_that_changes_its_folder_changes_no_other_trial(store: Store, tmp_path: Path) -> None:
+    """Weights are shared by hard links: what was changed is written again."""
+    inner = bad_with(store, {"model.layers.3": 6})
+
+    def judge(folder: Path) -> Judged:
+        judged = inner(folder)
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)
+            file.write_bytes(b"spoilt")
+        return judged
+
+    found = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
+    assert (found.bad, found.layers) == ("sft@6", ("model.layers.3",))
+
+
+def test_saves_whose_moments_are_gone_are_searched_too(store: Store, tmp_path: Path) -> None:
+    """An export does not need them."""
+    store.gc(Keep(last=8, drop_optimizer_older_than=3), grace_seconds=0)
+
+    found = store.bisect("sft@1", "sft@8", bad_with(store, {"model.layers.2": 5}), name="judge", folder=tmp_path / "b")
+    assert (found.bad, found.layers) == ("sft@5", ("model.layers.2",))
+
+
+def test_what_goes_wrong_slowly_is_found_a_little_later(store: Store, tmp_path: Path) -> None:
+    """The first bad save is past the threshold with a little of every layer."""
+    steps = {"model.layers.3": {step: float(step >= 5) * (step - 4) for step in STEPS}}
+    sums = {
+        (layer, float(weights[next(name for name in weights if name.startswith(layer))].sum())): step
+        for step in STEPS
+        for weights in [store.compose(f"sft@{step}").state_dict()]
+        for layer in store.compose("sft").layers
+    }
+
+    def judge(folder: Path) -> Judged:
+        weights, badness = weights_of(folder), 0.0
+        for layer in store.compose("sft").layers:
+            step = sums[layer, float(weights[next(name for name in weights if name.startswith(layer))].sum())]
+            badness += steps.get(layer, {}).get(step, 0) + (0.01 if step >= 5 else 0)
+        return Judged(verdict="bad" if badness > 1.05 else "good")
+
+    found = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
+    assert (found.bad, found.layers, found.layers_from) == ("sft@5", ("model.layers.3",), "sft@8")
+    assert str(found) == "bad since sft@5; model.layers.3 alone suffices as of sft@8"
+
+
+def test_one_bisection_at_a_time(store: Store, tmp_path: Path) -> None:
+    """A second one in the same folder would take the first one's trial away."""
+
+    def judge(folder: Path) -> Judged:
+        with pytest.raises(Locked, match="the bisection in"):
+            store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
+        return Judged(verdict="bad" if "sft@8" in str(folder) else "good")
+
+    with pytest.raises(Conflict):
+        store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
+
+
+def test_a_mixture_and_the_stores_own_place_are_refused(store: Store, tmp_path: Path) -> None:
+    """A mixture is in no history."""
+    store.compose("sft", policy="parity").pin("mixed")
+    for good, bad, folder, says in [
+        ("mixed", "sft@8", tmp_path / "b", "mixed is a mixture"),
+        ("sft@1", "mixed", tmp_path / "b", "mixed is a mixture"),
+        ("sft@1", "sft@8", store.path / "b", "is the store's own place"),
+    ]:
+        with pytest.raises(InvalidInput, match=says):
+            store.bisect(good, bad, lambda _: Judged(verdict="good"), name="judge", folder=folder)
+    assert not (tmp_path / "b").exists()
