@@ -265,8 +265,11 @@ class _Source:
     def composite(self, store: "Store") -> "Composite":
         """Return it; raise InvalidInput if what was given does not go together."""
         if self.average:
-            given: dict[str, object] = {"--recipe": self.recipe, "--pin": self.pin}
-            self._check_alone("an average", given, "it takes each save as it is, and is in no object of the store")
+            if self.pin is not None:
+                raise InvalidInput(
+                    "an average cannot be pinned: no object of the store has its bytes", hint="write it with -o DIR"
+                )
+            self._check_alone("an average", {"--recipe": self.recipe}, "it takes each save as it is: leave that out")
             reference = chosen_reference(store, ref=self.ref, run=self.run, step=self.step)
             words = dict(self.average)
             return store.average(words.pop("mean", None), ref=reference, layers=words.pop("mean_layers", None), **words)
@@ -369,7 +372,13 @@ def _say_layers(composite: "Composite") -> None:
     ages = composite.staleness.layers
     sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
     rows = (
-        [age.layer, name, _behind(age.steps), _behind(age.saves), size(of_line)]
+        [
+            age.layer,
+            f"average, on {name}" if age.layer in composite.averaged else name,
+            _behind(age.steps),
+            _behind(age.saves),
+            size(of_line),
+        ]
         for age, name, of_line in zip(ages, composite.names_of(ages), sizes, strict=True)
     )
     say_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])

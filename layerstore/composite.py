@@ -33,7 +33,7 @@ from layerstore.compose import (
     plan_ranks,
 )
 from layerstore.dtypes import DTypeName
-from layerstore.errors import Unsupported
+from layerstore.errors import InvalidInput, Unsupported
 from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
@@ -69,6 +69,8 @@ class Composite:
 
     def __repr__(self) -> str:
         older = f"{len(self._composition.older_layers)} of {len(self._composition.layers)} layers from other saves"
+        if self._composition.mean is not None:
+            older = str(self._composition.mean)
         return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
 
     def _repr_html_(self) -> str:
@@ -136,6 +138,12 @@ class Composite:
         return self._composition.staleness
 
     @property
+    def averaged(self) -> frozenset[str]:
+        """The layers whose masters are an average of several saves."""
+        mean = self._composition.mean
+        return frozenset(() if mean is None else mean.layers)
+
+    @property
     def mixture(self) -> str | None:
         """A sentence that says that this model never existed, if layers of several saves are mixed."""
         return self._composition.mixture
@@ -162,6 +170,8 @@ class Composite:
             LayoutMismatch: A layer differs from the base in parameters, shapes, types, ties or optimizer state.
             Conflict: A layer is too old.
         """
+        if max_staleness is not None and self._composition.mean is not None:
+            raise InvalidInput("an average has saves of several ages", hint="leave the largest staleness out")
         if max_staleness is not None:
             check_staleness(self._composition.base, self.staleness, steps_max=max_staleness)
         with losses_told(self._repo, self._composition):
@@ -183,7 +193,7 @@ class Composite:
     def _check_stored(self, hint: str) -> None:
         """Raise Unsupported if its masters are a mean, whose bytes no object has."""
         if self._composition.mean is not None:
-            raise Unsupported(f"{self._composition.mean} is in no object of the store", hint=hint)
+            raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
 
     def notes(
         self, *, world_size: int | None = None, adam_step: AdamStep = "unify", moments: Moments = "base"

@@ -27,6 +27,9 @@ from layerstore.zero3 import Piece, convert, mean, newly_infinite
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
 
+# Of each object that takes part in a mean: an object is opened anew for each, so that few are open at a time.
+_MEAN_BYTES = 4 * IO_CHUNK_BYTES
+
 # Files written at a time: thousands must not exhaust the descriptors.
 _OPEN_MAX = 16
 
@@ -102,17 +105,19 @@ def _continues(first: Piece, second: Piece) -> bool:
     )
 
 
-def read_piece(repo: Repository, piece: Piece, into: memoryview) -> None:
-    """Fill *into* with the bytes of *piece*, or with the mean that it is, unverified."""
-    if not piece.mean_of:
-        read_stretch(repo, piece.object, piece.object_offset, into)
-        return
-    with ExitStack() as stack:
-        sources = [stack.enter_context(repo.objects.open(ref)) for ref in piece.objects]
-        end = 0
-        for data in _means(sources, piece):
-            into[end : end + len(data)] = data
-            end += len(data)
+def read_mean(repo: Repository, piece: Piece) -> Iterator[memoryview]:
+    """Yield the mean that *piece* is, as fp32 and unverified; thousands of objects may take part."""
+    assert piece.rounding is not None
+    dtype, _ = piece.rounding
+    for start in range(0, piece.size_bytes, _MEAN_BYTES):
+        count = min(_MEAN_BYTES, piece.size_bytes - start)
+
+        def parts(start: int = start, count: int = count) -> Iterator[tuple[bytes, float]]:
+            for of in piece.mean_of:
+                with repo.objects.open(of.object) as file:
+                    yield file.read_at(of.object_offset + start, count), of.weight
+
+        yield mean(parts(), dtype=dtype)
 
 
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
@@ -297,17 +302,16 @@ class Assembly:
                 self.repo.objects.verify(ref)
                 self._verified.add(ref.id)
         if task.conversions:
-            with ExitStack() as stack:
-                sources = [stack.enter_context(self.repo.objects.open(ref)) for ref in task.objects]
+            with self.repo.objects.open(task.objects[0]) as source:
                 for file, piece in task.conversions:
-                    self._convert(sources, file, piece)
+                    self._convert(source, file, piece)
 
-    def _convert(self, sources: Sequence[OpenFile], file: NewFile, piece: Piece) -> None:
+    def _convert(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
         assert piece.rounding is not None
         of, target = piece.rounding
-        chunks: Iterable[bytes | memoryview] = _chunks(sources[0], piece)
+        chunks: Iterable[bytes | memoryview] = _chunks(source, piece)
         if piece.mean_of:
-            of, chunks = "F32", _means(sources, piece)
+            of, chunks = "F32", read_mean(self.repo, piece)
         offset, checksum, infinite = piece.offset, 0, 0
         for data in chunks:
             converted = convert(data, source=of, target=target)
@@ -373,16 +377,6 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
             task = tasks.setdefault(piece.objects, _Task(piece.objects))
             (task.copies if piece.rounding is None else task.conversions).append((file, piece))
     return tasks.values()
-
-
-def _means(sources: Sequence[OpenFile], piece: Piece) -> Iterator[memoryview]:
-    """Yield the mean that *piece* is, as fp32; *sources* are the objects of its parts."""
-    assert piece.rounding is not None
-    dtype, _ = piece.rounding
-    for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
-        count = min(IO_CHUNK_BYTES, piece.size_bytes - start)
-        parts = zip(sources, piece.mean_of, strict=True)
-        yield mean(((source.read_at(of.object_offset + start, count), of.weight) for source, of in parts), dtype=dtype)
 
 
 def _chunks(source: OpenFile, piece: Piece) -> Iterator[bytes]:

@@ -20,7 +20,8 @@ def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
     """Say what the optimizer begins with, if that is not what fits the weights."""
     if is_fresh:
         yield (
-            "the optimizer's moments are zero and its counters 0, as before the first step: warm the learning rate up"
+            "the optimizer's moments are zero and its counters 0, as before the first step, but the learning rate "
+            "schedule continues: begin it anew, with a warm-up"
         )
     elif composition.mean is not None:
         base = composition.base

@@ -56,7 +56,10 @@ class Mean:
 
     def __str__(self) -> str:
         names = [f"{save.run}@{save.step}" for save in self.saves]
-        return names[0] if len(names) == 1 else f"the mean of {len(names)} saves, {names[0]} to {names[-1]}"
+        if len(names) == 1:
+            return f"masters of {names[0]}"
+        ends = f"{names[0]} and {names[1]}" if len(names) == 2 else f"{len(names)} saves, {names[0]} to {names[-1]}"
+        return f"the mean of {ends}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +94,10 @@ class Composition:
     @property
     def mixture(self) -> str | None:
         """A sentence that says so, if the layers are from several saves."""
-        if self.mean is not None and len(self.mean.saves) > 1:
-            return f"{self.mean}: {NEVER_EXISTED}"
+        if self.mean is not None:
+            count, layers = len(self.mean.layers), len(self.layers)
+            taken = "" if count == layers else f" in {count} of {layers} layers"
+            return f"{self.mean}{taken}, everything else of step {self.base.step}: {NEVER_EXISTED}"
         return mixture_of(self.base, self.layers)
 
     @property

@@ -7,7 +7,7 @@ is read once, and counts once for each of them.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -18,7 +18,7 @@ from layerstore.model import BlobRef, LayerEntry, Saving
 from layerstore.storage import RecordName, Repository
 
 _LAST = re.compile(r"last:(?P<count>[1-9]\d{0,5})")
-_WEIGHTED = re.compile(r"(?P<ref>.+?)(:(?P<weight>\d+(\.\d+)?))?")
+_WEIGHT = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 # An exponential average ends where a save would weigh less than this part of the newest.
 _EMA_LEAST = 1e-3
@@ -37,7 +37,7 @@ class _Save:
 
 def base_of_mean(text: str) -> str | None:
     """Return the reference that a mean takes everything else from if none is given; None for the only run's newest."""
-    return None if _LAST.fullmatch(text) else _weighted(text)[-1][0]
+    return None if _is_last(text) else _weighted(text)[-1][0]
 
 
 def average(
@@ -55,24 +55,25 @@ def average(
     """
     if of is None and ema is None:
         raise InvalidInput("which saves are averaged?", hint="--mean last:10, --mean A,B:2 or --ema 0.9")
-    saves = list(_saves(repo, composition, of=of, ema=ema))
+    if ema is not None and not 0 < ema < 1:
+        raise InvalidInput(f"ema {ema} is not between 0 and 1", hint="0.9 weighs each save 0.9 times the one after it")
+    if of is None or _is_last(of):
+        saves = _last_saves(repo, composition, of, ema)
+    elif ema is not None:
+        raise InvalidInput(
+            f"ema weighs the last saves, and {of!r} names others", hint="last:N with an ema, or weights: A,B:2"
+        )
+    else:
+        saves = [_named(resolve(repo, reference), weight) for reference, weight in _weighted(of)]
     own = {entry.layer: entry for entry in composition.base.layers}
     names = list(own)
     if layers is not None:
         from layerstore.policy.recipe import pattern_of  # imports yaml, which nothing else needs
 
         names = pattern_of(layers, name="the layers to average").layers(names)
-    found: dict[str, tuple[tuple[LayerEntry, float], ...]] = {}
     for save in saves:
-        odd = sorted(set(names) - save.entries.keys() if layers is not None else set(names) ^ save.entries.keys())
-        if odd:
-            has_it, lacks_it = references_to(
-                repo, [save.save, composition.base][:: 1 if odd[0] in save.entries else -1]
-            )
-            raise LayoutMismatch(
-                f"{has_it} has a layer {odd[0]!r}, {lacks_it} has not: these have no mean",
-                hint="name saves of one model, or the layers that both have with --mean-layers",
-            )
+        _check_layers(repo, composition, save, names, are_all=layers is None)
+    found: dict[str, tuple[tuple[LayerEntry, float], ...]] = {}
     for layer in names:
         parts: dict[BlobRef, tuple[LayerEntry, float]] = {}
         for save in saves:
@@ -80,34 +81,49 @@ def average(
             parts[entry.version] = entry, parts.get(entry.version, (entry, 0.0))[1] + save.weight
         if parts.keys() != {own[layer].version}:
             found[layer] = tuple(parts.values())
+    if not found:
+        return composition  # all that was to be averaged is what the base has
     used = ((save.name, tuple(save.entries[layer] for layer in found)) for save in saves if save.name is not None)
+    weighed = (MeanSave(run=of.save.run, attempt=of.save.attempt, step=of.save.step, weight=of.weight) for of in saves)
     return replace(
         composition,
-        mean=Mean(
-            saves=tuple(
-                MeanSave(run=of.save.run, attempt=of.save.attempt, step=of.save.step, weight=of.weight) for of in saves
-            ),
-            layers=found,
-        ),
+        policy="average",
+        parameters={
+            "saves": of or "last",
+            **({} if ema is None else {"ema": ema}),
+            **({} if layers is None else {"layers": layers}),
+        },
+        mean=Mean(saves=tuple(weighed), layers=found),
         chosen_from=(*composition.chosen_from, *used),
     )
 
 
-def _saves(repo: Repository, composition: Composition, *, of: str | None, ema: float | None) -> Iterator[_Save]:
-    if ema is not None and not 0 < ema < 1:
-        raise InvalidInput(
-            f"--ema {ema} is no decay", hint="a number between 0 and 1: 0.9 weighs each save 0.9 x the next"
+def _check_layers(repo: Repository, composition: Composition, save: _Save, names: list[str], *, are_all: bool) -> None:
+    """Raise LayoutMismatch if *save* lacks a layer, or has another one where *names* *are_all* of the model."""
+    odd = sorted(set(names) ^ save.entries.keys() if are_all else set(names) - save.entries.keys())
+    if odd:
+        theirs, ours = references_to(repo, [save.save, composition.base])
+        has_it, lacks_it = (theirs, ours) if odd[0] in save.entries else (ours, theirs)
+        raise LayoutMismatch(
+            f"{has_it} has a layer {odd[0]!r} and {lacks_it} has none: they cannot be averaged",
+            hint="name saves of one model, or with --mean-layers the layers that both have",
         )
+
+
+def _is_last(text: str) -> bool:
+    """Whether *text* is ``last:N``; raises InvalidInput if it is meant to be, and is not."""
+    if not isinstance(text, str):
+        raise InvalidInput(
+            f"the saves to average are {text!r}", hint='write them as text: "last:10", "sft@800,sft@900:2"'
+        )
+    if _LAST.fullmatch(text) is None and (text.strip() == "last" or text.strip().startswith("last:")):
+        raise InvalidInput(f"{text!r} does not say how many saves", hint="last:10, say, for the newest ten")
+    return _LAST.fullmatch(text) is not None
+
+
+def _last_saves(repo: Repository, composition: Composition, of: str | None, ema: float | None) -> list[_Save]:
+    """Return the newest saves up to the base, oldest first."""
     last = None if of is None else _LAST.fullmatch(of)
-    if of is not None and last is None:
-        if ema is not None:
-            raise InvalidInput(
-                f"--ema weighs the last saves, and --mean {of} names others",
-                hint="--mean last:N --ema B, or give weights yourself: --mean A,B:2",
-            )
-        for reference, weight in _weighted(of):
-            yield _named(resolve(repo, reference), weight)
-        return
     decay = 1.0 if ema is None else ema
     count = int(last["count"]) if last is not None else 1 + int(math.log(_EMA_LEAST) / math.log(decay))
     base, view = composition.base, repo.catalog.find(composition.base.run)
@@ -118,10 +134,16 @@ def _saves(repo: Repository, composition: Composition, *, of: str | None, ema: f
         found.append(_Save(save=row, name=row.name, entries=row.entries(names), weight=decay ** len(found)))
     if last is not None and len(found) < count:
         [called] = references_to(repo, [base])
-        raise InvalidInput(
-            f"{called} is the newest of {len(found)} saves, not of {count}", hint=f"--mean last:{len(found)} takes all"
+        below = (
+            f"{len(found) - 1} save{'s' if len(found) != 2 else ''} before it"
+            if len(found) > 1
+            else "no save before it"
         )
-    yield from reversed(found)
+        raise InvalidInput(
+            f"{called} has {below}: there are no {count} to average",
+            hint=f"at most last:{len(found)}, or name saves: A,B:2",
+        )
+    return found[::-1]
 
 
 def _named(resolved: Resolved, weight: float) -> _Save:
@@ -139,11 +161,10 @@ def _weighted(text: str) -> list[tuple[str, float]]:
     """
     found = []
     for part in text.split(","):
-        match = _WEIGHTED.fullmatch(part.strip())
-        if match is None or float(match["weight"] or 1) == 0:
+        reference, colon, weight = part.strip().partition(":")
+        if not reference or (colon and (not _WEIGHT.fullmatch(weight) or not float(weight))):
             raise InvalidInput(
-                f"--mean {text!r} does not say which saves",
-                hint="last:10, or references with weights: sft@800,sft@900:2",
+                f"{part!r} is no save with a weight", hint="references with weights above 0: sft@800,sft@900:2.5"
             )
-        found.append((match["ref"], float(match["weight"] or 1)))
+        found.append((reference, float(weight or 1)))
     return found

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from layerstore.compose.assemble import read_piece
+from layerstore.compose.assemble import read_mean, read_stretch
 from layerstore.compose.safetensors import FLOATS
 from layerstore.compose.tensors import Tensors, open_tensors
 from layerstore.dtypes import by_code, dtype_code
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
 from layerstore.storage import Repository
-from layerstore.zero3 import Slices
+from layerstore.zero3 import Piece, Slices, convert
 
 if TYPE_CHECKING:
     import torch
@@ -62,13 +62,20 @@ def _mean(
     """Return the mean that the master of *parameter* is, as the element type *code*; None verifies nothing."""
     import torch
 
-    made = torch.empty(parameter.shape, dtype=torch.float32)
-    target = made.numpy().reshape(-1).view("u1").data
+    parts = []
     for piece in slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0):
         if verified is not None:
             for ref in {*piece.objects} - verified:
                 repo.objects.verify(ref)
             verified.update(piece.objects)
-        read_piece(repo, piece, target[piece.offset : piece.offset + piece.size_bytes])
+        parts += list(read_mean(repo, piece)) if piece.mean_of else [_whole(repo, piece)]
+    made = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)
     wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
-    return made.to(wanted)
+    return made.reshape(parameter.shape).to(wanted)
+
+
+def _whole(repo: Repository, piece: Piece) -> memoryview:
+    """Return the bytes of *piece*, as fp32."""
+    data = memoryview(bytearray(piece.size_bytes))
+    read_stretch(repo, piece.object, piece.object_offset, data)
+    return convert(data, source=piece.rounding[0] if piece.rounding else "F32", target="F32")

@@ -38,6 +38,21 @@ ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")
 
 _UNIFY = "compose with --adam-step unify, or train with a param group per layer"
 
+# What the optimizers of torch and DeepSpeed keep for each parameter, and begin with zeros.
+_ZERO_AT_FIRST = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+    }
+)
+
 # DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
 
@@ -125,6 +140,8 @@ def plan_ranks(
     if adam_step not in ADAM_STEPS:
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
     first = repo.state(base.states[0])
+    if moments == "fresh":
+        _check_fresh(first)
     notes = [*filter(None, [composition.mixture]), *buffer_notes(slices, count)]
     notes += moments_notes(composition, is_fresh=moments == "fresh")
     notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
@@ -158,6 +175,18 @@ def plan_ranks(
     if steps is not None:
         states.state(0)  # raises before anything is written if the layers of a sub-group disagree
     return states
+
+
+def _check_fresh(state: RankState) -> None:
+    """Raise unless all that the optimizer keeps is zero before the first step."""
+    for _, kept in _inner(state)["state"].children():
+        for key, value in kept.mapping().items():
+            is_sliced = isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)
+            if key != STEP and not (is_sliced and key in _ZERO_AT_FIRST):
+                raise LayoutMismatch(
+                    f"the optimizer keeps {key!r}, which does not begin at zero, or not for each parameter",
+                    hint="--moments base continues it",
+                )
 
 
 # -- which parameters go together ----------------------------------------------------------------------------------

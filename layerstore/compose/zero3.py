@@ -22,7 +22,6 @@ from layerstore.compose.assemble import (
     OutputFile,
     assembling,
     merged,
-    read_piece,
     read_stretch,
     whole,
 )
@@ -373,9 +372,8 @@ class RankLoad:
         pieces = self._rank.filling(storage, path=self.state.optimizer.path)
         stretches: dict[BlobRef, list[Stretch]] = {}
         for piece in pieces:
-            for part in piece.parts:
-                stretch = part.object_offset, part.object_offset + piece.size_bytes
-                stretches.setdefault(part.object, []).append(stretch)
+            stretch = piece.object_offset, piece.object_offset + piece.size_bytes
+            stretches.setdefault(piece.object, []).append(stretch)
         self._verified |= self._repo.objects.verify_all(
             {ref: of for ref, of in stretches.items() if ref not in self._verified}
         )
@@ -383,7 +381,7 @@ class RankLoad:
         for piece in pieces:
             target[end : piece.offset] = bytes(piece.offset - end)
             end = piece.offset + piece.size_bytes
-            read_piece(self._repo, piece, target[piece.offset : end])
+            read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
         target[end:] = bytes(len(target) - end)
 
     def content(self, content: bytes | ObjectContent) -> bytes:

@@ -20,11 +20,10 @@ def mean(parts: Iterable[tuple[Bytes, float]], *, dtype: str) -> memoryview:
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaNs are passed on
         for data, weight in parts:
             numbers = np.frombuffer(convert(data, source=dtype, target="F32"), "<f4")
-            weighted = numbers if weight == 1 else numbers * np.float64(weight)
-            if total is None:
-                total = weighted.astype("<f8")
-            else:
-                total += weighted
+            if total is None or weight != 1:
+                numbers = numbers.astype("<f8")  # before it is weighed: numpy 1 would multiply in fp32
+                numbers *= weight
+            total = numbers if total is None else np.add(total, numbers, out=total)
             weights += weight
         assert total is not None
         total /= weights

@@ -101,14 +101,9 @@ class Piece:
     """If it is a mean, all its parts, of *size_bytes* each; the first is *object*'s."""
 
     @property
-    def parts(self) -> tuple[Addend, ...]:
-        """All bytes that are read for it, *size_bytes* of each."""
-        return self.mean_of or (Addend(object=self.object, object_offset=self.object_offset, weight=1.0),)
-
-    @property
     def objects(self) -> tuple[BlobRef, ...]:
-        """The objects that these are in."""
-        return tuple(part.object for part in self.parts)
+        """All objects that are read for it."""
+        return tuple(part.object for part in self.mean_of) or (self.object,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +298,7 @@ def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
         piece = stored.piece(0, start=stretch.start, elements=stretch.elements)
         found.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
         first = parts[0][0].tensor
-        if stored.tensor.dtype != first.dtype:
+        if stored.tensor.dtype != first.dtype or first.dtype == "F64":
             raise LayoutMismatch(
                 f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",
                 name=first.name,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerstore import Store
+from layerstore import Keep, Store
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, LayoutMismatch, NotFound, Unsupported
 from layerstore.model import Kind
 from tests.compose.test_hf import objects_of, weights_in
@@ -79,7 +79,8 @@ def test_all_but_the_masters_is_the_bases(store: Store, tmp_path: Path) -> None:
     plain, mean = store.compose("sft@8").write(tmp_path / "plain"), store.average("last:3").write(tmp_path / "mean")
 
     assert any("moments are those of sft@8, not averaged" in note for note in mean.notes)
-    assert any("the mean of 3 saves, sft@4 to sft@8: this model never existed" in note for note in mean.notes)
+    said = "the mean of 3 saves, sft@4 to sft@8, everything else of step 8: this model never existed"
+    assert any(said in note for note in mean.notes)
     assert (
         digests(plain.out, leave_out="_optim_states.pt").keys()
         == digests(mean.out, leave_out="_optim_states.pt").keys()
@@ -101,8 +102,25 @@ def moments(folder: Path, kind: str) -> list[bytes]:
     return [state[kind].numpy().tobytes() for state in optimizer_states(folder)]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gathered_weights_are_the_means(store: Store, tmp_path: Path, world_size: int) -> None:
+    """A Trainer's folder has the weights again, in half precision."""
+    for step in (10, 12):
+        store.ingest(checkpoint(tmp_path / "in", step=step, layout="hf"))
+    out = store.average("sft@10,sft@12").write(tmp_path / "out", world_size=world_size).out
+
+    wanted = expected(store, {"sft@10": 1.0, "sft@12": 1.0})
+    assert is_same(weights_in(out), wanted)
+    assert is_same(whole_weights(out / (out / "latest").read_text()), wanted)
+
+
 def test_fresh_moments_are_zero_and_counted_from_zero(store: Store, tmp_path: Path) -> None:
     """With a mean or without, and even where a collection has dropped the moments."""
+    store.gc(Keep(last=4, drop_optimizer_older_than=2), grace_seconds=0)
+    with pytest.raises(LayoutMismatch, match="no optimizer moments any more"):
+        store.compose("sft@2").write(tmp_path / "gone")
+    whole = store.compose("sft@2").write(tmp_path / "trimmed", moments="fresh").out
+    assert is_same(whole_weights(whole / (whole / "latest").read_text()), masters(store, "sft@2"))
     written = store.average("last:2").write(tmp_path / "mean", moments="fresh")
 
     assert any("moments are zero and its counters 0" in note for note in written.notes)
@@ -141,12 +159,19 @@ def test_what_saves_share_is_read_once_and_counts_for_each(store: Store, tmp_pat
     ("asked", "error", "says"),
     [
         ({}, InvalidInput, "which saves are averaged"),
-        ({"saves": "last:9"}, InvalidInput, "sft@8 is the newest of 4 saves, not of 9"),
-        ({"saves": "last:0"}, LayerstoreError, "last:0"),
-        ({"saves": "sft@2,sft@8:0"}, InvalidInput, "does not say which saves"),
-        ({"saves": "sft@2,,sft@8"}, InvalidInput, "does not say which saves"),
+        ({"saves": "last:9"}, InvalidInput, "sft@8 has 3 saves before it: there are no 9 to average"),
+        ({"saves": "last:2", "ref": "sft@2"}, InvalidInput, "sft@2 has no save before it: there are no 2 to average"),
+        *(
+            ({"saves": saves}, InvalidInput, "does not say how many saves")
+            for saves in ("last:0", "last:x", "last:-1", "last", "last:3 ", "last:10000000", "last:2,sft@4")
+        ),
+        *(
+            ({"saves": saves}, InvalidInput, "is no save with a weight")
+            for saves in ("sft@2,sft@8:0", "sft@2,,sft@8", "sft@2:nan", "sft@2:-1", "sft@2:", ":2")
+        ),
         ({"saves": "sft@2,sft@5"}, NotFound, "no step 5"),
-        ({"ema": 1.0}, InvalidInput, "is no decay"),
+        ({"saves": ["sft@2"]}, InvalidInput, "the saves to average are"),
+        ({"ema": 1.0}, InvalidInput, "ema 1.0 is not between 0 and 1"),
         ({"ema": 0.5, "saves": "sft@2,sft@8"}, InvalidInput, "names others"),
     ],
 )
@@ -173,10 +198,25 @@ def test_a_mean_over_different_models_is_refused(store: Store, tmp_path: Path, o
 def test_a_mean_has_no_place_in_the_store(store: Store) -> None:
     """It cannot be pinned, and has no objects to be mapped."""
     mean = store.average("last:2")
-    with pytest.raises(Unsupported, match="the mean of 2 saves, sft@6 to sft@8 is in no object of the store"):
+    with pytest.raises(Unsupported, match="the mean of sft@6 and sft@8: an average is in no object of the store"):
         mean.pin("mean")
     with pytest.raises(Unsupported, match="is in no object"):
         mean.tensors("master")
+    with pytest.raises(InvalidInput, match="an average has saves of several ages"):
+        mean.check(max_staleness=10)
+
+
+def test_what_is_no_average_is_none(store: Store) -> None:
+    """The newest save alone is itself; another save's masters are said to be that."""
+    assert store.average("last:1").mixture is None
+    assert store.average("last:1").tensors("master").keys() == store.compose("sft").tensors("master").keys()
+
+    other = store.average("sft@2", ref="sft@8")
+    assert is_same(other.state_dict(dtype="fp32"), masters(store, "sft@2"))
+    assert (other.mixture or "").startswith("masters of sft@2, everything else of step 8: this model never existed")
+    assert repr(other) == "<Composite sft@8: policy average, masters of sft@2, world size 2>"
+    some = store.average("last:2", layers="model.norm")
+    assert (some.mixture or "").startswith("the mean of sft@6 and sft@8 in 1 of 5 layers, everything else of step 8")
 
 
 def test_a_damaged_save_is_named(store: Store, tmp_path: Path) -> None:
