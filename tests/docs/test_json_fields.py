@@ -72,7 +72,7 @@ SELDOM = {
     "metric name value",
     "`show`": "gc kind name size value",
     "`ls`": "kind size",
-    "`bisect log`": "layers sentence skipped",
+    "`bisect log`": "layers layers_from sentence skipped",
     "`compose`": "count name",
     "`compose --format hf`": "count dry_run mean name pin weight world_size",
     "`diff`": "kind stat",
