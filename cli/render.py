@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeVar
 
@@ -288,19 +288,27 @@ def _words_in(text: str, width: int) -> list[str]:
     """
     Return *text* in lines of *width*, broken between words, and inside one only if it has no room by itself.
 
-    >>> _words_in("the newest of its run", 10), _words_in("model.layers.0", 10)
-    (['the newest', 'of its run'], ['model.laye', 'rs.0'])
+    >>> _words_in("the newest of its run", 10), _words_in("model.layers.0", 10), _words_in("…/checkpoints", 13)
+    (['the newest', 'of its run'], ['model.laye', 'rs.0'], ['…/checkpoints'])
     """
     lines = [""]
-    most = width if text.isascii() else max(width // 2, 1)
-    words = [word[start : start + most] for word in text.split() for start in range(0, len(word), most)]
-    for word in words:
+    for word in (part for word in text.split() for part in _pieces(word, width)):
         longer = f"{lines[-1]} {word}".strip()
         if lines[-1] and _cells(longer) > width:
             lines.append(word)
         else:
             lines[-1] = longer
     return lines
+
+
+def _pieces(word: str, width: int) -> Iterator[str]:
+    """Yield *word* in pieces that take no more than *width* columns of a terminal, or one sign each."""
+    begin = 0
+    for end in range(1, len(word) + 1):
+        if _cells(word[begin:end]) > width and end - 1 > begin:
+            yield word[begin : end - 1]
+            begin = end - 1
+    yield word[begin:]
 
 
 def _cells(text: str) -> int:
