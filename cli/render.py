@@ -292,7 +292,7 @@ def _words_in(text: str, width: int) -> list[str]:
     (['the newest', 'of its run'], ['model.laye', 'rs.0'], ['…/checkpoints'])
     """
     lines = [""]
-    for word in (part for word in text.split() for part in _pieces(word, width)):
+    for word in (piece for whole in text.split() for piece in _pieces(whole, width)):
         longer = f"{lines[-1]} {word}".strip()
         if lines[-1] and _cells(longer) > width:
             lines.append(word)
