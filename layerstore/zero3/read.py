@@ -177,11 +177,11 @@ def read_checkpoint(
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Note differing counts; not an error, because an optimizer can be younger than its engine."""
+    """Note differing counts; not an error, because an optimizer can be younger than its engine, or have begun anew."""
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
     # DeepSpeed up to 0.13.1 made an empty first update of its own.
-    if counted and not set(counted) <= {updates, updates + 1}:
+    if any(counted) and not set(counted) <= {updates, updates + 1}:
         yield (
             f"the optimizer has counted {', '.join(map(str, counted))} updates, the engine {updates}: "
             f"are the files of {rank.model.path.parent} of one save?"
