@@ -43,7 +43,9 @@ def bisect(
     *,
     metric: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="COMMAND prints this number last: as JSON, or alone. Best small: NAME:min."),
+        typer.Option(
+            metavar="NAME", help="COMMAND prints this number last, alone or in JSON; NAME:min if smaller is better."
+        ),
     ] = None,
     threshold: Annotated[float | None, typer.Option(metavar="X", help="With --metric: worse than X is bad.")] = None,
     dtype: Annotated[

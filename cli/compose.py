@@ -191,7 +191,7 @@ def compose(
     """
     shards = {"world_size": world_size, "adam_step": adam_step, "moments": moments}
     export = {"dtype": dtype, "max_shard_size": max_shard_size}
-    _check(form, shards=shards, export=export, is_useful=dry_run or not (out is None and pin is None))
+    _check(form, shards=shards, export=export, is_useful=bool(dry_run or out or pin), can_pin=not average)
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
@@ -225,7 +225,9 @@ def _pin(composite: "Composite", name: str, *, form: _Form, options: Mapping[str
 # -- input ---------------------------------------------------------------------------------------------------------
 
 
-def _check(form: _Form, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool) -> None:
+def _check(
+    form: _Form, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool, can_pin: bool
+) -> None:
     """Raise InvalidInput if an option belongs to the other format than *form*, or there is nothing to do."""
     others = {
         "zero3": (export, "hf", "shards keep the types and the files that were saved"),
@@ -236,9 +238,8 @@ def _check(form: _Form, *, shards: Mapping[str, object], export: Mapping[str, ob
         if value is not None:
             raise InvalidInput(f"--{name.replace('_', '-')} is for --format {other} only", hint=why)
     if not is_useful:
-        raise InvalidInput(
-            "compose does not know where to write", hint="name a folder with -o DIR, or pass --pin NAME or --dry-run"
-        )
+        hint = f"name a folder with -o DIR, or pass {'--pin NAME or ' if can_pin else ''}--dry-run"
+        raise InvalidInput("compose does not know where to write", hint=hint)
 
 
 def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy":
