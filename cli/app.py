@@ -40,6 +40,7 @@ from layerstore.cli.render import be_quiet, let_through, name_store, say, say_er
 from layerstore.cli.shares import follow, is_follower, leave, led
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
+from layerstore.limits import MIB
 from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
@@ -125,6 +126,10 @@ _OUT_OF_MEMORY = Failure(
     message="memory ran out; what was saved before is not affected",
     hint="give it more (ulimit -v, the job's or the container's limit), or end what else uses it, and repeat it",
 )
+
+
+# Address space for saying so: what an exhausted process has left is not enough for a few lines.
+_room = [bytearray(4 * MIB)]
 
 
 def _if_quiet(value: bool) -> bool:
@@ -243,6 +248,8 @@ def _main(words: list[str]) -> int:
         return 0
     with contextlib.suppress(OSError):  # nobody is left to see it
         if failure.message and not is_follower():
+            if failure is _OUT_OF_MEMORY:
+                _room.clear()
             # From the words, not from parsed options: a usage error is raised before those exist.
             say_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()

@@ -100,9 +100,9 @@ def bisect(
             found = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
         except Conflict:
             log.discard()
-            judging.trials.end()
             raise
-        judging.trials.end()
+        finally:
+            judging.trials.end()
         log.end(str(found))
         return found
 
