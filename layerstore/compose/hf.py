@@ -210,7 +210,15 @@ def execute_export(
     target = checked_target(repo, out, what="an export", signs=(WEIGHTS, INDEX, ADAPTER_CONFIG), force=force)
     with (
         appearing(repo, target, is_older_form=_is_older_form) as folder,
-        assembling(repo, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,
+        assembling(
+            repo,
+            folder,
+            verify=verify,
+            durable=durable,
+            is_export=True,
+            has_means=plan.composition.mean is not None,
+            progress=progress,
+        ) as assembly,
     ):
         linked = set() if reuse is None else set(_linked(repo, plan, folder, reuse))
         files = [file for file in plan.files if file.path not in linked]

@@ -114,7 +114,15 @@ def execute_compose(
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
-        assembling(repo, partial, verify=verify, durable=durable, last=last, progress=progress) as assembly,
+        assembling(
+            repo,
+            partial,
+            verify=verify,
+            durable=durable,
+            has_means=composition.mean is not None,
+            last=last,
+            progress=progress,
+        ) as assembly,
     ):
         asked = _Asked(
             composition=composition,
@@ -171,7 +179,14 @@ def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
             f"{asked.folder}, which the first process has made, is not there on {platform.node()}",
             hint="choose a folder with -o that all hosts see",
         )
-    with assembling(repo, asked.folder, verify=asked.verify, durable=asked.durable, progress=Silent()) as assembly:
+    with assembling(
+        repo,
+        asked.folder,
+        verify=asked.verify,
+        durable=asked.durable,
+        has_means=asked.composition.mean is not None,
+        progress=Silent(),
+    ) as assembly:
         _assemble(assembly, ranks, mine, own=own, is_lead=False)
     yield assembly.bytes_written
 
