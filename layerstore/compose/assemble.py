@@ -175,11 +175,11 @@ def assembling(
     Yield an `Assembly` that writes files to *folder*; after the body they are complete, and with *durable* on disk.
 
     *last* are small files that must not appear before all others are complete, in their order. In an export,
-    conversions are the work itself: they get a thread more, count as progress, and new infinities are counted. Means get
-    three more.
+    conversions are the work itself: they get a thread more, count as progress, and new infinities are counted. Means
+    get three more.
     """
-    # Hashing fills the memory bus with one thread; where rounding is left, two share it. A mean of ten saves reads thirty
-    # times what it writes: with four threads some read while others compute.
+    # Hashing fills the memory bus with one thread; where rounding is left, two share it. A mean of ten saves reads
+    # twenty times what it writes: with four threads some read while others compute.
     threads = 4 if has_means else 2 if is_export or not verify else 1
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="verify") as ahead,
