@@ -5,6 +5,7 @@ installed: of the same saves, exported in fp32 before.
 Reading is timed twice: from the disk, and from the page cache. Equal means: what torch makes of it in fp64, rounded.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import layerstore
 from layerstore import Store
 from layerstore.model import Kind
 from tests.bench.generate import generate_size
 from tests.bench.measure import Contender, alternate, median_seconds, peak_bytes_of
+from tests.bench.shapes import shape_of_size
 
 _RUN = "bench"
 _READ_BYTES = 1 << 20
@@ -29,7 +32,8 @@ def run(folder: Path, *, gb: float, saves: int, rounds: int) -> None:
     """Print the table."""
     store = layerstore.init(folder / "store")
     for step in range(1, saves + 1):
-        source = generate_size(folder / "run" / f"checkpoint-{step}", gb, layout="raw", step=step)
+        source = generate_size(folder / "run" / f"checkpoint-{step}", gb, layout="hf", step=step)
+        (source / "config.json").write_text(json.dumps(_config(gb)))
         store.ingest(source, run=_RUN)
         shutil.rmtree(source)
     masters = _masters(store, range(1, saves + 1))
@@ -59,6 +63,23 @@ def run(folder: Path, *, gb: float, saves: int, rounds: int) -> None:
     shutil.rmtree(out, ignore_errors=True)
     print(f"memory of compose --mean: {peak_bytes_of(*mean[1:]) / 1e6:.0f} MB")
     print(f"equal to torch's mean in fp64, rounded: {_is_equal(store, saves)}")
+
+
+def _config(gb: float) -> dict[str, Any]:
+    """Return a config of Transformers for what is generated: mergekit wants one."""
+    shape = shape_of_size(gb, is_gathered=True)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
 
 
 def _compose(store: Store) -> list[str]:
