@@ -13,7 +13,6 @@ from layerstore.compose import (
     Exported,
     ExportPlan,
     WeightTensor,
-    check_members,
     execute_export,
     losses_told,
     plan_export,
@@ -42,7 +41,7 @@ class Trials:
     def plan(self, composition: Composition) -> ExportPlan:
         """Return what *composition* is as a folder; raises as an export does."""
         with losses_told(self._repo, composition):
-            versions = check_members(self._repo, composition, states=False)
+            versions = [self._repo.version_of(entry) for entry in composition.layers]
             file_of = _files_by_layer(composition, versions)
             return plan_export(self._repo, composition, dtype=self._dtype, file_of=file_of)
 

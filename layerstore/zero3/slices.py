@@ -155,7 +155,7 @@ class Slices:
         self.parameters: dict[str, Parameter] = {}
         self._means: dict[str, list[tuple[Slices, float]]] = {}
         for parts in means.values():
-            found = [(Slices([version]), weight) for version, weight in parts]
+            found = [(Slices([_masters_of(version)]), weight) for version, weight in parts]
             of = found[0][0]
             self._means |= {name: found for name in of.parameters if of.shards(Kind.MASTER, name)}
         self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
@@ -289,6 +289,11 @@ class Slices:
         if name not in self.parameters:
             raise LayoutMismatch(f"parameter {name!r} is in none of the chosen layers", name=name)
         return self.parameters[name]
+
+
+def _masters_of(version: LayerVersion) -> LayerVersion:
+    """Return *version* with nothing but its masters: an average of a thousand saves needs no place for the rest."""
+    return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is Kind.MASTER))
 
 
 def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from tests.cli.conftest import Run
+from tests.cli.conftest import Outcome, Run
 from tests.unit.checkpoints import checkpoint
 
 
@@ -35,6 +35,14 @@ print("looking at", sys.argv[1])
 """
 
 
+def bisected(run: Run, store: Path, folder: Path, ending: str, *options: str) -> Outcome:
+    """Bisect in *folder* by a judge that ends like that."""
+    judge = folder.with_suffix(".py")
+    judge.write_text(JUDGE + ending)
+    place = ["--store", store, "--dir", folder]
+    return run("bisect", "sft@1", "sft@8", *place, *options, "--", sys.executable, judge, "{}")
+
+
 def test_the_command_line_bisects_by_exit_code_and_by_metric(run: Run, store: Path, tmp_path: Path) -> None:
     """What the command prints is heard; the answer is one sentence, and the log has the trials."""
     for number, (ending, options) in enumerate(
@@ -44,23 +52,8 @@ def test_the_command_line_bisects_by_exit_code_and_by_metric(run: Run, store: Pa
             ("print(1 - step / 10)", ["--metric", "accuracy:max", "--threshold", "0.55"]),
         ]
     ):
-        judge, folder = tmp_path / f"judge{number}.py", str(tmp_path / f"b{number}")
-        judge.write_text(JUDGE + ending)
-        outcome = run(
-            "bisect",
-            "sft@1",
-            "sft@8",
-            "--store",
-            store,
-            "--dir",
-            folder,
-            "--steps-only",
-            *options,
-            "--",
-            sys.executable,
-            str(judge),
-            "{}",
-        )
+        folder = tmp_path / f"b{number}"
+        outcome = bisected(run, store, folder, ending, "--steps-only", *options)
 
         assert outcome.code == 0, outcome.err
         assert outcome.out.splitlines()[0] == "bad since sft@5"
@@ -84,22 +77,7 @@ def test_a_command_without_a_verdict_ends_it(
     run: Run, store: Path, tmp_path: Path, ending: str, options: list[str], code: int, says: str
 ) -> None:
     """It is never taken for good or bad."""
-    judge = tmp_path / "judge.py"
-    judge.write_text(JUDGE + ending)
-    outcome = run(
-        "bisect",
-        "sft@1",
-        "sft@8",
-        "--store",
-        store,
-        "--dir",
-        str(tmp_path / "b"),
-        *options,
-        "--",
-        sys.executable,
-        str(judge),
-        "{}",
-    )
+    outcome = bisected(run, store, tmp_path / "b", ending, *options)
 
     assert outcome.code == code
     assert says in outcome.err
