@@ -1,7 +1,7 @@
 """``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,7 +27,7 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Composite, Store
-    from layerstore.compose import Exported, Written
+    from layerstore.compose import Exported, ExportPlan, Written
     from layerstore.policy import Policy
 
 # The headings of its help.
@@ -80,13 +80,13 @@ AdamStep = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
-_Form = Literal["zero3", "hf"]
+_Form = Literal["zero3", "hf", "dcp"]
 Format = Annotated[
     _Form,
     typer.Option(
         "--format",
         metavar=one_of(_Form),
-        help="zero3: shards to resume from; hf: weights for from_pretrained.",
+        help="zero3: shards to resume from; hf: weights for from_pretrained; dcp: for PyTorch's FSDP2.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -121,6 +121,25 @@ ForceForeign = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
+_OPTIONS: dict[_Form, tuple[str, ...]] = {
+    "zero3": ("world_size", "adam_step", "moments"),
+    "hf": ("dtype", "max_shard_size"),
+    "dcp": ("adam_step",),
+}
+_WHY_NOT: dict[_Form, str] = {
+    "zero3": "shards keep the types and the files that were saved",
+    "hf": "an export has neither ranks nor an optimizer",
+    "dcp": "a distributed checkpoint fits any number of ranks, and keeps the types that were saved",
+}
+_PLANNERS: "dict[_Form, Callable[[Composite], Callable[..., ExportPlan]]]" = {
+    "hf": lambda composite: composite.plan_export,
+    "dcp": lambda composite: composite.plan_dcp,
+}
+_WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]" = {
+    "zero3": lambda composite: composite.write,
+    "hf": lambda composite: composite.export,
+    "dcp": lambda composite: composite.write_dcp,
+}
 _Moments = Literal["base", "fresh"]
 MomentsName = Annotated[
     _Moments | None,
@@ -189,27 +208,33 @@ def compose(
       layerstore compose sft --mean last:3 --format hf -o mean
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    shards = {"world_size": world_size, "adam_step": adam_step, "moments": moments}
-    export = {"dtype": dtype, "max_shard_size": max_shard_size}
-    _check(form, shards=shards, export=export, is_useful=bool(dry_run or out or pin), can_pin=not average)
+    given = {
+        "world_size": world_size,
+        "adam_step": adam_step,
+        "moments": moments,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _check(form, options, is_useful=bool(dry_run or out or pin), can_pin=not average)
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
         for note in composite.recipe_notes:
             say_warning(note)
         composite.check(max_staleness=max_staleness)
-        options: dict[str, Any] = {name: value for name, value in (shards | export).items() if value is not None}
-        plan, write = (_plan_hf, composite.export) if form == "hf" else (_plan_zero3, composite.write)
         if out is None or dry_run:
             if pin is not None and not dry_run:
                 _pin(composite, pin, form=form, options=options)
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
             facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}
-            plan(composite, options, outcome, facts, as_json=as_json)
+            (_plan_zero3 if form == "zero3" else _plan_export)(
+                composite, form, options, outcome, facts, as_json=as_json
+            )
             return
         with shown_progress(as_json=as_json) as progress:
             options |= {"verify": not no_verify, "force": "foreign" if force_foreign else force, "progress": progress}
-            written = write(out, **options)
+            written = _WRITERS[form](composite)(out, **options)
         _say_written(composite, written, adam_step=adam_step, as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
@@ -217,26 +242,19 @@ def compose(
 
 def _pin(composite: "Composite", name: str, *, form: _Form, options: Mapping[str, Any]) -> None:
     """Pin *composite*, unless it would be refused in that form."""
-    check = composite.plan_export if form == "hf" else composite.notes
-    check(**options)
+    (composite.notes if form == "zero3" else _PLANNERS[form](composite))(**options)
     composite.pin(name)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------
 
 
-def _check(
-    form: _Form, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool, can_pin: bool
-) -> None:
-    """Raise InvalidInput if an option belongs to the other format than *form*, or there is nothing to do."""
-    others = {
-        "zero3": (export, "hf", "shards keep the types and the files that were saved"),
-        "hf": (shards, "zero3", "an export has neither ranks nor an optimizer"),
-    }
-    foreign, other, why = others[form]
-    for name, value in foreign.items():
-        if value is not None:
-            raise InvalidInput(f"--{name.replace('_', '-')} is for --format {other} only", hint=why)
+def _check(form: _Form, options: Mapping[str, object], *, is_useful: bool, can_pin: bool) -> None:
+    """Raise InvalidInput if one of *options* is for another format than *form*, or there is nothing to do."""
+    for name in options:
+        if name not in _OPTIONS[form]:
+            others = " and ".join(other for other, names in _OPTIONS.items() if name in names)
+            raise InvalidInput(f"--{name.replace('_', '-')} is for --format {others} only", hint=_WHY_NOT[form])
     if not is_useful:
         hint = f"name a folder with -o DIR, or pass {'--pin NAME or ' if can_pin else ''}--dry-run"
         raise InvalidInput("compose does not know where to write", hint=hint)
@@ -306,7 +324,13 @@ def _tell_programs(
 
 
 def _plan_zero3(
-    composite: "Composite", options: Mapping[str, Any], outcome: str, fields: dict[str, object], *, as_json: bool
+    composite: "Composite",
+    _form: _Form,
+    options: Mapping[str, Any],
+    outcome: str,
+    fields: dict[str, object],
+    *,
+    as_json: bool,
 ) -> None:
     """Print which save each layer comes from."""
     notes = composite.notes(**options)
@@ -320,12 +344,18 @@ def _plan_zero3(
         say_paragraph(f"{base}, {counted(world_size, 'rank')}; {outcome}", indent=2)
 
 
-def _plan_hf(
-    composite: "Composite", options: Mapping[str, Any], outcome: str, fields: dict[str, object], *, as_json: bool
+def _plan_export(
+    composite: "Composite",
+    form: _Form,
+    options: Mapping[str, Any],
+    outcome: str,
+    fields: dict[str, object],
+    *,
+    as_json: bool,
 ) -> None:
     """Print the files that there would be."""
-    plan = composite.plan_export(**options)
-    fields |= {"format": "hf", "dtype": plan.dtype, "files": [file.path for file in plan.files]}
+    plan = _PLANNERS[form](composite)(**options)
+    fields |= {"format": form, "dtype": plan.dtype, "files": [file.path for file in plan.files]}
     fields |= {"bytes_written": 0, "seconds": 0.0}
     if not _tell_programs(composite, plan.notes, fields, as_json=as_json):
         columns = [Column("FILE", folds=True), Column("SIZE", "right")]
@@ -344,7 +374,7 @@ def _say_written(
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
     how, folder = "", shown(json.dumps(str(written.out), ensure_ascii=False))  # as Python writes it
     if isinstance(written, Exported):
-        fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
+        fields |= {"format": written.format, "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
         how = shown(written.how_to_load)
     else:
@@ -357,7 +387,8 @@ def _say_written(
         return
     head = f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, {what}"
     say_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
-    _say_mixture(composite, has_optimizer=not isinstance(written, Exported), adam_step=adam_step)
+    has_optimizer = not isinstance(written, Exported) or written.format != "hf"
+    _say_mixture(composite, has_optimizer=has_optimizer, adam_step=adam_step)
     if how:
         say_paragraph(how, indent=2)
 

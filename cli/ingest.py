@@ -90,6 +90,10 @@ AllowGlobal = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
 ]
+Onto = Annotated[
+    str | None,
+    typer.Option("--onto", metavar="REF", help="Take a torch.distributed.checkpoint; the rest is of this commit."),
+]
 TrustStore = Annotated[
     bool, typer.Option("--trust-store", help="Do not read what the store has already; its size has to do.")
 ]
@@ -113,6 +117,7 @@ def ingest(
     layer_pattern: LayerPattern = None,
     allow_global: AllowGlobal = None,
     follow: Follow = False,
+    onto: Onto = None,
     trust_store: TrustStore = False,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -134,6 +139,11 @@ def ingest(
     is_open, chosen = all_ or watch, described_policy(policy, settings)
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
+    if onto is not None and is_open:
+        raise InvalidInput(
+            "--onto is for folders of torch.distributed.checkpoint; --all and --watch look for DeepSpeed's",
+            hint="name the folders",
+        )
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
     with opened(store) as opened_store:
@@ -148,9 +158,12 @@ def ingest(
             layer_pattern=layer_pattern,
             allowed_globals=allow_global or (),
             follow=follow,
+            onto=onto,
             trust_store=trust_store,
         )
-        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag, follow)
+        found = (
+            (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag, follow, onto)
+        )
         try:
             for folder, its_tag in found:
                 _take(save, folder, its_tag, saved, problems, pin=pin, as_json=as_json)
@@ -236,12 +249,12 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 # -- where checkpoints come from -----------------------------------------------------------------------------------
 
 
-def _named(checkpoints: list[Path], tag: str | None, follow: bool) -> "Iterator[Checkpoint]":
+def _named(checkpoints: list[Path], tag: str | None, follow: bool, onto: str | None) -> "Iterator[Checkpoint]":
     """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
     from layerstore.zero3 import discover
 
     in_order = sorted(checkpoints, key=_in_step_order)
-    for checkpoint in in_order if len(in_order) > 1 else []:
+    for checkpoint in in_order if len(in_order) > 1 and onto is None else []:
         discover(checkpoint, tag=tag, follow=follow)
     yield from ((checkpoint, tag) for checkpoint in in_order)
 

@@ -29,6 +29,7 @@ from layerstore.compose import (
     losses_told,
     make_state_dict,
     open_tensors,
+    plan_dcp,
     plan_export,
     plan_ranks,
 )
@@ -299,4 +300,32 @@ class Composite:
                 durable=durable,
                 force=force,
                 progress=progress or Silent(),
+            )
+
+    def plan_dcp(self, *, adam_step: AdamStep = "unify") -> ExportPlan:
+        """Return what `write_dcp` would write, without writing it."""
+        with losses_told(self._repo, self._composition):
+            return plan_dcp(self._repo, self._composition, adam_step=adam_step)
+
+    def write_dcp(
+        self,
+        out: StrPath,
+        *,
+        adam_step: AdamStep = "unify",
+        verify: bool = True,
+        durable: bool = True,
+        force: Force = False,
+        progress: Progress | None = None,
+    ) -> Exported:
+        """
+        Write a PyTorch distributed checkpoint to the folder *out*: the fp32 masters as the model, and the optimizer.
+
+        ``torch.distributed.checkpoint.load`` reads it on any number of ranks, under the names of ``get_state_dict``.
+        The optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's own. Everything
+        else is as in `write`.
+        """
+        plan = self.plan_dcp(adam_step=adam_step)
+        with losses_told(self._repo, self._composition):
+            return execute_export(
+                self._repo, plan, Path(out), verify=verify, durable=durable, force=force, progress=progress or Silent()
             )

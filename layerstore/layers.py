@@ -17,7 +17,7 @@ from layerstore.errors import InvalidInput
 from layerstore.limits import NAME_BYTES_MAX
 
 # Wrappers add these before or between the model's own names.
-WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
 # No model has more blocks than this, and Python refuses to parse much longer numbers.
 _INDEX_DIGITS_MAX = 18
@@ -43,16 +43,24 @@ def typed(name: str) -> str:
     return name if _ONE_WORD.fullmatch(name) else shlex.quote(name)
 
 
+def unwrapped(name: str) -> str:
+    """
+    Return *name* without what torch wraps a module in, for compiling or checkpointing.
+
+    >>> unwrapped("_orig_mod.model.norm.weight")
+    'model.norm.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS) or name
+
+
 def strip_wrappers(name: str) -> str:
     """
     Return *name* as in the bare model.
 
     >>> strip_wrappers("base_model.model.model.layers.0.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
-    >>> strip_wrappers("_orig_mod.model.norm.weight")
-    'model.norm.weight'
     """
-    bare = ".".join(part for part in name.split(".") if part not in WRAPPER_COMPONENTS)
+    bare = unwrapped(name)
     for prefix in _WRAPPER_PREFIXES:
         bare = bare.removeprefix(prefix)
     return bare or name

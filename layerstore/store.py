@@ -107,6 +107,7 @@ class Store:
         rollback: bool = False,
         resumed_from: str | None = None,
         pin: str | None = None,
+        onto: str | None = None,
         trust_store: bool = False,
         progress: Progress | None = None,
     ) -> "Ingested":
@@ -117,6 +118,9 @@ class Store:
         layers that are due under *policy* are stored; the commit inherits the others. *rollback* says that training
         went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects that the store already
         has are read, and replaced if they are damaged; with *trust_store*, only their size is checked.
+
+        A folder of ``torch.distributed.checkpoint`` is stored *onto* a commit of the same model, which supplies what
+        DeepSpeed needs besides weights and moments; it continues that commit's run.
 
         Raises:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
@@ -136,6 +140,7 @@ class Store:
             rollback=rollback,
             resumed_from=resumed_from,
             pin=pin,
+            onto=onto,
             trust_store=trust_store,
         )
         return ingest(self._repo, Path(checkpoint), asked, progress=progress or Silent())

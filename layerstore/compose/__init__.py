@@ -1,8 +1,8 @@
 """
 Compose: from a query to a composite, and from a composite to files, arrays, or the memory of a rank.
 
-``choose`` and ``recipes`` decide what a composite consists of. There is one module for each output format, ``zero3``
-and ``hf``: a new format plans its files as these do, and has them written by ``assemble`` into a ``target``.
+``choose`` and ``recipes`` decide what a composite consists of. There is one module for each output format, ``zero3``,
+``hf`` and ``dcp``: a new one plans its files as these do, and has them written by ``assemble`` into a ``target``.
 """
 
 from layerstore.compose.choose import (
@@ -15,7 +15,9 @@ from layerstore.compose.choose import (
     losses_told,
     without_damaged,
 )
-from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
+from layerstore.compose.dcp import plan_dcp
+from layerstore.compose.export import Exported, ExportPlan, execute_export
+from layerstore.compose.hf import MAX_SHARD_SIZE, plan_export
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 from layerstore.compose.safetensors import WeightTensor
@@ -53,6 +55,7 @@ __all__ = [
     "losses_told",
     "make_state_dict",
     "open_tensors",
+    "plan_dcp",
     "plan_export",
     "plan_ranks",
     "without_damaged",

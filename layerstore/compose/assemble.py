@@ -16,8 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
-from layerstore.format import combine_crc32, crc32
+from layerstore.format import combine_crc32, crc32, crc32_of_zeros
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
@@ -106,6 +107,34 @@ def _continues(first: Piece, second: Piece) -> bool:
         first.object_offset + first.size_bytes,
         first.offset + first.size_bytes,
     )
+
+
+def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: int, size_bytes: int) -> int:
+    """
+    Return the checksum of *size_bytes* from *offset*, which *pieces* fill, in order; gaps are zeros.
+
+    *measured* are the checksums of pieces that have none stored, by offset in the file.
+    """
+    parts, end = [], offset
+    for piece in pieces:
+        if piece.offset > end:
+            parts.append(_zeros(piece.offset - end))
+        length = _written_bytes(piece)
+        parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, length))
+        end = piece.offset + length
+    return combine_crc32([*parts, _zeros(offset + size_bytes - end)])
+
+
+def _zeros(size_bytes: int) -> tuple[int, int]:
+    return crc32_of_zeros(size_bytes), size_bytes
+
+
+def _written_bytes(piece: Piece) -> int:
+    """Return the size of *piece* in the output file."""
+    if piece.rounding is None:
+        return piece.size_bytes
+    source, target = map(by_code, piece.rounding)
+    return piece.size_bytes // source.bytes * target.bytes
 
 
 def read_mean(repo: Repository, piece: Piece) -> Iterator[memoryview]:

@@ -7,7 +7,7 @@ from layerstore.compose.choose import Composition
 from layerstore.compose.safetensors import WEIGHTS_FILE
 from layerstore.format import encode_tree, pack
 from layerstore.layers import strip_wrappers
-from layerstore.model import CommitRecord, RankState, TensorSource
+from layerstore.model import CommitRecord, Kind, LayerVersion, RankState, TensorSource
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, replace_tensors
 from layerstore.zero3 import RANDOM_STATE, Slices, TreeView, config_of
@@ -42,6 +42,22 @@ def _fate(before: int, after: int) -> str:
     if before < after:
         return f"ranks from {before} on take those of rank 0"
     return f"those of ranks from {after} on are left out"
+
+
+def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
+    """Say what the export may lack."""
+    model = TreeView.of(state.model)
+    fragments = model.get("frozen_param_fragments")
+    if fragments is not None and fragments.value is None:
+        yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
+    buffers = [buffer.name for version in versions for buffer in version.buffers]
+    differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
+    if differing:
+        yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
+    names = model.get("buffer_names")
+    odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
+    if odd and not state.gathered:
+        yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
 
 
 def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:

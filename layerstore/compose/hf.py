@@ -8,18 +8,13 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from layerstore.compose.assemble import (
-    Assembly,
-    OutputFile,
-    assembling,
-    literal_file,
-    plan_source_file,
-)
+from layerstore.compose.assemble import OutputFile, literal_file, plan_source_file
+from layerstore.compose.carry_over import export_notes
 from layerstore.compose.choose import Composition, check_members
+from layerstore.compose.export import CONFIG, ExportPlan
 from layerstore.compose.peft import ADAPTER_CONFIG, configs_of, plan_adapters
 from layerstore.compose.safetensors import (
     INDEX,
@@ -31,7 +26,6 @@ from layerstore.compose.safetensors import (
     index_of,
     weights_files,
 )
-from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.compose.weight_names import (
     ExportTensors,
     ask_transformers,
@@ -42,82 +36,19 @@ from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX
-from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
-from layerstore.progress import Progress
+from layerstore.model import ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.storage import Repository
-from layerstore.units import size, size_in_bytes
-from layerstore.zero3 import SUMMARY, Slices, TreeView, tensors_in
+from layerstore.units import size_in_bytes
+from layerstore.zero3 import SUMMARY, TreeView, tensors_in
 
 MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""
-
-CONFIG = "config.json"
 
 # Files for resuming training, or with weights of their own: loading a model does not need them.
 _TRAINING_NAMES = frozenset({"trainer_state.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"})
 _TRAINING_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".distcp", ".h5", ".msgpack", ".npz", ".pkl", ".pt", ".pth", ".safetensors"}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportPlan:
-    """An export before it is written."""
-
-    composition: Composition
-    dtype: str
-    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
-    _weights: tuple[WeightsFile, ...]
-    linkable: frozenset[str]
-    """Weights files that are named by what is in them."""
-    files: tuple[OutputFile, ...]
-    """The weights, their index, and the files that go with them."""
-    notes: tuple[str, ...]
-    """What the reader of the folder should know."""
-    model_class: str | None
-    """The class of Transformers that the config names."""
-    seconds: float
-    """How long planning took, including the question to Transformers."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all files."""
-        return sum(file.size_bytes for file in self.files)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """What an export wrote."""
-
-    run: str
-    step: int
-    policy: str
-    format: str
-    dtype: str
-    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
-    out: Path
-    files: tuple[str, ...]
-    """Below *out*."""
-    bytes_written: int
-    seconds: float
-    notes: tuple[str, ...]
-    """What the reader of the folder should know."""
-    model_class: str | None
-    """The class of Transformers that loads the folder, if its config names one."""
-
-    def __repr__(self) -> str:
-        written = f"{len(self.files)} files of {self.dtype}, {size(self.bytes_written)} in {self.out}"
-        return f"<Exported {self.run}@{self.step}: {written}{self.how_to_load and f'; {self.how_to_load}'}>"
-
-    @property
-    def how_to_load(self) -> str:
-        """How to load the folder, in a line; empty if it has no config."""
-        folder = json.dumps(str(self.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
-        if ADAPTER_CONFIG in self.files:
-            return f"load it with PeftModel.from_pretrained(model, {folder})"
-        return (
-            f"load it with {self.model_class or 'AutoModel'}.from_pretrained({folder})" if CONFIG in self.files else ""
-        )
 
 
 def plan_export(
@@ -169,107 +100,28 @@ def plan_export(
             files.append(literal_file(INDEX, index_of(weights)))
         made, config_notes = _plan_config(config, fields, problem, code)
         files += made
-        notes = [*chosen.notes, *_doubts(state, versions, slices), *config_notes]
+        notes = [*chosen.notes, *export_notes(state, versions, slices), *config_notes]
         beside = [file for file in beside if file.path != CONFIG]
     notes = [*filter(None, [composition.mixture]), *notes]
     type_name = "mixed" if code is None else dtype_name(code)
     summary = literal_file(SUMMARY, composition.summary_file(notes, format="hf", dtype=type_name))
     return ExportPlan(
         composition=composition,
+        format="hf",
         dtype=type_name,
         _weights=tuple(weights),
         linkable=frozenset(() if file_of is None or configs_of(state.files) else (file.name for file in weights)),
         files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),
+        signs=(WEIGHTS, INDEX, ADAPTER_CONFIG),
+        is_older_form=_is_older_form,
         model_class=model_class,
         seconds=time.monotonic() - started,
     )
 
 
-def execute_export(
-    repo: Repository,
-    plan: ExportPlan,
-    out: Path,
-    *,
-    verify: bool = True,
-    durable: bool = True,
-    force: Force = False,
-    reuse: Path | None = None,
-    progress: Progress,
-) -> Exported:
-    """
-    Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
-
-    Weights files that are named by what is in them are linked, and not written, if the folder *reuse* has them.
-
-    Raises:
-        AlreadyExists: *out* is there, and *force* does not allow to replace it.
-        IntegrityError: An object is damaged or missing; nothing is left at *out*.
-    """
-    started = time.monotonic()
-    target = checked_target(repo, out, what="an export", signs=(WEIGHTS, INDEX, ADAPTER_CONFIG), force=force)
-    with (
-        appearing(repo, target, is_older_form=_is_older_form) as folder,
-        assembling(
-            repo,
-            folder,
-            verify=verify,
-            durable=durable,
-            is_export=True,
-            has_means=plan.composition.mean is not None,
-            progress=progress,
-        ) as assembly,
-    ):
-        linked = set() if reuse is None else set(_linked(repo, plan, folder, reuse))
-        files = [file for file in plan.files if file.path not in linked]
-        progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
-        assembly.write(files)
-        for weights in plan._weights:
-            if weights.name not in linked:
-                assembly.check_converted(weights.name, weights.checks())
-    base = plan.composition.base
-    return Exported(
-        run=base.run,
-        step=base.step,
-        policy=plan.composition.policy,
-        format="hf",
-        dtype=plan.dtype,
-        out=target.path,
-        files=tuple(file.path for file in plan.files),
-        bytes_written=sum(file.size_bytes for file in files),
-        seconds=plan.seconds + time.monotonic() - started,
-        notes=(*plan.notes, *_infinity_notes(assembly, plan)),
-        model_class=plan.model_class,
-    )
-
-
-def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> Iterator[str]:
-    """Link into *folder* what *reuse* has of the weights files, with the same header too, and yield the names."""
-    for file in plan._weights:
-        path, header = reuse / file.name, file.frame.header
-        if file.name in plan.linkable and repo.files.size(path) == file.frame.size_bytes:
-            with repo.files.open(path) as source:
-                is_same = source.read_at(0, len(header)) == header
-            if is_same and repo.files.link_exclusive(path, folder / file.name):
-                yield file.name
-
-
 def _is_older_form(path: Path) -> bool:
     return str(path) in {INDEX, ADAPTER_WEIGHTS} or bool(WEIGHTS_FILE.fullmatch(str(path)))
-
-
-def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
-    """Report values that left the range of their new type."""
-    found: dict[str, int] = {}
-    for file in plan._weights:
-        for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
-            if part.newly_infinite:
-                name = file.tensor_at(offset).name
-                found[name] = found.get(name, 0) + part.newly_infinite
-    if found:
-        name, count = next(iter(found.items()))
-        rest = f", and others of {len(found) - 1} more tensors," if len(found) > 1 else ""
-        yield f"{count} values of {name!r}{rest} are beyond the range of {plan.dtype} and became infinite"
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
@@ -296,22 +148,6 @@ def _uniform_dtype(weights: Iterable[WeightsFile]) -> str | None:
     tensors = (tensor for file in weights for tensor in file.tensors)
     codes = {tensor.dtype for tensor in tensors if tensor.source is TensorSource.PARAMETER}
     return codes.pop() if len(codes) == 1 else None
-
-
-def _doubts(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
-    """Say what the export may lack."""
-    model = TreeView.of(state.model)
-    fragments = model.get("frozen_param_fragments")
-    if fragments is not None and fragments.value is None:
-        yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
-    buffers = [buffer.name for version in versions for buffer in version.buffers]
-    differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
-    if differing:
-        yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
-    names = model.get("buffer_names")
-    odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
-    if odd and not state.gathered:
-        yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
 
 
 # -- the config and the other files next to the weights ------------------------------------------------------------

@@ -18,7 +18,7 @@ from layerstore.compose.assemble import OutputFile, merged, plan_source_file, wh
 from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, header_of, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import Frame
-from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
+from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.storage import Repository
 from layerstore.zero3 import Piece, Slices, tensors_in
@@ -73,7 +73,7 @@ def name_in_file(parameter: str, adapter: str) -> str | None:
 
 
 def _parts(parameter: str) -> list[str]:
-    return [part for part in parameter.removeprefix("module.").split(".") if part not in WRAPPER_COMPONENTS]
+    return unwrapped(parameter.removeprefix("module.")).split(".")
 
 
 def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:

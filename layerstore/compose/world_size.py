@@ -27,8 +27,12 @@ from layerstore.zero3 import (
     TreeView,
     config_of,
     counter_like,
+    inner_optimizer,
+    members_of,
+    outer_optimizer,
     slice_length,
     sub_group_shapes,
+    with_optimizer,
 )
 
 Moments = Literal["base", "fresh"]
@@ -124,21 +128,15 @@ def plan_ranks(
     base = composition.base
     if moments not in MOMENTS:
         raise InvalidInput(f"moments cannot be {moments!r}", hint=f"choose one of: {', '.join(MOMENTS)}")
-    if WITHOUT_MOMENTS in base.flags and moments == "base":
-        called = f"{base.run}@{base.step}"
-        raise LayoutMismatch(
-            f"{called} has no optimizer moments any more: a collection has dropped them",
-            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR, or --moments fresh; or "
-            "choose a newer step",
-        )
+    if moments == "base":
+        check_has_moments(base)
     check_whole(repo, composition, world_size=world_size)
     versions = check_members(repo, composition)
     slices = composition.slices(repo, versions)
     count = base.world_size if world_size is None else world_size
     if count < 1:
         raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint="choose a world size of 1 or more")
-    if adam_step not in ADAM_STEPS:
-        raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
+    check_adam_step(adam_step)
     first = repo.state(base.states[0])
     if moments == "fresh":
         _check_fresh(first)
@@ -177,9 +175,26 @@ def plan_ranks(
     return states
 
 
+def check_has_moments(base: CommitRecord) -> None:
+    """Raise LayoutMismatch if a collection has dropped the moments of *base*."""
+    if WITHOUT_MOMENTS in base.flags:
+        called = f"{base.run}@{base.step}"
+        raise LayoutMismatch(
+            f"{called} has no optimizer moments any more: a collection has dropped them",
+            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR, or --moments fresh; or "
+            "choose a newer step",
+        )
+
+
+def check_adam_step(adam_step: AdamStep) -> None:
+    """Raise InvalidInput unless it is one."""
+    if adam_step not in ADAM_STEPS:
+        raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
+
+
 def _check_fresh(state: RankState) -> None:
     """Raise unless all that the optimizer keeps is zero before the first step."""
-    for _, kept in _inner(state)["state"].children():
+    for _, kept in inner_optimizer(state)["state"].children():
         for key, value in kept.mapping().items():
             is_sliced = isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)
             if key != STEP and not (is_sliced and key in _ZERO_AT_FIRST):
@@ -200,7 +215,7 @@ def plan_sub_groups(state: RankState, *, world_size: int) -> tuple[SubGroup, ...
         LayoutMismatch: The base's own sub-groups do not follow from its config, or disagree with each other.
     """
     model = TreeView.of(state.model)
-    shapes, members = sub_group_shapes(model), _members(state)
+    shapes, members = sub_group_shapes(model), members_of(state)
     size = _sub_group_size(model)
     _check_rule(shapes, members, size, saved_by=model["dp_world_size"].integer())
     _check_scalars(state, members)
@@ -241,22 +256,6 @@ def _sub_group_size(model: TreeView) -> float:
     return size if isinstance(size, int | float) and not isinstance(size, bool) else _SUB_GROUP_SIZE
 
 
-def _members(state: RankState) -> list[tuple[int, list[int]]]:
-    """Return the param groups that have sub-groups, each with its sub-groups, in the order of the buffers."""
-    view = _inner(state)["param_groups"]
-    found = [
-        (number, [index for index in group["params"].sequence() if isinstance(index, int)])
-        for number, (_, group) in enumerate(view.children())
-    ]
-    flats = len(_outer(state)["fp32_flat_groups"].sequence())
-    if sorted(index for _, own in found for index in own) != list(range(flats)):
-        raise LayoutMismatch(
-            f"{view.path}: the param groups do not share the {flats} sub-groups among them",
-            hint="compose at the world size of the base, or from another base",
-        )
-    return sorted(((number, own) for number, own in found if own), key=lambda item: item[1])
-
-
 def _check_rule(
     shapes: Sequence[Mapping[str, Size]], members: Sequence[tuple[int, list[int]]], size: float, *, saved_by: int
 ) -> None:
@@ -274,7 +273,7 @@ def _check_rule(
 
 def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -> None:
     """Raise unless the sub-groups of a param group agree in everything but slices, step counters included."""
-    states = _inner(state)["state"]
+    states = inner_optimizer(state)["state"]
     for param_group, (first, *others) in members:
         expected = _scalars(states.get(first))
         for group in others:
@@ -335,7 +334,7 @@ def _fragments(fragments: TreeView, shapes: TreeView, world_size: int) -> Iterat
 
 
 def _optimizer(template: RankState, groups: Sequence[SubGroup], rank: int, world_size: int) -> TreeFile:
-    outer, inner = _outer(template), _inner(template)
+    outer, inner = outer_optimizer(template), inner_optimizer(template)
     masters, states = outer["fp32_flat_groups"], inner["state"]
     flats: list[Tree] = [
         _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), own.elements)
@@ -350,19 +349,12 @@ def _optimizer(template: RankState, groups: Sequence[SubGroup], rank: int, world
         changed(group.mapping(), {"params": [index for index, own in enumerate(groups) if own.param_group == number]})
         for number, (_, group) in enumerate(inner["param_groups"].children())
     ]
-    tree = _with_optimizer(
+    tree = with_optimizer(
         template,
         outer={"partition_count": world_size, "fp32_flat_groups": flats},
         inner={"state": state, "param_groups": param_groups},
     )
     return TreeFile(path=_path_of_rank(template.optimizer.path, rank), tree=tree)
-
-
-def _with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
-    """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
-    within = changed(_inner(state).mapping(), inner)
-    around = changed(_outer(state).mapping(), {**outer, "optimizer_state_dict": within})
-    return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
 
 def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
@@ -403,14 +395,6 @@ def _path_of_rank(path: str, rank: int) -> str:
     return str(place.with_name(re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), place.name)))
 
 
-def _outer(state: RankState) -> TreeView:
-    return TreeView.of(state.optimizer)["optimizer_state_dict"]
-
-
-def _inner(state: RankState) -> TreeView:
-    return _outer(state)["optimizer_state_dict"]
-
-
 # -- each layer's own step counter -----------------------------------------------------------------------------------
 
 
@@ -423,13 +407,13 @@ def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]
     Raises:
         LayoutMismatch: The layers of a sub-group have different update counts.
     """
-    groups, states = sub_group_shapes(TreeView.of(state.model)), _inner(state)["state"]
+    groups, states = sub_group_shapes(TreeView.of(state.model)), inner_optimizer(state)["state"]
     counted: dict[Tree, Tree] = {
         group: changed(values.mapping(), {STEP: counter_like(values.mapping()[STEP], _agreed(groups, group, steps))})
         for group, values in states.children()
         if isinstance(group, int) and STEP in values.mapping()
     }
-    tree = _with_optimizer(state, outer={}, inner={"state": changed(states.mapping(), counted)})
+    tree = with_optimizer(state, outer={}, inner={"state": changed(states.mapping(), counted)})
     return replace(state, optimizer=replace(state.optimizer, tree=tree))
 
 

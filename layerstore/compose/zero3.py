@@ -21,6 +21,7 @@ from layerstore.compose.assemble import (
     Literals,
     OutputFile,
     assembling,
+    checksum,
     merged,
     read_stretch,
     whole,
@@ -31,7 +32,7 @@ from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.compose.world_size import AdamStep, Moments, RankStates, plan_ranks
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
-from layerstore.format import combine_crc32, crc32, crc32_of_zeros
+from layerstore.format import crc32
 from layerstore.model import (
     BlobRef,
     BufferContent,
@@ -273,7 +274,10 @@ class _Rank:
 
         def skeleton(measured: Mapping[int, int]) -> Literals:
             """Return the bytes around the payloads, given the *measured* checksums of pieces by offset in the file."""
-            found = {of: _combined(of, filling, offset, measured) for of, (offset, filling) in fillings.items()}
+            found = {
+                of: checksum(filling, measured, offset=offset, size_bytes=_size_bytes(of))
+                for of, (offset, filling) in fillings.items()
+            }
             return tuple(layout.skeleton({**known, **found}))
 
         is_measured = any(piece.is_measured for piece in pieces)
@@ -332,21 +336,6 @@ class _Rank:
                 yield Kind.BUFFERS, name, ""
             case content:
                 raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
-
-
-def _combined(storage: Storage, filling: list[Piece], offset: int, measured: Mapping[int, int]) -> int:
-    """Return the checksum of a *storage* at *offset* in its file."""
-    parts, end = [], offset
-    for piece in filling:
-        if piece.offset > end:
-            parts.append(_zeros(piece.offset - end))
-        parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, piece.size_bytes))
-        end = piece.offset + piece.size_bytes
-    return combine_crc32([*parts, _zeros(offset + _size_bytes(storage) - end)])
-
-
-def _zeros(size_bytes: int) -> tuple[int, int]:
-    return crc32_of_zeros(size_bytes), size_bytes
 
 
 def _size_bytes(storage: Storage) -> int:

@@ -8,9 +8,10 @@ index. Linking the record makes it a commit.
 import contextlib
 import errno as errnos
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 
 from layerstore.errors import (
@@ -34,6 +35,7 @@ from layerstore.history import (
     resolve,
     view_read_again,
 )
+from layerstore.ingest.dcp import read_dcp
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import Content, transfer
 from layerstore.layers import check_name, compile_pattern
@@ -112,6 +114,8 @@ class IngestRequest:
     """The commit or composite that training resumed from, if the commit opens an attempt."""
     pin: str | None = None
     """The pin that the commit gets."""
+    onto: str | None = None
+    """The commit that supplies what a distributed checkpoint lacks."""
     trust_store: bool = False
     """Reuse what the store has without reading it."""
 
@@ -119,6 +123,10 @@ class IngestRequest:
     def opens_attempt(self) -> bool:
         """Whether the commit opens an attempt."""
         return self.rollback or self.resumed_from is not None
+
+
+Transfer = Callable[..., Content]
+"""Stages a checkpoint's content: `transfer`, or a distributed checkpoint's own."""
 
 
 def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Progress) -> Ingested:
@@ -132,13 +140,13 @@ def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Prog
         SourceCheckpoint: The source is damaged, or changed meanwhile.
         Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
-    run, checkpoint = _read(repo, path, asked)
+    run, checkpoint, transfer_it = (_read if asked.onto is None else _read_onto)(repo, path, asked)
     started = time.monotonic()
     with repo.lock_run(run), _disk_explained(repo, checkpoint):
         while True:
             view = view_read_again(repo, run, checkpoint.step)
             try:
-                ingested = _Ingest(repo, asked, run, checkpoint, view, progress, started).stored()
+                ingested = _Ingest(repo, asked, run, checkpoint, transfer_it, view, progress, started).stored()
                 break
             except NotFound:
                 if view is None or not has_shrunk(repo, view):
@@ -148,21 +156,13 @@ def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Prog
     return ingested
 
 
-def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint]:
-    """Read and check the checkpoint at *path*; return it and the run that it belongs to. Writes nothing."""
-    if asked.pin is not None:
-        check_pin_name(repo, asked.pin)
-    if asked.rollback and asked.resumed_from is not None:
-        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
-    repo.prepare_writing()
+def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint, Transfer]:
+    """Read and check the checkpoint at *path*; return it, its run, and how it is transferred. Writes nothing."""
+    _check(repo, asked)
     pattern = compile_pattern(asked.layer_pattern)
     found = discover(path, tag=asked.tag, follow=asked.follow)
     refuse_pointer(found.ranks[0].model)
-    run = check_name(found.run_name if asked.run is None else asked.run, what="the run's name")
-    if run in repo.records.pin_names():
-        raise Conflict(
-            f"{run!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
-        )
+    run = _checked_run(repo, found.run_name if asked.run is None else asked.run)
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=asked.allowed_globals)
     if not checkpoint.layers:
         raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
@@ -175,7 +175,44 @@ def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Chec
         )
     if asked.pin is not None:
         check_pin_free(repo, asked.pin, run=run, step=checkpoint.step)
-    return run, checkpoint
+    return run, checkpoint, partial(transfer, repo, checkpoint)
+
+
+def _read_onto(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint, Transfer]:
+    """Read and check the distributed checkpoint at *path* onto its base; return what `_read` does."""
+    _check(repo, asked)
+    given = {
+        "--tag": asked.tag,
+        "--layer-pattern": asked.layer_pattern,
+        "--allow-global": asked.allowed_globals or None,
+    }
+    for option in (name for name, value in given.items() if value is not None):
+        raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
+    base = resolve(repo, asked.onto)
+    run = _checked_run(repo, base.record.run if asked.run is None else asked.run)
+    read = read_dcp(repo, path, base)
+    if asked.pin is not None:
+        check_pin_free(repo, asked.pin, run=run, step=read.checkpoint.step)
+    return run, read.checkpoint, partial(read.transfer, repo)
+
+
+def _check(repo: Repository, asked: IngestRequest) -> None:
+    """Raise if options contradict each other, or the store cannot be written to."""
+    if asked.pin is not None:
+        check_pin_name(repo, asked.pin)
+    if asked.rollback and asked.resumed_from is not None:
+        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
+    repo.prepare_writing()
+
+
+def _checked_run(repo: Repository, name: str) -> str:
+    """Return the run's *name*; raise if it cannot be one, or is a pin's."""
+    run = check_name(name, what="the run's name")
+    if run in repo.records.pin_names():
+        raise Conflict(
+            f"{run!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
+        )
+    return run
 
 
 def _notes(
@@ -238,6 +275,7 @@ class _Ingest:
     asked: IngestRequest
     run: str
     checkpoint: Checkpoint
+    transfer: Transfer
     view: RunView | None
     """The run before."""
     progress: Progress
@@ -286,9 +324,7 @@ class _Ingest:
             return None
         due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
         with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
-            content = transfer(
-                self.repo, self.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
-            )
+            content = self.transfer(tx.objects, self.progress, due=due, known_before=True, moments=not trimmed)
             record = self._record(place, old.record.policy, content, due)
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
@@ -321,9 +357,7 @@ class _Ingest:
                 due, decisions = layers_due(self.repo, self.checkpoint, place, asked.policy, run=self.run)
             use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
-            content = transfer(
-                self.repo, self.checkpoint, tx.objects, self.progress, due=due, known_before=known_before
-            )
+            content = self.transfer(tx.objects, self.progress, due=due, known_before=known_before)
             record = self._record(place, use, content, due)
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
@@ -374,14 +408,14 @@ class _Ingest:
             versions=content.versions,
             states=content.states,
             world_size=self.checkpoint.world_size,
-            layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=self.asked.layer_pattern),
+            layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=self.checkpoint.layer_pattern),
             policy=policy,
             flags=() if content.has_moments else (WITHOUT_MOMENTS,),
         )
 
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
         writer, commit, is_new = tx.objects, published.commit, published.is_new
-        record, source = commit.record, self.checkpoint.found
+        record = commit.record
         return Ingested(
             run=self.run,
             step=record.step,
@@ -399,6 +433,6 @@ class _Ingest:
             reused_read=not self.asked.trust_store,
             bytes_derived=content.bytes_derived,
             seconds=time.monotonic() - self.started,
-            source=source.folder / source.tag,
+            source=self.checkpoint.source,
             notes=(*self.checkpoint.notes, *_notes(self.asked, record, self.view, writer, is_new=is_new)),
         )

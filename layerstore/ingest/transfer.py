@@ -108,7 +108,7 @@ class _Readers:
 
     def objects(self, sources: Sequence[ObjectSource]) -> list[StoredObject]:
         """Stage *sources*, comparing them with the gathered weights on the way."""
-        return _run_all(self.pool, lambda source: self.staging.object(source, self.check.witness(source)), sources)
+        return run_all(self.pool, lambda source: self.staging.object(source, self.check.witness(source)), sources)
 
 
 @contextmanager
@@ -241,7 +241,7 @@ class _Transfer:
             return self._gathered_tensor(tensor, in_layer=tensor in in_layers or tensor.supplier in inherited)
 
         for file in self.checkpoint.gathered:
-            tensors = tuple(_run_all(self.readers.pool, read, file.tensors))
+            tensors = tuple(run_all(self.readers.pool, read, file.tensors))
             yield GatheredFile(path=self._relative(file.path), header=file.header, tensors=tensors)
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
@@ -290,7 +290,7 @@ def _as_slice(tensor: GatheredSource) -> SliceSource:
     )
 
 
-def _run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Return the results in order; after the first error, start nothing more."""
     futures = [pool.submit(work, item) for item in items]
     try:

@@ -282,13 +282,17 @@ class Staging:
         """Stage a rank's *state* with its *files* and the bytes that its trees point to."""
         kept = tuple(
             SourceFile(
-                path=file.name, executable=file.executable, content=self._content_at(file.place, 0, file.size_bytes)
+                path=file.name, executable=file.executable, content=self.content_at(file.place, 0, file.size_bytes)
             )
             for file in files
         )
+        return self.whole_state(replace(state, files=kept, gathered=tuple(gathered)))
+
+    def whole_state(self, state: RankState) -> BlobRef:
+        """Stage a rank's *state*, whose files are in it, with the bytes that its trees point to."""
         for file in (state.model, state.optimizer):
             replace_tensors(file.tree, self._with_bytes)
-        data = encode_state(replace(state, files=kept, gathered=tuple(gathered)))
+        data = encode_state(state)
         if len(data) > BLOB_BYTES_MAX:
             raise Unsupported(
                 f"{self._source}: what is not a layer takes {len(data)} bytes in small pieces, "
@@ -303,10 +307,10 @@ class Staging:
         """Replace the position of a tensor's bytes with the bytes, or with an object that holds them."""
         located = tensor.storage.content
         if isinstance(located, Located):
-            tensor.storage.content = self._content_at(located.path, located.offset_bytes, located.size_bytes)
+            tensor.storage.content = self.content_at(located.path, located.offset_bytes, located.size_bytes)
         return tensor
 
-    def _content_at(self, path: Path, offset: int, size_bytes: int) -> bytes | ObjectContent:
+    def content_at(self, path: Path, offset: int, size_bytes: int) -> bytes | ObjectContent:
         """Return a stretch of *path*, or stage it as an object if it is large."""
         if size_bytes > INLINE_BYTES_MAX:
             return self.bytes_object(path, offset, size_bytes)

@@ -6,12 +6,14 @@ their positions in objects. ``.pt`` files have their own package, `layerstore.ze
 """
 
 from layerstore.zero3.discovery import (
+    FoundCheckpoint,
     beside_shards,
     check_unchanged,
     discover,
     flavour_of,
     holds_zero3,
     read_latest,
+    stamp_of,
 )
 from layerstore.zero3.filenames import (
     LATEST,
@@ -25,7 +27,7 @@ from layerstore.zero3.filenames import (
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
 from layerstore.zero3.means import mean
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
-from layerstore.zero3.rank_files import STEP, RankSource, counter_like, rank_source
+from layerstore.zero3.rank_files import STEP, RankSource, count_of, counter_like, number_of, rank_source
 from layerstore.zero3.read import (
     Checkpoint,
     LayerSource,
@@ -35,7 +37,7 @@ from layerstore.zero3.read import (
     read_checkpoint,
     share_of,
 )
-from layerstore.zero3.rounding import can_derive, convert, equal_bytes, newly_infinite
+from layerstore.zero3.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
 from layerstore.zero3.slices import (
     Piece,
     Slices,
@@ -46,17 +48,36 @@ from layerstore.zero3.slices import (
     stretches,
     valid_elements,
 )
-from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
+from layerstore.zero3.sourcefile import (
+    OpenedSource,
+    damaged,
+    open_source,
+    read_source_file,
+    real_path,
+    stat_source,
+    truncated,
+)
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
-from layerstore.zero3.trees import TreeView, config_of, sub_group_shapes, undivided
+from layerstore.zero3.trees import (
+    TreeView,
+    config_of,
+    inner_optimizer,
+    members_of,
+    outer_optimizer,
+    sub_group_shapes,
+    undivided,
+    with_optimizer,
+)
 
 __all__ = [
     "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE", "Checkpoint",
-    "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
+    "FoundCheckpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
     "RankSource", "Share", "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards",
-    "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "counter_like", "discover",
-    "equal_bytes", "flavour_of", "holds_zero3", "mean", "newly_infinite", "open_source", "owner_of_file",
-    "pointer_bytes", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file",
-    "real_path", "refuse_pointer", "share_of", "slice_length", "slices_in", "stat_source", "stretches",
-    "sub_group_shapes", "supplier_of", "suppliers_of", "tensors_in", "undivided", "valid_elements",
+    "can_convert", "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "count_of",
+    "counter_like", "damaged", "discover", "equal_bytes", "flavour_of", "holds_zero3", "inner_optimizer", "mean",
+    "members_of", "newly_infinite", "number_of", "open_source", "outer_optimizer", "owner_of_file", "pointer_bytes",
+    "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
+    "refuse_pointer", "share_of", "slice_length", "slices_in", "stamp_of", "stat_source", "stretches",
+    "sub_group_shapes", "supplier_of", "suppliers_of", "tensors_in", "truncated", "undivided", "valid_elements",
+    "with_optimizer",
 ]  # fmt: skip

@@ -106,7 +106,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         flavour=flavour,
         ranks=ranks,
         others=others,
-        stamps={file: _stamp(file) for file in sorted([*shards, *others])},
+        stamps={file: stamp_of(file) for file in sorted([*shards, *others])},
         notes=tuple(notes),
     )
 
@@ -114,7 +114,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
 def check_unchanged(found: FoundCheckpoint) -> None:
     """Raise SourceCheckpoint if any file has changed since it was found."""
     for path, stamp in found.stamps.items():
-        if _stamp(path) != stamp:
+        if stamp_of(path) != stamp:
             raise SourceCheckpoint(
                 f"{path} is still changing: its size or time differs from a moment ago; nothing was ingested",
                 hint="repeat the command once the save has finished",
@@ -383,7 +383,8 @@ def _linked(path: Path) -> SourceCheckpoint:
     )
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Return size and time of a file of the checkpoint; raises SourceCheckpoint if it is gone."""
     try:
         state = path.stat()
     except OSError as exc:

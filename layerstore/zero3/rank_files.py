@@ -371,12 +371,18 @@ def _optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
     for group in range(groups):
         state = states.get(group)
         counter = None if state is None else state.get(STEP)
-        found.append(None if counter is None else _count(counter.value))
+        found.append(None if counter is None else count_of(counter.value))
     return found
 
 
-def _count(counter: Tree) -> int | None:
+def count_of(counter: Tree) -> int | None:
     """Return a step counter as a number; None if it is not a counter."""
+    number = number_of(counter)
+    return int(number) if number is not None and math.isfinite(number) else None
+
+
+def number_of(counter: Tree) -> float | None:
+    """Return a number, or a tensor that is one; None if it is neither."""
     if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS):
         return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
     content, layout = counter.storage.content, _COUNTERS[counter.storage.dtype]
@@ -392,8 +398,8 @@ def _count(counter: Tree) -> int | None:
                 if crc32(stored) != content.crc32:
                     raise damaged(content.path, "a step counter has another checksum than its file states")
             data = file.read_at(content.offset_bytes + start, layout.size)
-    (value,) = layout.unpack(data)
-    return int(value) if math.isfinite(value) else None
+    value: float = layout.unpack(data)[0]
+    return value
 
 
 def counter_like(old: Tree, count: int) -> Tree:

@@ -117,6 +117,13 @@ class Checkpoint:
     """Record name and position of every storage in every ``.pt`` file; its bytes must match the checksum there."""
     notes: tuple[str, ...]
     """What was left out or looks odd, for the user."""
+    layer_pattern: str | None
+    """The rule that names layers, if it is not the built-in one."""
+
+    @property
+    def source(self) -> Path:
+        """The folder that was read."""
+        return self.found.folder / self.found.tag if self.found.ranks else self.found.folder
 
     @property
     def size_bytes(self) -> int:
@@ -173,6 +180,7 @@ def read_checkpoint(
         files=files,
         checks=tuple(_storage_checks(ranks)),
         notes=(*found.notes, *_doubts(ranks[0], common.optimizer_steps)),
+        layer_pattern=None if layer_pattern is None else layer_pattern.pattern,
     )
 
 

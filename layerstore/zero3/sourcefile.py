@@ -23,10 +23,18 @@ _NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
 class OpenedSource:
     """One open source file, see `open_source`."""
 
-    def __init__(self, path: Path, *, fd: int, size_bytes: int) -> None:
+    def __init__(self, path: Path, *, fd: int, size_bytes: int, begin: int = 0) -> None:
+        """It is a section of the file, from *begin*, if that is given: all offsets count from there."""
         self.path = path
         self.size_bytes = size_bytes
         self._fd = fd
+        self._begin = begin
+
+    def section(self, begin: int, size_bytes: int) -> "OpenedSource":
+        """Return *size_bytes* from *begin* as if they were a file; valid as long as this one."""
+        if begin + size_bytes > self.size_bytes:
+            raise truncated(self.path, f"{begin + size_bytes - self.size_bytes} bytes are missing at its end")
+        return OpenedSource(self.path, fd=self._fd, size_bytes=size_bytes, begin=begin)
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
         """
@@ -43,7 +51,7 @@ class OpenedSource:
     def read_each(self, buffers: Sequence[memoryview], offset_bytes: int) -> None:
         """Fill *buffers* one after another with the bytes from *offset_bytes*; raises as `read_at` does."""
         try:
-            count = os.preadv(self._fd, buffers, offset_bytes)
+            count = os.preadv(self._fd, buffers, self._begin + offset_bytes)
         except OSError as exc:
             raise _refused_by_disk(self.path, exc) from exc
         for buffer in buffers:
@@ -55,7 +63,7 @@ class OpenedSource:
         """Fill *buffer* from *offset_bytes*; raises as `read_at` does."""
         while buffer:
             try:
-                count = os.preadv(self._fd, [buffer], offset_bytes)
+                count = os.preadv(self._fd, [buffer], self._begin + offset_bytes)
             except OSError as exc:
                 raise _refused_by_disk(self.path, exc) from exc
             if not count:

@@ -2,12 +2,12 @@
 Typed views into the trees of DeepSpeed's files; settings and optimizers whose state cannot be split by layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath, PurePosixPath
 
-from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.model import FlatContent, RankState, TreeFile
-from layerstore.tree import Inert, Size, Tensor, Tree
+from layerstore.tree import Inert, Size, Tensor, Tree, changed
 
 STAGE_3 = 3
 
@@ -108,6 +108,39 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
 def optimizer_states(optimizer: TreeView) -> TreeView:
     """Return the optimizer's states by sub-group, from the tree of ``optim_states``."""
     return optimizer["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+
+
+def outer_optimizer(state: RankState) -> TreeView:
+    """Return what DeepSpeed saved of the optimizer."""
+    return TreeView.of(state.optimizer)["optimizer_state_dict"]
+
+
+def inner_optimizer(state: RankState) -> TreeView:
+    """Return what the optimizer itself saved, inside what DeepSpeed saved."""
+    return outer_optimizer(state)["optimizer_state_dict"]
+
+
+def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
+    """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
+    within = changed(inner_optimizer(state).mapping(), inner)
+    around = changed(outer_optimizer(state).mapping(), {**outer, "optimizer_state_dict": within})
+    return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
+
+
+def members_of(state: RankState) -> list[tuple[int, list[int]]]:
+    """Return the param groups that have sub-groups, each with its sub-groups, in the order of the buffers."""
+    view = inner_optimizer(state)["param_groups"]
+    found = [
+        (number, [index for index in group["params"].sequence() if isinstance(index, int)])
+        for number, (_, group) in enumerate(view.children())
+    ]
+    flats = len(outer_optimizer(state)["fp32_flat_groups"].sequence())
+    if sorted(index for _, own in found for index in own) != list(range(flats)):
+        raise LayoutMismatch(
+            f"{view.path}: the param groups do not share the {flats} sub-groups among them",
+            hint="compose at the world size of the base, or from another base",
+        )
+    return sorted(((number, own) for number, own in found if own), key=lambda item: item[1])
 
 
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:

@@ -1,7 +1,7 @@
 """
 Print the figures of docs/reference/measured.md.
 
-    python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5]
+    python -m tests.bench ingest|reingest|compose|dcp|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench worlds [--gb 1.5] [--world 32 128] [--runs 5]    # by many ranks: small objects
     python -m tests.bench query [--commits 10000] [--layers 80]

@@ -12,8 +12,8 @@ from typing import Literal
 import layerstore
 from tests.bench.measure import Contender
 
-Verb = Literal["ingest", "reingest", "compose"]
-VERBS: tuple[Verb, ...] = ("ingest", "reingest", "compose")
+Verb = Literal["ingest", "reingest", "compose", "dcp"]
+VERBS: tuple[Verb, ...] = ("ingest", "reingest", "compose", "dcp")
 
 COPY = "cp -r"
 DURABLE_COPY = "cp -r + sync"
@@ -32,6 +32,7 @@ class Workplace:
         self._away = folder / "away"
         self._copy = folder / "copy"
         self._out = folder / "out"
+        self._dcp = folder / "dcp"
         self._store_path = folder / "store"
         self._store: layerstore.Store | None = None
 
@@ -39,6 +40,7 @@ class Workplace:
         """Return what takes turns in the benchmark of *verb*."""
         self._clear()
         self._drop_store()
+        self._put_away(self._dcp)
         if verb != "ingest":
             store = self._fresh_store()
             for saved in (self._older, self.source):
@@ -48,12 +50,14 @@ class Workplace:
             Contender(COPY, self._run_copy, self._clear),
             Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
         ]
-        return copies + {"ingest": self._ingests, "reingest": self._reingests, "compose": self._composes}[verb]()
+        ours = {"ingest": self._ingests, "reingest": self._reingests, "compose": self._composes, "dcp": self._to_pytorch}
+        return copies + ours[verb]()
 
     def close(self) -> None:
         """Remove everything but the source."""
         self._clear()
         self._drop_store()
+        self._put_away(self._dcp)
         shutil.rmtree(self._away, ignore_errors=True)
 
     # -- contenders ------------------------------------------------------------------------------------------------
@@ -91,6 +95,20 @@ class Workplace:
             ),
         ]
 
+    def _to_pytorch(self) -> list[Contender]:
+        """To a distributed checkpoint, and back into a store that has another step's weights."""
+        assert self._store is not None
+        self._store.compose(RUN).write_dcp(self._dcp)
+
+        def prepare() -> None:
+            self._clear()
+            self._fresh_store().ingest(self.source, run=RUN)
+
+        return [
+            Contender("compose --format dcp", self._write_dcp, prepare),
+            Contender("ingest --onto, of known bytes", self._ingest_dcp, prepare),
+        ]
+
     # -- what they do ----------------------------------------------------------------------------------------------
 
     def _run_copy(self) -> None:
@@ -108,6 +126,14 @@ class Workplace:
     def _compose(self, *, verify: bool, durable: bool) -> None:
         assert self._store is not None
         self._store.compose(RUN, policy=self._policy).write(self._out, verify=verify, durable=durable)
+
+    def _write_dcp(self) -> None:
+        assert self._store is not None
+        self._store.compose(RUN).write_dcp(self._out)
+
+    def _ingest_dcp(self) -> None:
+        assert self._store is not None
+        self._store.ingest(self._dcp, onto=RUN)
 
     def _command(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "layerstore.cli", *arguments, "--store", str(self._store_path)]

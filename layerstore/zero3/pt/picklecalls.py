@@ -43,8 +43,10 @@ class StorageReference(Unreadable):
 class Calls:
     """Turns calls into nodes and keeps the storages that they share."""
 
-    def __init__(self, records: Mapping[str, Located]) -> None:
+    def __init__(self, records: Mapping[str, Located], *, inert: frozenset[str] = frozenset()) -> None:
         self._records = records
+        self._inert = inert
+        """What the caller knows besides the lists."""
         self._references: dict[str, StorageReference] = {}
         self.storages: dict[str, Storage] = {}
         """Storages by key, in order of first use."""
@@ -55,7 +57,7 @@ class Calls:
             return self._rebuilt(name, arguments)
         if name in names.CALLED:
             return _value(name, arguments)
-        if names.is_unsupported(name):
+        if names.is_unsupported(name) and name not in self._inert:
             return Unreadable(name)
         if name in names.VALUES:
             raise MalformedPickleError(f"it calls {name}")

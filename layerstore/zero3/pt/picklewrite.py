@@ -38,9 +38,11 @@ _PERSISTENT = b"Q"
 _STOP = b"."
 
 
-def write_pickle(tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
+def write_pickle(tree: Tree, *, protocol: int = 2) -> tuple[bytes, tuple[Storage, ...]]:
     """
     Return *tree* as a pickle, and the storages that it names: the first is in ``data/0``.
+
+    A higher *protocol* knows all opcodes of the lower ones.
 
     Raises:
         InvalidInput: The tree contains itself, or a part that cannot be written; the message states the key path.
@@ -48,7 +50,7 @@ def write_pickle(tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
     _check(tree)
     writer = _Writer()
     writer.write(tree)
-    return b"\x80\x02" + writer.payload() + _STOP, tuple(writer.storages)
+    return bytes([0x80, protocol]) + writer.payload() + _STOP, tuple(writer.storages)
 
 
 class WrittenPickles:

@@ -8,7 +8,7 @@ reads no payloads and writes no files. The format is one zip archive, as ``torch
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.dtypes import by_code
@@ -89,16 +89,22 @@ def read_pt(path: Path, pickles: Pickles | None = None) -> PtFile:
         StorageIO: The disk refused.
     """
     with open_source(path) as source:
-        root, entries = read_archive(source)
-        _check_byte_order(source, entries)
-        payload = _read_record(source, entries, _PICKLE)
+        return read_section(source, 0, source.size_bytes, pickles)
+
+
+def read_section(source: OpenedSource, begin: int, size_bytes: int, pickles: Pickles | None = None) -> PtFile:
+    """Return what *size_bytes* of *source* from *begin*, which are as a ``.pt`` file, describe; see `read_pt`."""
+    section = source.section(begin, size_bytes)
+    root, entries = read_archive(section)
+    _check_byte_order(section, entries)
+    payload = _read_record(section, entries, _PICKLE)
     records = {
-        name.removeprefix(_STORAGE_FOLDER): located
+        name.removeprefix(_STORAGE_FOLDER): replace(located, offset_bytes=begin + located.offset_bytes)
         for name, located in entries.items()
         if name.startswith(_STORAGE_FOLDER)
     }
-    tree, storages = (pickles or Pickles()).read(payload, path=path, records=records)
-    return PtFile(path=path, tree=tree, storages=storages, root=root)
+    tree, storages = (pickles or Pickles()).read(payload, path=source.path, records=records)
+    return PtFile(path=source.path, tree=tree, storages=storages, root=root)
 
 
 def layout_pt(

@@ -48,7 +48,7 @@ class MalformedPickleError(Exception):
     """A pickle or a tree that ``torch.save`` does not write."""
 
 
-def check_tree(root: object) -> TreeReport:
+def check_tree(root: object, *, expanded_bytes_max: int = PICKLE_EXPANDED_BYTES_MAX) -> TreeReport:
     """
     Walk *root* once; report its globals and the parts that cannot be represented.
 
@@ -57,8 +57,8 @@ def check_tree(root: object) -> TreeReport:
     """
     walk = _Walk()
     _, size_bytes = walk.measure(root, None, 0)
-    if size_bytes > PICKLE_EXPANDED_BYTES_MAX:
-        raise MalformedPickleError(f"expands to more than {PICKLE_EXPANDED_BYTES_MAX} bytes by repeating its own parts")
+    if size_bytes > expanded_bytes_max:
+        raise MalformedPickleError(f"expands to more than {expanded_bytes_max} bytes by repeating its own parts")
     return walk.found
 
 

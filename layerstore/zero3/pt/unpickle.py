@@ -2,21 +2,26 @@
 Read the pickle inside a ``.pt`` file as an inert tree. Nothing is imported, looked up or called.
 
 This is a small stack machine with one handler for each opcode that ``torch.save`` emits with protocol 2; it refuses
-every other opcode. Globals become names, calls become nodes (`layerstore.zero3.pt.picklecalls`). Every count is bounded
-before memory is spent on it. Neither ``pickle`` nor ``pickletools``, which imports it, is used.
+every other opcode. A distributed checkpoint's ``.metadata``, of protocol 4, needs four more. Globals become names,
+calls become nodes (`layerstore.zero3.pt.picklecalls`). Every count is bounded before memory is spent on it. Neither
+``pickle`` nor ``pickletools``, which imports it, is used.
 """
 
 import struct
 from collections.abc import Callable, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import digest
 from layerstore.limits import (
+    DCP_METADATA_BYTES_MAX,
+    DCP_METADATA_OBJECTS_MAX,
+    DCP_METADATA_OPCODES_MAX,
     PICKLE_BYTES_MAX,
     PICKLE_DEPTH_MAX,
+    PICKLE_EXPANDED_BYTES_MAX,
     PICKLE_INT_BYTES_MAX,
     PICKLE_NAME_BYTES_MAX,
     PICKLE_OBJECTS_MAX,
@@ -31,9 +36,40 @@ from layerstore.zero3.sourcefile import damaged, untrusted
 # How many names a message lists; the error's facts have all of them.
 _NAMES_SHOWN_MAX = 20
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickleForm:
+    """What one writer's pickles look like, and how large they may be."""
+
+    writer: str
+    protocol: int
+    bytes_max: int
+    opcodes_max: int
+    objects_max: int
+    expanded_bytes_max: int
+
+
+OF_TORCH_SAVE = PickleForm(
+    writer="torch.save",
+    protocol=2,
+    bytes_max=PICKLE_BYTES_MAX,
+    opcodes_max=PICKLE_OPCODES_MAX,
+    objects_max=PICKLE_OBJECTS_MAX,
+    expanded_bytes_max=PICKLE_EXPANDED_BYTES_MAX,
+)
+OF_DCP_METADATA = PickleForm(
+    writer="torch.distributed.checkpoint",
+    protocol=4,
+    bytes_max=DCP_METADATA_BYTES_MAX,
+    opcodes_max=DCP_METADATA_OPCODES_MAX,
+    objects_max=DCP_METADATA_OBJECTS_MAX,
+    expanded_bytes_max=4 * DCP_METADATA_BYTES_MAX,
+)
+
 _UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
 _INT32 = struct.Struct("<i")
+_UINT64 = struct.Struct("<Q")
 _FLOAT64 = struct.Struct(">d")
 
 
@@ -43,18 +79,19 @@ def read_pickle(
     path: Path,
     records: Mapping[str, Located],
     allowed_globals: frozenset[str] = frozenset(),
+    form: PickleForm = OF_TORCH_SAVE,
 ) -> tuple[Tree, tuple[Storage, ...]]:
     """
     Return the tree that *payload* describes, and every storage that its tensors view, in order of first use.
 
-    *records* holds the archive's storages by key, and *path* names the file in errors.
+    *records* holds the archive's storages by key, and *path* names the file in errors; *form* says who wrote it.
     A global in *allowed_globals* becomes an inert object, unless the allow-list treats it otherwise.
 
     Raises:
         SourceCheckpoint: It is damaged, or untrusted; the message lists all unknown globals with their key paths.
         Unsupported: It has a tensor of an unsupported kind or element type.
     """
-    tree, storages = _read(payload, path, records, allowed_globals)
+    tree, storages = _read(payload, path, records, allowed_globals, form)
     return tree, tuple(storages.values())
 
 
@@ -83,20 +120,25 @@ def _is_like(storage: Storage, record: Located | None) -> bool:
 
 
 def _read(
-    payload: bytes, path: Path, records: Mapping[str, Located], allowed_globals: frozenset[str]
+    payload: bytes,
+    path: Path,
+    records: Mapping[str, Located],
+    allowed_globals: frozenset[str],
+    form: PickleForm = OF_TORCH_SAVE,
 ) -> tuple[Tree, dict[str, Storage]]:
     """Return the tree, and its storages by record."""
-    trusted = picklenames.KNOWN | set(map(_one_spelling, allowed_globals))
-    machine = _Machine(payload, Calls(records))
+    allowed = frozenset(map(_one_spelling, allowed_globals))
+    trusted = picklenames.KNOWN | allowed
+    machine = _Machine(payload, Calls(records, inert=allowed), form)
     try:
         tree = machine.run()
-        found = check_tree(tree)
+        found = check_tree(tree, expanded_bytes_max=form.expanded_bytes_max)
     except (MalformedPickleError, DamagedPickleError) as exc:
         # Report unknown globals first: they matter more than a malformed pickle.
         _refuse_globals(path, machine.globals_named, trusted, places={})
         if isinstance(exc, DamagedPickleError):
             raise damaged(path, str(exc)) from exc
-        raise untrusted(path, f"its pickle is not one that torch.save writes: {exc}") from exc
+        raise untrusted(path, f"its pickle is not one that {form.writer} writes: {exc}") from exc
     _refuse_globals(path, machine.globals_named, trusted, places=found.names)
     strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them belong to tensors
     for place, what in (*found.unreadable, *sorted(strange)):
@@ -129,8 +171,9 @@ def _refuse_globals(path: Path, named: Set[str], trusted: Set[str], *, places: M
 class _Machine:
     """The stack machine; the table below maps opcodes to its methods."""
 
-    def __init__(self, payload: bytes, calls: Calls) -> None:
+    def __init__(self, payload: bytes, calls: Calls, form: PickleForm) -> None:
         self.calls = calls
+        self._form = form
         self.globals_named: set[str] = set()
         """Every global in the pickle, known or not."""
         self._payload = payload
@@ -139,24 +182,26 @@ class _Machine:
         self._outer: list[list[object]] = []
         """The stacks below each open mark."""
         self._memo: dict[int, object] = {}
-        self._objects_left = PICKLE_OBJECTS_MAX
+        self._objects_left = form.objects_max
 
     def run(self) -> object:
         """Return the one object that the pickle leaves behind."""
-        if len(self._payload) > PICKLE_BYTES_MAX:
-            raise MalformedPickleError(f"it has {len(self._payload)} bytes, more than {PICKLE_BYTES_MAX}")
-        if self._payload[:2] != b"\x80\x02":
-            raise MalformedPickleError("it is not of protocol 2, torch.save's default")
+        form = self._form
+        if len(self._payload) > form.bytes_max:
+            raise MalformedPickleError(f"it has {len(self._payload)} bytes, more than {form.bytes_max}")
+        if self._payload[:2] != bytes([0x80, form.protocol]):
+            raise MalformedPickleError(f"it is not of protocol {form.protocol}, the default of {form.writer}")
         self._position = 2
-        for _ in range(PICKLE_OPCODES_MAX):
+        handlers = _HANDLERS if form.protocol == OF_TORCH_SAVE.protocol else _HANDLERS_4
+        for _ in range(form.opcodes_max):
             code = self._take(1)[0]
             if code == _STOP:
                 return self._result()
-            handler = _HANDLERS.get(code)
+            handler = handlers.get(code)
             if handler is None:
-                raise self._malformed(f"opcode 0x{code:02x} is none of torch.save's")
+                raise self._malformed(f"opcode 0x{code:02x} is none of {form.writer}'s")
             handler(self)
-        raise MalformedPickleError(f"it has more than {PICKLE_OPCODES_MAX} opcodes")
+        raise MalformedPickleError(f"it has more than {form.opcodes_max} opcodes")
 
     def _result(self) -> object:
         if self._position != len(self._payload):
@@ -195,6 +240,11 @@ class _Machine:
         self._position += 1
         return line
 
+    def _skip_frame(self, size_bytes: int) -> None:
+        """Pass the length of a frame, which only says how much a reader may fetch at once."""
+        if size_bytes > len(self._payload) - self._position:
+            raise self._malformed("it ends inside a frame")
+
     # Stack
 
     def _push(self, value: object) -> None:
@@ -204,7 +254,7 @@ class _Machine:
         """Push an object that takes much more memory than its opcode."""
         self._objects_left -= 1
         if self._objects_left < 0:
-            raise MalformedPickleError(f"it makes more than {PICKLE_OBJECTS_MAX} objects")
+            raise MalformedPickleError(f"it makes more than {self._form.objects_max} objects")
         self._stack.append(made)
 
     def _pop(self) -> object:
@@ -274,6 +324,8 @@ class _Machine:
         else:
             raise self._malformed("entries have no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
+            if self._form is OF_DCP_METADATA and isinstance(key, Inert) and type(key.state) is dict:
+                key = (key.name, *key.state.items())  # noqa: PLW2901  # which has no node that is a key
             check_key(key)
             entries[key] = value
 
@@ -284,7 +336,15 @@ class _Machine:
     # Names and objects
 
     def _global(self) -> None:
-        module, name = self._take_line(), self._take_line()
+        self._named(self._take_line(), self._take_line())
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise self._malformed("what should name a global does not")
+        self._named(module, name)
+
+    def _named(self, module: str, name: str) -> None:
         found = picklenames.dotted(module, name)
         if found is None:
             raise self._malformed("what should name a global does not")
@@ -353,4 +413,11 @@ _HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
     0x81: _Machine._new,
     ord("b"): _Machine._build,
     ord("Q"): lambda machine: machine._push(machine.calls.refer(machine._pop())),
+}
+_HANDLERS_4: Final[dict[int, Callable[[_Machine], None]]] = {
+    **_HANDLERS,
+    0x95: lambda machine: machine._skip_frame(machine._take_struct(_UINT64)),
+    0x8C: lambda machine: machine._push(machine._take_text(machine._take(1)[0])),
+    0x94: lambda machine: machine._put(len(machine._memo)),
+    0x93: _Machine._stack_global,
 }

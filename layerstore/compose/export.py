@@ -1,0 +1,172 @@
+"""
+The folder of an export, whatever its format: its plan, how it is written, and what came of that.
+
+The formats (``hf``, ``dcp``) make the plans.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.compose.assemble import Assembly, OutputFile, assembling
+from layerstore.compose.choose import Composition
+from layerstore.compose.peft import ADAPTER_CONFIG
+from layerstore.compose.safetensors import WeightsFile
+from layerstore.compose.target import Force, appearing, checked_target
+from layerstore.progress import Progress
+from layerstore.storage import Repository
+from layerstore.units import size
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """An export before it is written."""
+
+    composition: Composition
+    format: str
+    """``hf``, ``dcp`` or ``universal``."""
+    dtype: str
+    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
+    files: tuple[OutputFile, ...]
+    """The weights, their index, and the files that go with them."""
+    notes: tuple[str, ...]
+    """What the reader of the folder should know."""
+    seconds: float
+    """How long planning took, including the question to Transformers."""
+    signs: tuple[str, ...]
+    """Files of which every such folder has one."""
+    is_older_form: Callable[[Path], bool]
+    """Whether a file is one of an older export that this one takes the place of."""
+    model_class: str | None = None
+    """The class of Transformers that the config names."""
+    linkable: frozenset[str] = frozenset()
+    """Weights files that are named by what is in them."""
+    _weights: tuple[WeightsFile, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    run: str
+    step: int
+    policy: str
+    format: str
+    dtype: str
+    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
+    out: Path
+    files: tuple[str, ...]
+    """Below *out*."""
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+    """What the reader of the folder should know."""
+    model_class: str | None
+    """The class of Transformers that loads the folder, if its config names one."""
+
+    def __repr__(self) -> str:
+        written = f"{len(self.files)} files of {self.dtype}, {size(self.bytes_written)} in {self.out}"
+        return f"<Exported {self.run}@{self.step}: {written}{self.how_to_load and f'; {self.how_to_load}'}>"
+
+    @property
+    def how_to_load(self) -> str:
+        """How to load the folder, in a line; empty if that is not known."""
+        folder = json.dumps(str(self.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
+        if self.format == "dcp":
+            return f"load it with torch.distributed.checkpoint.load(state, checkpoint_id={folder})"
+        if ADAPTER_CONFIG in self.files:
+            return f"load it with PeftModel.from_pretrained(model, {folder})"
+        return (
+            f"load it with {self.model_class or 'AutoModel'}.from_pretrained({folder})" if CONFIG in self.files else ""
+        )
+
+
+def execute_export(
+    repo: Repository,
+    plan: ExportPlan,
+    out: Path,
+    *,
+    verify: bool = True,
+    durable: bool = True,
+    force: Force = False,
+    reuse: Path | None = None,
+    progress: Progress,
+) -> Exported:
+    """
+    Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
+
+    Weights files that are named by what is in them are linked, and not written, if the folder *reuse* has them.
+
+    Raises:
+        AlreadyExists: *out* is there, and *force* does not allow to replace it.
+        IntegrityError: An object is damaged or missing; nothing is left at *out*.
+    """
+    started = time.monotonic()
+    target = checked_target(repo, out, what="an export", signs=plan.signs, force=force)
+    with (
+        appearing(repo, target, is_older_form=plan.is_older_form) as folder,
+        assembling(
+            repo,
+            folder,
+            verify=verify,
+            durable=durable,
+            is_export=True,
+            has_means=plan.composition.mean is not None,
+            progress=progress,
+        ) as assembly,
+    ):
+        linked = set() if reuse is None else set(_linked(repo, plan, folder, reuse))
+        files = [file for file in plan.files if file.path not in linked]
+        progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
+        assembly.write(files)
+        for weights in plan._weights:
+            if weights.name not in linked:
+                assembly.check_converted(weights.name, weights.checks())
+    base = plan.composition.base
+    return Exported(
+        run=base.run,
+        step=base.step,
+        policy=plan.composition.policy,
+        format=plan.format,
+        dtype=plan.dtype,
+        out=target.path,
+        files=tuple(file.path for file in plan.files),
+        bytes_written=sum(file.size_bytes for file in files),
+        seconds=plan.seconds + time.monotonic() - started,
+        notes=(*plan.notes, *_infinity_notes(assembly, plan)),
+        model_class=plan.model_class,
+    )
+
+
+def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> Iterator[str]:
+    """Link into *folder* what *reuse* has of the weights files, with the same header too, and yield the names."""
+    for file in plan._weights:
+        path, header = reuse / file.name, file.frame.header
+        if file.name in plan.linkable and repo.files.size(path) == file.frame.size_bytes:
+            with repo.files.open(path) as source:
+                is_same = source.read_at(0, len(header)) == header
+            if is_same and repo.files.link_exclusive(path, folder / file.name):
+                yield file.name
+
+
+def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
+    """Report values that left the range of their new type."""
+    found: dict[str, int] = {}
+    for file in plan._weights:
+        for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
+            if part.newly_infinite:
+                name = file.tensor_at(offset).name
+                found[name] = found.get(name, 0) + part.newly_infinite
+    if found:
+        name, count = next(iter(found.items()))
+        rest = f", and others of {len(found) - 1} more tensors," if len(found) > 1 else ""
+        yield f"{count} values of {name!r}{rest} are beyond the range of {plan.dtype} and became infinite"

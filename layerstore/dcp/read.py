@@ -1,0 +1,138 @@
+"""
+Read the tensors of a distributed checkpoint as flat runs of bytes, whatever chunks they were saved in.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+
+from layerstore.dcp.metadata import Entry, read_metadata
+from layerstore.dtypes import by_code
+from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.limits import RENAMED_RUNS_MAX
+from layerstore.tree import Located, Tensor, Tree
+from layerstore.zero3 import damaged, open_source
+from layerstore.zero3.pt import Pickles, PtFile, read_section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Elements of a tensor, counted in its flat order, that lie together in a file."""
+
+    first: int
+    elements: int
+    path: Path
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatTensor:
+    """A tensor as runs that cover it, in order."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+
+    def stretch(self, first: int, elements: int) -> Iterator[Run]:
+        """Yield the runs, or parts of them, that hold *elements* from *first*."""
+        last = first + elements
+        at = bisect_right(self.runs, first, key=lambda run: run.first) - 1
+        while first < last:
+            run = self.runs[at]
+            skipped, end = first - run.first, min(last, run.first + run.elements)
+            offset = run.offset_bytes + skipped * by_code(self.dtype).bytes
+            yield replace(run, first=first, elements=end - first, offset_bytes=offset)
+            first, at = end, at + 1
+
+
+class Folder:
+    """A distributed checkpoint on disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise SourceCheckpoint if its metadata is missing or damaged."""
+        self.path = path
+        self.entries = read_metadata(path)
+        self.checks: list[tuple[str, Located]] = []
+        """Name and position of all tensors' bytes that were looked up, with the checksum that they must have."""
+        self._pickles = Pickles()
+
+    @property
+    def files(self) -> set[Path]:
+        """The data files."""
+        return {self.path / chunk.file for entry in self.entries.values() for chunk in entry.chunks}
+
+    def value(self, key: str) -> Tree:
+        """Return a value that is no tensor, or a scalar, whose storage points into its file."""
+        return self._archive(self.entries[key], 0).tree
+
+    def tensor(self, key: str) -> FlatTensor:
+        """
+        Return the tensor *key*; its chunks are checked, but not its bytes.
+
+        Raises:
+            SourceCheckpoint: A chunk is not what the metadata says, or is missing, or overlaps another.
+        """
+        entry = self.entries[key]
+        if entry.dtype is None:
+            raise LayoutMismatch(f"{self.path}: {key!r} is no tensor")
+        runs = sorted(self._runs(entry), key=lambda run: run.first)
+        end = 0
+        for run in runs:
+            if run.first != end:
+                raise damaged(self.path, f"the chunks of {key!r} overlap, or leave something out, at element {end}")
+            end += run.elements
+        if end != prod(entry.shape):
+            raise damaged(self.path, f"the chunks of {key!r} hold {end} elements of {prod(entry.shape)}")
+        return FlatTensor(key=key, dtype=entry.dtype, shape=entry.shape, runs=tuple(runs))
+
+    def _runs(self, entry: Entry) -> Iterator[Run]:
+        count = 0
+        for number, chunk in enumerate(entry.chunks):
+            tensor = self._archive(entry, number).tree
+            if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or tensor.storage.dtype != entry.dtype:
+                raise damaged(self.path / chunk.file, f"what should be a chunk of {entry.key!r} is something else")
+            if not tensor.is_contiguous:
+                raise Unsupported(f"{self.path / chunk.file}: a chunk of {entry.key!r} is not contiguous")
+            located, item = tensor.storage.content, by_code(tensor.storage.dtype).bytes
+            assert isinstance(located, Located)
+            offset = located.offset_bytes + tensor.offset * item
+            for first, elements in box_runs(entry.shape, chunk.offsets, chunk.sizes):
+                count += 1
+                if count > RENAMED_RUNS_MAX:
+                    raise Unsupported(f"{self.path}: {entry.key!r} lies in more than {RENAMED_RUNS_MAX} pieces")
+                yield Run(first=first, elements=elements, path=located.path, offset_bytes=offset)
+                offset += elements * item
+
+    def _archive(self, entry: Entry, number: int) -> PtFile:
+        chunk = entry.chunks[number]
+        with open_source(self.path / chunk.file) as source:
+            found = read_section(source, chunk.offset_bytes, chunk.size_bytes, self._pickles)
+        for storage in found.storages:
+            assert isinstance(storage.content, Located)
+            self.checks.append((f"of {entry.key}", storage.content))
+        return found
+
+
+def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """
+    Yield the first element and the length of each run that a box of a tensor consists of, in order.
+
+    Two rows of a matrix lie together, half of its columns do not:
+
+    >>> list(box_runs((4, 3), (2, 0), (2, 3))), list(box_runs((4, 3), (0, 1), (2, 2)))
+    ([(6, 6)], [(1, 2), (4, 2)])
+    """
+    if not prod(sizes):
+        return
+    split = len(shape)
+    while split and sizes[split - 1] == shape[split - 1]:
+        split -= 1
+    strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
+    begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    length = prod(sizes[max(split - 1, 0) :])
+    for outer in product(*map(range, sizes[: max(split - 1, 0)])):
+        yield begin + sum(index * stride for index, stride in zip(outer, strides, strict=False)), length
