@@ -30,7 +30,7 @@ from layerstore.tree import Size, Storage, Tensor, Tree
 from layerstore.zero3 import SUMMARY, TRAINER_STATE, Piece, Slices
 from layerstore.zero3.pt import PtLayout, layout_pt
 
-_CHUNK_BYTES = 64 * MIB
+_CHUNK_BYTES = 256 * MIB
 """A reader takes whole chunks into memory, of which each rank needs a part."""
 
 _PAGES_FROM_BYTES = 16 * PAGE_BYTES

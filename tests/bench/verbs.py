@@ -50,7 +50,12 @@ class Workplace:
             Contender(COPY, self._run_copy, self._clear),
             Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
         ]
-        ours = {"ingest": self._ingests, "reingest": self._reingests, "compose": self._composes, "dcp": self._to_pytorch}
+        ours = {
+            "ingest": self._ingests,
+            "reingest": self._reingests,
+            "compose": self._composes,
+            "dcp": self._to_pytorch,
+        }
         return copies + ours[verb]()
 
     def close(self) -> None:
@@ -96,17 +101,12 @@ class Workplace:
         ]
 
     def _to_pytorch(self) -> list[Contender]:
-        """To a distributed checkpoint, and back into a store that has another step's weights."""
+        """To a distributed checkpoint, and back onto the commit that it is of."""
         assert self._store is not None
         self._store.compose(RUN).write_dcp(self._dcp)
-
-        def prepare() -> None:
-            self._clear()
-            self._fresh_store().ingest(self.source, run=RUN)
-
         return [
-            Contender("compose --format dcp", self._write_dcp, prepare),
-            Contender("ingest --onto, of known bytes", self._ingest_dcp, prepare),
+            Contender("compose --format dcp", self._write_dcp, self._clear),
+            Contender("ingest --onto, of known bytes", self._ingest_dcp, self._clear),
         ]
 
     # -- what they do ----------------------------------------------------------------------------------------------
