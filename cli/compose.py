@@ -72,14 +72,6 @@ WorldSize = Annotated[
     ),
 ]
 _AdamStep = Literal["unify", "per-layer"]
-AdamStep = Annotated[
-    _AdamStep | None,
-    typer.Option(
-        metavar=one_of(_AdamStep),
-        help="The optimizer's step counters: the base's (unify), or each layer's own. [default: unify]",
-        rich_help_panel=_OUTPUT,
-    ),
-]
 _Form = Literal["zero3", "hf", "dcp"]
 Format = Annotated[
     _Form,
@@ -89,16 +81,6 @@ Format = Annotated[
         help="zero3: shards to resume from; hf: weights for from_pretrained; dcp: for PyTorch's FSDP2.",
         rich_help_panel=_OUTPUT,
     ),
-]
-Dtype = Annotated[
-    DTypeName | None,
-    typer.Option(
-        metavar=one_of(DTypeName), help="With hf: the element type. [default: as trained]", rich_help_panel=_OUTPUT
-    ),
-]
-MaxShardSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="With hf: the largest file. [default: 5GB]", rich_help_panel=_OUTPUT),
 ]
 WithoutDamaged = Annotated[
     bool,
@@ -141,15 +123,20 @@ _WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]
     "dcp": lambda composite: composite.write_dcp,
 }
 _Moments = Literal["base", "fresh"]
-MomentsName = Annotated[
-    _Moments | None,
-    typer.Option(
-        "--moments",
-        metavar=one_of(_Moments),
-        help="The optimizer's moments: the base's, or zero and its counters too. [default: base]",
-        rich_help_panel=_OUTPUT,
+_FORM_OPTIONS: Table = {
+    "adam_step": (
+        _AdamStep,
+        one_of(_AdamStep),
+        "The optimizer's step counters: the base's (unify), or each layer's own. [default: unify]",
     ),
-]
+    "moments": (
+        _Moments,
+        one_of(_Moments),
+        "The optimizer's moments: the base's, or zero and its counters too. [default: base]",
+    ),
+    "dtype": (DTypeName, one_of(DTypeName), "With hf: the element type. [default: as trained]"),
+    "max_shard_size": (str, "SIZE", "With hf: the largest file. [default: 5GB]"),
+}
 _AVERAGE: Table = {
     "mean": (str, "SAVES", "Average the masters of these saves: last:10, or sft@800,sft@900:2 with weights."),
     "ema": (float, "B", "Weigh the last saves: each B times the one after it."),
@@ -162,6 +149,7 @@ Out = Annotated[
 
 @with_settings
 @with_options("average", _AVERAGE, panel="Average")
+@with_options("options", _FORM_OPTIONS, panel=_OUTPUT)
 def compose(
     ref: Reference = None,
     *,
@@ -174,10 +162,7 @@ def compose(
     out: Out = None,
     form: Format = "zero3",
     world_size: WorldSize = None,
-    adam_step: AdamStep = None,
-    moments: MomentsName = None,
-    dtype: Dtype = None,
-    max_shard_size: MaxShardSize = None,
+    options: Mapping[str, Any],
     pin: PinName = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -208,14 +193,7 @@ def compose(
       layerstore compose sft --mean last:3 --format hf -o mean
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    given = {
-        "world_size": world_size,
-        "adam_step": adam_step,
-        "moments": moments,
-        "dtype": dtype,
-        "max_shard_size": max_shard_size,
-    }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = options if world_size is None else {"world_size": world_size, **options}
     _check(form, options, is_useful=bool(dry_run or out or pin), can_pin=not average)
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
@@ -233,9 +211,9 @@ def compose(
             )
             return
         with shown_progress(as_json=as_json) as progress:
-            options |= {"verify": not no_verify, "force": "foreign" if force_foreign else force, "progress": progress}
-            written = _WRITERS[form](composite)(out, **options)
-        _say_written(composite, written, adam_step=adam_step, as_json=as_json)
+            force_it = "foreign" if force_foreign else force
+            written = _WRITERS[form](composite)(out, verify=not no_verify, force=force_it, progress=progress, **options)
+        _say_written(composite, written, adam_step=options.get("adam_step"), as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
 

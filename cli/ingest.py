@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import layerstore
-from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.options import AsJson, StorePath, Table, opened, with_options
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
@@ -78,22 +78,19 @@ PolicyName = Annotated[
 Rollback = Annotated[
     bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
 ]
-ResumedFrom = Annotated[
-    str | None,
-    typer.Option("--resumed-from", metavar="REF", help="The commit or pinned composite that training went on from."),
-]
-LayerPattern = Annotated[
-    str | None,
-    typer.Option(metavar="REGEX", help="Finds the layer in a parameter's name, where the built-in rule does not."),
-]
 AllowGlobal = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
 ]
-Onto = Annotated[
-    str | None,
-    typer.Option("--onto", metavar="REF", help="Take a torch.distributed.checkpoint; the rest is of this commit."),
-]
+_NAMED: Table = {
+    "resumed_from": (str, "REF", "The commit or pinned composite that training went on from."),
+    "layer_pattern": (
+        str,
+        "REGEX",
+        "Finds the layer in a parameter's name, where the built-in rule does not.",
+    ),
+    "onto": (str, "REF", "Take a torch.distributed.checkpoint folder; all else is of this commit."),
+}
 TrustStore = Annotated[
     bool, typer.Option("--trust-store", help="Do not read what the store has already; its size has to do.")
 ]
@@ -101,6 +98,7 @@ Follow = Annotated[bool, typer.Option("--follow", help="Follow links to files in
 
 
 @with_settings
+@with_options("named", _NAMED, panel="Options")
 def ingest(
     checkpoints: Checkpoints,
     *,
@@ -113,11 +111,9 @@ def ingest(
     policy: PolicyName = "full",
     settings: Mapping[str, object],
     rollback: Rollback = False,
-    resumed_from: ResumedFrom = None,
-    layer_pattern: LayerPattern = None,
+    named: Mapping[str, Any],
     allow_global: AllowGlobal = None,
     follow: Follow = False,
-    onto: Onto = None,
     trust_store: TrustStore = False,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -137,13 +133,9 @@ def ingest(
       layerstore ingest --watch out
     """
     is_open, chosen = all_ or watch, described_policy(policy, settings)
-    several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
-    _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
-    if onto is not None and is_open:
-        raise InvalidInput(
-            "--onto is for folders of torch.distributed.checkpoint; --all and --watch look for DeepSpeed's",
-            hint="name the folders",
-        )
+    several, opens_attempt = is_open or len(checkpoints) > 1, rollback or "resumed_from" in named
+    for_one = {"tag": tag, "onto": named.get("onto")} if is_open else {}
+    _check_number(several=several, pin=pin, opens_attempt=opens_attempt, **for_one)
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
     with opened(store) as opened_store:
@@ -154,16 +146,13 @@ def ingest(
             replace=replace,
             policy=chosen,
             rollback=rollback,
-            resumed_from=resumed_from,
-            layer_pattern=layer_pattern,
             allowed_globals=allow_global or (),
             follow=follow,
-            onto=onto,
             trust_store=trust_store,
+            **named,
         )
-        found = (
-            (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag, follow, onto)
-        )
+        look = partial(_named, tag=tag, follow=follow, is_dcp="onto" in named)
+        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else look(checkpoints)
         try:
             for folder, its_tag in found:
                 _take(save, folder, its_tag, saved, problems, pin=pin, as_json=as_json)
@@ -182,8 +171,15 @@ def ingest(
         raise _first(problems, tried=len(saved) + len(problems))
 
 
-def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
-    """Raise InvalidInput if several checkpoints were given with an option that fits only one."""
+def _check_number(
+    *, several: bool, pin: str | None, opens_attempt: bool, tag: str | None = None, onto: str | None = None
+) -> None:
+    """Raise InvalidInput if several checkpoints were given, or looked for, with an option that fits only one."""
+    if onto is not None:
+        raise InvalidInput(
+            "--onto is for folders of torch.distributed.checkpoint; --all and --watch look for DeepSpeed's",
+            hint="name the folders",
+        )
     if tag is not None:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
@@ -249,12 +245,12 @@ def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
 # -- where checkpoints come from -----------------------------------------------------------------------------------
 
 
-def _named(checkpoints: list[Path], tag: str | None, follow: bool, onto: str | None) -> "Iterator[Checkpoint]":
+def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bool) -> "Iterator[Checkpoint]":
     """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
     from layerstore.zero3 import discover
 
     in_order = sorted(checkpoints, key=_in_step_order)
-    for checkpoint in in_order if len(in_order) > 1 and onto is None else []:
+    for checkpoint in in_order if len(in_order) > 1 and not is_dcp else []:
         discover(checkpoint, tag=tag, follow=follow)
     yield from ((checkpoint, tag) for checkpoint in in_order)
 

@@ -9,9 +9,9 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from layerstore.dcp.metadata import Entry, read_metadata
+from layerstore.dcp.metadata import METADATA, Entry, read_metadata
 from layerstore.dtypes import by_code
-from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
 from layerstore.tree import Located, Tensor, Tree
 from layerstore.zero3 import damaged, open_source
@@ -49,13 +49,41 @@ class FlatTensor:
             first, at = end, at + 1
 
 
+def _metadata_files(path: Path) -> list[Path]:
+    if (path / METADATA).is_file():
+        return [path / METADATA]
+    found = (
+        sorted(inner / METADATA for inner in path.iterdir() if (inner / METADATA).is_file()) if path.is_dir() else []
+    )
+    if not found:
+        raise SourceCheckpoint(
+            f"{path} is no distributed checkpoint: it has no file {METADATA!r}",
+            hint="--onto is for folders of torch.distributed.checkpoint; leave it out for DeepSpeed's",
+        )
+    return found
+
+
 class Folder:
     """A distributed checkpoint on disk."""
 
     def __init__(self, path: Path) -> None:
-        """Raise SourceCheckpoint if its metadata is missing or damaged."""
+        """
+        Read the metadata of *path* or, as Accelerate keeps model and optimizer apart, of each folder in it.
+
+        Raises:
+            SourceCheckpoint: There is none, or it is damaged.
+        """
         self.path = path
-        self.entries = read_metadata(path)
+        self.metadata = _metadata_files(path)
+        """The files that say what there is."""
+        self.entries: dict[str, Entry] = {}
+        for file in self.metadata:
+            below = file.parent.relative_to(path)
+            for key, entry in read_metadata(file.parent).items():
+                if key in self.entries:
+                    raise damaged(path, f"two of its folders have {key!r}")
+                chunks = tuple(replace(chunk, file=(below / chunk.file).as_posix()) for chunk in entry.chunks)
+                self.entries[key] = replace(entry, chunks=chunks)
         self.checks: list[tuple[str, Located]] = []
         """Name and position of all tensors' bytes that were looked up, with the checksum that they must have."""
         self._pickles = Pickles()

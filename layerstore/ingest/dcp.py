@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from layerstore.dcp import METADATA, FlatTensor, Folder
+from layerstore.dcp import FlatTensor, Folder
 from layerstore.dtypes import by_code, dtype_name
-from layerstore.errors import LayoutMismatch, SourceCheckpoint
+from layerstore.errors import LayoutMismatch
 from layerstore.format import canonical_order, crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.ingest.counted_on import Since, counted_on, is_stale, since
@@ -185,13 +185,7 @@ def read_dcp(repo: Repository, path: Path, base: Resolved) -> DcpCheckpoint:
         SourceCheckpoint: It is incomplete, damaged or untrusted.
         LayoutMismatch: It is of another model or optimizer than *base*, or older.
     """
-    root = real_path(path)
-    if not (root / METADATA).is_file():
-        raise SourceCheckpoint(
-            f"{path} is no distributed checkpoint: it has no file {METADATA!r}",
-            hint="--onto is for folders of torch.distributed.checkpoint; leave it out for DeepSpeed's",
-        )
-    return _Reading(repo, Folder(root), base).checkpoint()
+    return _Reading(repo, Folder(real_path(path)), base).checkpoint()
 
 
 class _Reading:
@@ -221,7 +215,7 @@ class _Reading:
         layers = tuple(self._layer(version, counts) for version in self._versions)
         beside = {of.path: folder.path / of.path for state in states for of in state.files}
         files = {name: path for name, path in beside.items() if path.is_file() and not is_stale(name)}
-        stamps = {path: stamp_of(path) for path in (*folder.files, folder.path / METADATA, *files.values())}
+        stamps = {path: stamp_of(path) for path in (*folder.files, *folder.metadata, *files.values())}
         found = FoundCheckpoint(
             folder=folder.path,
             tag=done.tag,

@@ -26,6 +26,7 @@ from layerstore.layers import ADAPTER_WEIGHTS, typed
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.zero3.filenames import (
+    DCP,
     INCOMPLETE,
     LATEST,
     LATEST_BYTES_MAX,
@@ -261,6 +262,11 @@ def flavour_of(folder: Path, tag: str) -> str:
 
 def _refuse_foreign(folder: Path, names: list[str]) -> None:
     kind = folder_kind(names)
+    if kind == DCP:
+        raise SourceCheckpoint(
+            f"{folder} is a folder of {DCP}, which lacks what DeepSpeed needs",
+            hint=f"layerstore ingest {typed(str(folder))} --onto RUN@STEP takes it from a commit of the same model",
+        )
     if kind not in {None, ZERO3}:
         raise Unsupported(
             f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported",

@@ -30,13 +30,14 @@ SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
 
 ZERO3 = "ZeRO-3"
+DCP = "torch.distributed.checkpoint"
 # Files of other kinds of checkpoints, and the names of those kinds.
 _FOREIGN = (
     (re.compile(r"mp_rank_\d+_model_states\.pt"), "ZeRO stage 0, 1 or 2"),
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
     (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), "mixture-of-experts (stages 1 and 2)"),
     (re.compile(r"zero"), "universal"),
-    (re.compile(r"__\d+_\d+\.distcp|\.metadata"), "torch.distributed.checkpoint"),
+    (re.compile(r"__\d+_\d+\.distcp|\.metadata"), DCP),
 )
 
 _ONE_OF_SEVERAL_SAVES = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")

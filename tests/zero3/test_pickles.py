@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -91,7 +92,7 @@ def read_plain(payload: bytes) -> Tree:
     return read_pickle(payload, path=SOMEWHERE, records={})[0]
 
 
-def refusal(payload: bytes, **options: frozenset[str]) -> LayerstoreError:
+def refusal(payload: bytes, **options: Any) -> LayerstoreError:
     """Return the error that *payload* is refused with."""
     with pytest.raises(LayerstoreError) as caught:
         read_pickle(payload, path=SOMEWHERE, records={}, **options)
