@@ -72,13 +72,14 @@ WorldSize = Annotated[
     ),
 ]
 _AdamStep = Literal["unify", "per-layer"]
-_Form = Literal["zero3", "hf", "dcp"]
+_Form = Literal["zero3", "hf", "dcp", "universal"]
 Format = Annotated[
     _Form,
     typer.Option(
         "--format",
         metavar=one_of(_Form),
-        help="zero3: shards to resume from; hf: weights for from_pretrained; dcp: for PyTorch's FSDP2.",
+        help="zero3: shards to resume from; hf: weights for from_pretrained; dcp: for PyTorch's FSDP2; universal: "
+        "DeepSpeed's Universal Checkpoint.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -107,20 +108,24 @@ _OPTIONS: dict[_Form, tuple[str, ...]] = {
     "zero3": ("world_size", "adam_step", "moments"),
     "hf": ("dtype", "max_shard_size"),
     "dcp": ("adam_step",),
+    "universal": (),
 }
 _WHY_NOT: dict[_Form, str] = {
     "zero3": "shards keep the types and the files that were saved",
     "hf": "an export has neither ranks nor an optimizer",
+    "universal": "a universal checkpoint fits any number of ranks, and has one count of updates",
     "dcp": "a distributed checkpoint fits any number of ranks, and keeps the types that were saved",
 }
 _PLANNERS: "dict[_Form, Callable[[Composite], Callable[..., ExportPlan]]]" = {
     "hf": lambda composite: composite.plan_export,
     "dcp": lambda composite: composite.plan_dcp,
+    "universal": lambda composite: composite.plan_universal,
 }
 _WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]" = {
     "zero3": lambda composite: composite.write,
     "hf": lambda composite: composite.export,
     "dcp": lambda composite: composite.write_dcp,
+    "universal": lambda composite: composite.write_universal,
 }
 _Moments = Literal["base", "fresh"]
 _FORM_OPTIONS: Table = {

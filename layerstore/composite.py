@@ -32,6 +32,7 @@ from layerstore.compose import (
     plan_dcp,
     plan_export,
     plan_ranks,
+    plan_universal,
 )
 from layerstore.dtypes import DTypeName
 from layerstore.errors import InvalidInput, Unsupported
@@ -325,6 +326,32 @@ class Composite:
         else is as in `write`.
         """
         plan = self.plan_dcp(adam_step=adam_step)
+        with losses_told(self._repo, self._composition):
+            return execute_export(
+                self._repo, plan, Path(out), verify=verify, durable=durable, force=force, progress=progress or Silent()
+            )
+
+    def plan_universal(self) -> ExportPlan:
+        """Return what `write_universal` would write, without writing it."""
+        with losses_told(self._repo, self._composition):
+            return plan_universal(self._repo, self._composition)
+
+    def write_universal(
+        self,
+        out: StrPath,
+        *,
+        verify: bool = True,
+        durable: bool = True,
+        force: Force = False,
+        progress: Progress | None = None,
+    ) -> Exported:
+        """
+        Write DeepSpeed's Universal Checkpoint to the folder *out*: each parameter's master and moments, whole.
+
+        DeepSpeed loads it on any number of ranks with ``"checkpoint": {"load_universal": true}``. Everything else is as
+        in `write`.
+        """
+        plan = self.plan_universal()
         with losses_told(self._repo, self._composition):
             return execute_export(
                 self._repo, plan, Path(out), verify=verify, durable=durable, force=force, progress=progress or Silent()

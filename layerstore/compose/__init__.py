@@ -2,7 +2,8 @@
 Compose: from a query to a composite, and from a composite to files, arrays, or the memory of a rank.
 
 ``choose`` and ``recipes`` decide what a composite consists of. There is one module for each output format, ``zero3``,
-``hf`` and ``dcp``: a new one plans its files as these do, and has them written by ``assemble`` into a ``target``.
+``hf``, ``dcp`` and ``universal``: a new one plans its files as these do, and has them written by ``assemble`` into a
+``target``.
 """
 
 from layerstore.compose.choose import (
@@ -24,6 +25,7 @@ from layerstore.compose.safetensors import WeightTensor
 from layerstore.compose.state_dict import make_state_dict
 from layerstore.compose.target import Force, checked_file, write_file
 from layerstore.compose.tensors import TensorKind, Tensors, open_tensors
+from layerstore.compose.universal import plan_universal
 from layerstore.compose.world_size import AdamStep, Moments, RankStates, plan_ranks
 from layerstore.compose.zero3 import RankLoad, Written, execute_compose
 
@@ -58,6 +60,7 @@ __all__ = [
     "plan_dcp",
     "plan_export",
     "plan_ranks",
+    "plan_universal",
     "without_damaged",
     "write_file",
 ]

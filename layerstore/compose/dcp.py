@@ -7,12 +7,13 @@ same tensors. Weights are the fp32 masters.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from layerstore.compose.assemble import Literals, OutputFile, checksum, literal_file, merged, plan_source_file
+from layerstore.compose.archives import Archives, new_tensor, storage_bytes
+from layerstore.compose.assemble import OutputFile, literal_file, plan_source_file
 from layerstore.compose.carry_over import export_notes
 from layerstore.compose.choose import Composition, check_members
 from layerstore.compose.export import ExportPlan
@@ -21,20 +22,21 @@ from layerstore.compose.optimizer import OptimizerState, optimizer_of
 from layerstore.compose.world_size import AdamStep
 from layerstore.dcp import METADATA, Chunk, Entry, KeyPath, metadata_bytes
 from layerstore.dtypes import by_code, dtype_name
-from layerstore.format import crc32
 from layerstore.layers import unwrapped
 from layerstore.limits import MIB, PAGE_BYTES
 from layerstore.model import Kind, LayerVersion
 from layerstore.storage import Repository
-from layerstore.tree import Size, Storage, Tensor, Tree
+from layerstore.tree import Storage, Tensor, Tree
 from layerstore.zero3 import SUMMARY, TRAINER_STATE, Piece, Slices
-from layerstore.zero3.pt import PtLayout, layout_pt
 
 _CHUNK_BYTES = 256 * MIB
 """A reader takes whole chunks into memory, of which each rank needs a part."""
 
 _PAGES_FROM_BYTES = 16 * PAGE_BYTES
 """Archives from this size lie on pages, so that the kernel can copy or share these."""
+
+_ALIGNMENT_BYTES = 64
+"""Of all others, as in torch."""
 
 _MODEL, _OPTIMIZER = "model", "optim"
 _MODEL_ALIASES = ("",)
@@ -126,72 +128,10 @@ def _of_optimizer(*path: str | int, flat: Iterable[str] = ()) -> tuple[KeyPath, 
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Archives:
-    """One data file: archives of ``torch.save``, one after another."""
-
-    path: str
-    size_bytes: int = 0
-    _literals: list[tuple[int, bytes]] = field(default_factory=list)
-    _pieces: list[Piece] = field(default_factory=list)
-    _open: list[tuple[int, PtLayout, Storage, list[Piece]]] = field(default_factory=list)
-    """Archives whose checksum is not known yet, each with its start."""
-
-    def value(self, value: Tree) -> Chunk:
-        """Add *value*, whose tensors have their bytes in memory, and return its place."""
-        layout = layout_pt(value, name="archive", alignment_bytes=64)
-        begin = self._begin(layout, size_bytes=0)
-        known: dict[Storage, int] = {}
-        for storage, at in layout.storages:
-            assert isinstance(storage.content, bytes)
-            known[storage] = crc32(storage.content)
-            self._literals.append((begin + at, storage.content))
-        self._literals += ((begin + at, data) for at, data in layout.skeleton(known))
-        return Chunk(offsets=(), sizes=(), file=self.path, offset_bytes=begin, size_bytes=layout.size_bytes)
-
-    def chunk(
-        self, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], fill: Callable[[int], Iterator[Piece]]
-    ) -> Chunk:
-        """Add a tensor with the bytes that *fill* gives for an offset, and return its place."""
-        storage = Storage(dtype=dtype, elements=prod(sizes), device="cpu")
-        stride = tuple(prod(sizes[number + 1 :]) for number in range(len(sizes)))
-        tensor = Tensor(storage=storage, offset=0, shape=Size(sizes), stride=stride)
-        size_bytes = storage.elements * by_code(dtype).bytes
-        layout = layout_pt(
-            tensor, name="archive", alignment_bytes=PAGE_BYTES if size_bytes >= _PAGES_FROM_BYTES else 64
-        )
-        begin = self._begin(layout, size_bytes=size_bytes)
-        [(_, at)] = layout.storages
-        pieces = [piece if piece.crc32 is not None else replace(piece, is_measured=True) for piece in fill(begin + at)]
-        self._pieces += pieces
-        self._open.append((begin, layout, storage, pieces))
-        return Chunk(offsets=offsets, sizes=sizes, file=self.path, offset_bytes=begin, size_bytes=layout.size_bytes)
-
-    def output(self) -> OutputFile:
-        """Return the plan of the file."""
-        is_measured = any(piece.is_measured for piece in self._pieces)
-        return OutputFile(
-            path=self.path,
-            size_bytes=self.size_bytes,
-            literals=(*self._literals, *(() if is_measured else self._skeletons({}))),
-            pieces=merged(self._pieces),
-            finish=self._skeletons if is_measured else None,
-        )
-
-    def _begin(self, layout: PtLayout, *, size_bytes: int) -> int:
-        """Return where an archive with a payload of *size_bytes* begins, and make room for it."""
-        begin = self.size_bytes + (-self.size_bytes % PAGE_BYTES if size_bytes >= _PAGES_FROM_BYTES else 0)
-        self.size_bytes = begin + layout.size_bytes
-        return begin
-
-    def _skeletons(self, measured: Mapping[int, int]) -> Literals:
-        found: list[tuple[int, bytes]] = []
-        for begin, layout, storage, pieces in self._open:
-            [(_, at)] = layout.storages
-            size_bytes = storage.elements * by_code(storage.dtype).bytes
-            known = {storage: checksum(pieces, measured, offset=begin + at, size_bytes=size_bytes)}
-            found += ((begin + offset, data) for offset, data in layout.skeleton(known))
-        return tuple(found)
+def _value(archives: Archives, value: Tree) -> Chunk:
+    """Add a small *value*, and return its place."""
+    begin, size_bytes = archives.add(value, alignment_bytes=_ALIGNMENT_BYTES)
+    return Chunk(offsets=(), sizes=(), file=archives.path, offset_bytes=begin, size_bytes=size_bytes)
 
 
 def _boxes(shape: tuple[int, ...], *, item_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
@@ -219,7 +159,7 @@ class _Writer:
 
     def data_file(self, number: int, version: LayerVersion, optimizer: OptimizerState) -> OutputFile:
         """Plan the file of one layer: its parameters, buffers and moments."""
-        archives = _Archives(f"__{number}_0.distcp")
+        archives = Archives(f"__{number}_0.distcp")
         for parameter in version.parameters:
             kind = Kind.MASTER if self._slices.shards(Kind.MASTER, parameter.name) else Kind.WEIGHTS
             names = _of_model(parameter.name, parameter.aliases)
@@ -235,9 +175,9 @@ class _Writer:
 
     def file_of_values(self, number: int, optimizer: OptimizerState) -> OutputFile:
         """Plan the file of everything that is not as large as a parameter."""
-        archives = _Archives(f"__{number}_0.distcp")
+        archives = Archives(f"__{number}_0.distcp")
         for state, value, names in optimizer.alike():
-            chunk = archives.value(value)
+            chunk = _value(archives, value)
             for name in names:
                 path, aliases = _of_optimizer("state", unwrapped(name), state)
                 self._add(path, aliases, value, chunk)
@@ -245,10 +185,10 @@ class _Writer:
             for key, value in group.settings.items():
                 flat = [f"param_groups.{unwrapped(name)}.{key}" for name in group.parameters]
                 path, aliases = _of_optimizer("param_groups", index, key, flat=flat)
-                self._add(path, aliases, value, archives.value(value))
+                self._add(path, aliases, value, _value(archives, value))
             members: list[Tree] = [unwrapped(name) for name in group.parameters]
             path, aliases = _of_optimizer("param_groups", index, "params")
-            self._add(path, aliases, members, archives.value(members))
+            self._add(path, aliases, members, _value(archives, members))
         return archives.output()
 
     def _add(self, path: KeyPath, aliases: tuple[str, ...], value: Tree, chunk: Chunk) -> None:
@@ -261,7 +201,7 @@ class _Writer:
 
     def _tensor(
         self,
-        archives: _Archives,
+        archives: Archives,
         names: tuple[KeyPath, tuple[str, ...]],
         kind: Kind,
         name: str,
@@ -276,13 +216,18 @@ class _Writer:
         chunks = []
         for offsets, sizes, first in _boxes(shape, item_bytes=by_code(dtype).bytes):
 
-            def fill(offset: int, begin: int = first, end: int = first + prod(sizes)) -> Iterator[Piece]:
+            def fill(_: Storage, offset: int, begin: int = first, end: int = first + prod(sizes)) -> Iterator[Piece]:
                 if kind is Kind.BUFFERS:  # if ranks differed, the first one's
                     stored = slices.find(kind, name, shard=0)
                     yield stored.piece(offset, start=begin, elements=end - begin)
                 elif begin < end:
                     yield from slices.pieces(kind, name, state=state, dtype=dtype, offset=offset, begin=begin, end=end)
 
-            chunks.append(archives.chunk(dtype, offsets, sizes, fill))
+            tensor = new_tensor(dtype, sizes)
+            is_large = storage_bytes(tensor.storage) >= _PAGES_FROM_BYTES
+            begin, size_bytes = archives.add(tensor, fill, alignment_bytes=PAGE_BYTES if is_large else _ALIGNMENT_BYTES)
+            chunks.append(
+                Chunk(offsets=offsets, sizes=sizes, file=archives.path, offset_bytes=begin, size_bytes=size_bytes)
+            )
         path, aliases = names
         self._named.append(_Named(path, aliases, dtype, shape, tuple(chunks)))

@@ -43,6 +43,8 @@ class ExportPlan:
     """Whether a file is one of an older export that this one takes the place of."""
     model_class: str | None = None
     """The class of Transformers that the config names."""
+    links: tuple[tuple[str, str], ...] = ()
+    """Other names of files: the new one, and that of the file."""
     linkable: frozenset[str] = frozenset()
     """Weights files that are named by what is in them."""
     _weights: tuple[WeightsFile, ...] = ()
@@ -83,6 +85,8 @@ class Exported:
         folder = json.dumps(str(self.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
         if self.format == "dcp":
             return f"load it with torch.distributed.checkpoint.load(state, checkpoint_id={folder})"
+        if self.format == "universal":
+            return f'set "checkpoint": {{"load_universal": true}} in DeepSpeed\'s config, and load_checkpoint({folder})'
         if ADAPTER_CONFIG in self.files:
             return f"load it with PeftModel.from_pretrained(model, {folder})"
         return (
@@ -128,6 +132,9 @@ def execute_export(
         files = [file for file in plan.files if file.path not in linked]
         progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
         assembly.write(files)
+        for new, old in plan.links:
+            repo.files.make_directories((folder / new).parent)
+            repo.files.link_exclusive(folder / old, folder / new)
         for weights in plan._weights:
             if weights.name not in linked:
                 assembly.check_converted(weights.name, weights.checks())
@@ -139,7 +146,7 @@ def execute_export(
         format=plan.format,
         dtype=plan.dtype,
         out=target.path,
-        files=tuple(file.path for file in plan.files),
+        files=(*(file.path for file in plan.files), *(new for new, _ in plan.links)),
         bytes_written=sum(file.size_bytes for file in files),
         seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),

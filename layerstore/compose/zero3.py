@@ -9,19 +9,18 @@ fills the memory of a rank with the same bytes, without files.
 import itertools
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePosixPath
 
+from layerstore.compose.archives import Archives, storage_bytes
 from layerstore.compose.assemble import (
     Assembly,
     DerivedCheck,
-    Literals,
     OutputFile,
     assembling,
-    checksum,
     merged,
     read_stretch,
     whole,
@@ -32,7 +31,6 @@ from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.compose.world_size import AdamStep, Moments, RankStates, plan_ranks
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
-from layerstore.format import crc32
 from layerstore.model import (
     BlobRef,
     BufferContent,
@@ -64,7 +62,7 @@ from layerstore.zero3 import (
     sub_group_shapes,
     valid_elements,
 )
-from layerstore.zero3.pt import WrittenPickles, layout_pt
+from layerstore.zero3.pt import WrittenPickles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +190,12 @@ def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
     yield assembly.bytes_written
 
 
+def plan_model_states(ranks: RankStates, *, path: str) -> OutputFile:
+    """Plan the first rank's ``model_states`` alone, as the file *path*."""
+    state = ranks.state(0)
+    return _Rank(ranks, state).plan(replace(state.model, path=path), WrittenPickles())
+
+
 def _shares(ranks: RankStates, *, count: int) -> list[range]:
     """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
     gathered = sum(_plan_gathered(of).size_bytes for of in ranks.state(0).gathered) if count > 1 else 0
@@ -251,43 +255,18 @@ class _Rank:
 
     def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
         """Yield the plans of the rank's two ``.pt`` files."""
-        return (self._plan(file, pickles) for file in (self._state.model, self._state.optimizer))
+        return (self.plan(file, pickles) for file in (self._state.model, self._state.optimizer))
 
-    def _plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
-        layout = layout_pt(file.tree, name=PurePosixPath(file.path).stem, pickles=pickles)
-        known: dict[Storage, int] = {}
-        fillings: dict[Storage, tuple[int, list[Piece]]] = {}
-        literals: list[tuple[int, bytes]] = []
-        pieces: list[Piece] = []
-        for storage, offset in layout.storages:
-            content = storage.content
-            if isinstance(content, bytes):
-                known[storage] = crc32(content)
-                literals.append((offset, content))
-            elif isinstance(content, ObjectContent):
-                known[storage] = content.crc32
-                pieces.append(whole(content, offset))
-            else:
-                filling = self.filling(storage, path=file.path, offset=offset)
-                pieces += (part if part.crc32 is not None else replace(part, is_measured=True) for part in filling)
-                fillings[storage] = offset, filling
-
-        def skeleton(measured: Mapping[int, int]) -> Literals:
-            """Return the bytes around the payloads, given the *measured* checksums of pieces by offset in the file."""
-            found = {
-                of: checksum(filling, measured, offset=offset, size_bytes=_size_bytes(of))
-                for of, (offset, filling) in fillings.items()
-            }
-            return tuple(layout.skeleton({**known, **found}))
-
-        is_measured = any(piece.is_measured for piece in pieces)
-        return OutputFile(
-            path=file.path,
-            size_bytes=layout.size_bytes,
-            literals=(*literals, *(() if is_measured else skeleton({}))),
-            pieces=merged(pieces),
-            finish=skeleton if is_measured else None,
+    def plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
+        """Return the plan of one of them."""
+        archive = Archives(file.path)
+        archive.add(
+            file.tree,
+            lambda storage, offset: self.filling(storage, path=file.path, offset=offset),
+            name=PurePosixPath(file.path).stem,
+            pickles=pickles,
         )
+        return archive.output()
 
     def filling(self, storage: Storage, *, path: str, offset: int = 0) -> list[Piece]:
         """
@@ -319,9 +298,9 @@ class _Rank:
                     as_stored=True,
                 )
             end += length * by_code(storage.dtype).bytes
-        if end - offset != _size_bytes(storage):
+        if end - offset != storage_bytes(storage):
             raise LayoutMismatch(
-                f"{path}: the chosen layers fill {end - offset} bytes of a buffer of {_size_bytes(storage)}"
+                f"{path}: the chosen layers fill {end - offset} bytes of a buffer of {storage_bytes(storage)}"
             )
         return filling
 
@@ -336,10 +315,6 @@ class _Rank:
                 yield Kind.BUFFERS, name, ""
             case content:
                 raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
-
-
-def _size_bytes(storage: Storage) -> int:
-    return storage.elements * by_code(storage.dtype).bytes
 
 
 class RankLoad:
