@@ -182,7 +182,7 @@ class _Writer:
                 path, aliases = _of_optimizer("state", unwrapped(name), state)
                 self._add(path, aliases, value, chunk)
         for index, group in enumerate(optimizer.groups):
-            for key, value in group.settings.items():
+            for key, value in {**optimizer.torch_settings, **group.settings}.items():
                 flat = [f"param_groups.{unwrapped(name)}.{key}" for name in group.parameters]
                 path, aliases = _of_optimizer("param_groups", index, key, flat=flat)
                 self._add(path, aliases, value, _value(archives, value))

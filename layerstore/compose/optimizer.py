@@ -55,6 +55,8 @@ class OptimizerState:
     """By parameter: its states that are as large as it is."""
     scalars: Mapping[str, Mapping[str, Tree]]
     """By parameter: its other states, such as the step."""
+    torch_settings: Mapping[str, Tree]
+    """What torch's optimizer of that kind has in each group besides; DeepSpeed's own have fewer settings."""
     notes: tuple[str, ...]
 
     def alike(self) -> Iterator[tuple[str, Tree, list[str]]]:
@@ -93,7 +95,6 @@ def optimizer_of(
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     shapes = sub_group_shapes(model)
     is_adam = any(_SECOND_MOMENT in of.mapping() for _, of in inner["state"].children())
-    settings = _settings(model) if is_adam else {}
     groups: list[Group] = []
     scalars: dict[str, dict[str, Tree]] = {}
     groups_of = inner["param_groups"].children()
@@ -101,7 +102,7 @@ def optimizer_of(
         found = groups_of[number][1].mapping()
         own = {str(key): value for key, value in found.items() if key != "params"}
         names = tuple(name for group in sub_groups for name in shapes[group])
-        groups.append(Group(settings={**settings, **own}, parameters=names))
+        groups.append(Group(settings=own, parameters=names))
         for group in sub_groups:
             state_of = inner["state"].get(group)
             if state_of is not None:
@@ -110,7 +111,13 @@ def optimizer_of(
     sliced = {name: tuple(sorted(of)) for name, of in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
     notes += moments_notes(composition, is_fresh=False)
-    return OptimizerState(groups=tuple(groups), sliced=sliced, scalars=scalars, notes=tuple(notes))
+    return OptimizerState(
+        groups=tuple(groups),
+        sliced=sliced,
+        scalars=scalars,
+        torch_settings=_settings(model) if is_adam else {},
+        notes=tuple(notes),
+    )
 
 
 def _sliced(versions: Iterable[LayerVersion]) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
 """
 Print the figures of docs/reference/measured.md.
 
-    python -m tests.bench ingest|reingest|compose|dcp|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5]
+    python -m tests.bench ingest|reingest|compose|dcp|universal|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench worlds [--gb 1.5] [--world 32 128] [--runs 5]    # by many ranks: small objects
     python -m tests.bench query [--commits 10000] [--layers 80]
@@ -20,7 +20,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench bisect [--faults 100] [--saves 32]    # planted faults: what is found, in how many trials
     python -m tests.bench mean [--gb 2] [--saves 10] [--rounds 3]    # ten saves averaged; with mergekit, if it is there
 
-The first four compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
+The first five compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
 command's time, interpreter's start included, stands beside it. ``query`` asks a store with a long history.
 ``loop`` trains under DeepSpeed ZeRO-3 with every way to save; ``drift`` under several policies, fails, and resumes from
 each. ``quality`` keeps what it has in a folder, --dir or one of the system's, and goes on from there. ``peers`` saves,

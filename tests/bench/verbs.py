@@ -12,13 +12,15 @@ from typing import Literal
 import layerstore
 from tests.bench.measure import Contender
 
-Verb = Literal["ingest", "reingest", "compose", "dcp"]
-VERBS: tuple[Verb, ...] = ("ingest", "reingest", "compose", "dcp")
+Verb = Literal["ingest", "reingest", "compose", "dcp", "universal"]
+VERBS: tuple[Verb, ...] = ("ingest", "reingest", "compose", "dcp", "universal")
 
 COPY = "cp -r"
 DURABLE_COPY = "cp -r + sync"
 
 RUN = "bench"
+
+LATEST_UNIVERSAL = "latest_universal"
 
 
 class Workplace:
@@ -55,6 +57,7 @@ class Workplace:
             "reingest": self._reingests,
             "compose": self._composes,
             "dcp": self._to_pytorch,
+            "universal": self._to_universal,
         }
         return copies + ours[verb]()
 
@@ -109,6 +112,12 @@ class Workplace:
             Contender("ingest --onto, of known bytes", self._ingest_dcp, self._clear),
         ]
 
+    def _to_universal(self) -> list[Contender]:
+        return [
+            Contender("compose --format universal", self._write_universal, self._clear),
+            Contender("ds_to_universal, not durable", self._convert, self._clear),
+        ]
+
     # -- what they do ----------------------------------------------------------------------------------------------
 
     def _run_copy(self) -> None:
@@ -134,6 +143,21 @@ class Workplace:
     def _ingest_dcp(self) -> None:
         assert self._store is not None
         self._store.ingest(self._dcp, onto=RUN)
+
+    def _write_universal(self) -> None:
+        assert self._store is not None
+        self._store.compose(RUN).write_universal(self._out)
+
+    def _convert(self) -> None:
+        """Convert the checkpoint itself, with as many processes as there are processors."""
+        tag = self.source / (self.source / "latest").read_text()
+        workers = str(os.cpu_count() or 1)
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(tag)]
+        command += ["--output_folder", str(self._out), "--num_extract_workers", workers, "--num_merge_workers", workers]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        (self.source / LATEST_UNIVERSAL).unlink(missing_ok=True)  # it is left beside its source
+        assert not done.returncode, done.stderr[-2000:]
 
     def _command(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "layerstore.cli", *arguments, "--store", str(self._store_path)]

@@ -1,7 +1,8 @@
 """Train the scenarios with real DeepSpeed ZeRO-3 on CPU ranks, from the start or from checkpoints: one launch for all.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
-        -m tests.deepspeed.training --out OUT [--resume-from DIR [--step N] [--until N]] [--scenario NAME ...]
+        -m tests.deepspeed.training --out OUT [--scenario NAME ...] \
+        [--resume-from DIR [--step N] [--until N] [--universal]]
 
 With ``--resume-from`` every engine first loads the checkpoint of step N from ``DIR/<scenario>`` through DeepSpeed's own
 loader and saves it at once, unchanged: what lies in ``OUT/<scenario>`` then is what DeepSpeed itself makes of it on so
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--resume-from", type=Path)
     parser.add_argument("--step", type=int, default=RESUME_STEP, help="of the checkpoints to resume from")
     parser.add_argument("--until", type=int, default=STEPS, help="the last step to train")
+    parser.add_argument("--universal", action="store_true", help="resume from Universal Checkpoints")
     parser.add_argument("--scenario", action="append", choices=sorted(SCENARIO_OF))
     arguments = parser.parse_args()
 
@@ -73,7 +75,7 @@ def main() -> None:
     for scenario in chosen:
         if dist.get_rank() == 0:
             print(f"=== {scenario.name}", flush=True)
-        with built_engine(scenario) as engine:
+        with built_engine(scenario, universal=arguments.universal) as engine:
             if arguments.resume_from is None:
                 train(scenario, engine, out=arguments.out)
             else:
@@ -113,7 +115,7 @@ def resume(scenario: Scenario, engine: Engine, source: Path, step: int, until: i
     """Load the checkpoint of *step* below *source*, save it again into *out*, and train *engine* to *until*."""
     _, loaded = engine.load_checkpoint(
         str(scenario.save_dir(source, step=step)),
-        tag=scenario.tag(step=step),
+        tag=None if engine.load_universal_checkpoint() else scenario.tag(step=step),
         load_module_strict=not scenario.exclude_frozen,
     )
     # DeepSpeed warns and starts from scratch when it finds nothing: that would look like a wrong trajectory.
@@ -168,12 +170,12 @@ def train_step(scenario: Scenario, engine: Engine, *, step: int) -> dict[str, An
 
 
 @contextmanager
-def built_engine(scenario: Scenario) -> Iterator[Engine]:
+def built_engine(scenario: Scenario, *, universal: bool = False) -> Iterator[Engine]:
     """Build the scenario's engine, and take it down so that the next one finds a clean process."""
     # The counter's values are written into the files (ds_id): start every scenario at the same one.
     Init.param_id = 0
     torch.manual_seed(0)
-    config = engine_config(scenario)
+    config = engine_config(scenario) | ({"checkpoint": {"load_universal": True}} if universal else {})
     partitioned: AbstractContextManager[Any] = Init(config_dict_or_path=config) if scenario.zero_init else nullcontext()
     with partitioned:
         module = models.build(scenario.model)
