@@ -42,6 +42,8 @@ class Since:
     """By sub-group: how many its optimizer has made since it began."""
     settings: Mapping[int, Mapping[str, Tree]]
     """By param group: its settings now."""
+    is_nothing: bool
+    """Whether the optimizer stands where it stood."""
 
 
 def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping[str, Mapping[str, Tree]]) -> Since:
@@ -74,9 +76,10 @@ def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping
     chosen: dict[int, Mapping[str, Tree]] = {}
     for number, sub_groups in members_of(state):
         members = [name for group in sub_groups for name in shapes[group]]
-        known = [str(key) for key in groups[number][1].mapping() if key != "params"]
+        of = groups[number][1]
+        known = [str(key) for key in of.mapping() if key != "params"]
         chosen[number] = {
-            key: _agreed({name: settings[name][key] for name in members}, key)
+            key: _like(of.mapping()[key], _agreed({name: settings[name][key] for name in members}, key))
             for key in known
             if members and all(key in settings.get(name, {}) for name in members)
         }
@@ -87,6 +90,10 @@ def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping
         tag=f"global_step{steps + max(updates)}" if is_counted else tag,
         counts=counts,
         settings=chosen,
+        is_nothing=not any(updates)
+        and all(
+            groups[number][1].mapping()[key] == value for number, of in chosen.items() for key, value in of.items()
+        ),
     )
 
 
@@ -116,9 +123,7 @@ def counted_on(state: RankState, done: Since, files: Mapping[str, SourceFile]) -
         if isinstance(group, int)
     }
     groups: list[Tree] = [
-        changed(of.mapping(), {key: _like(of.mapping()[key], value) for key, value in done.settings[number].items()})
-        if number in done.settings
-        else of.value
+        changed(of.mapping(), dict(done.settings[number].items())) if number in done.settings else of.value
         for number, (_, of) in enumerate(inner["param_groups"].children())
     ]
     optimizer = with_optimizer(

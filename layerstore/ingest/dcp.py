@@ -22,7 +22,7 @@ from layerstore.ingest.counted_on import Since, counted_on, is_stale, since
 from layerstore.ingest.transfer import Content, run_all
 from layerstore.layers import unwrapped
 from layerstore.limits import WORKERS_MAX
-from layerstore.model import BlobRef, Buffer, Kind, LayerVersion, Parameter, RankState, SourceFile
+from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, RankState, SourceFile
 from layerstore.progress import Progress
 from layerstore.publish import Checksums, SourceReader, Staging, stage_version
 from layerstore.storage import ObjectWriter, Repository
@@ -74,6 +74,7 @@ class DcpCheckpoint:
     _files: Mapping[str, Path]
     """Files of the folder that take the place of the base's, by their path there."""
     _done: Since
+    _base: CommitRecord
 
     def transfer(
         self,
@@ -103,14 +104,36 @@ class DcpCheckpoint:
             sources = [[of for of in layer.objects if moments or of.kind is not Kind.OPTIMIZER] for layer in layers]
             progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
             staged = [run_all(pool, staging.object, of) for of in sources]
-            states = tuple(self._stage_state(state, staging, writer) for state in checkpoint.states)
+            versions = {
+                layer.layer: stage_version(writer, layer, objects, world_size=checkpoint.world_size)
+                for layer, objects in zip(layers, staged, strict=True)
+            }
+            states, stale = self._states(staging, writer, versions)
             checksums.check(checkpoint.checks, files)
         check_unchanged(checkpoint.found)
-        versions = {
-            layer.layer: stage_version(writer, layer, objects, world_size=checkpoint.world_size)
-            for layer, objects in zip(layers, staged, strict=True)
+        notes = [f"whole weights beside the shards are left out ({of}): compose --format hf makes them" for of in stale]
+        return Content(
+            versions=versions,
+            states=states,
+            bytes_derived=0,
+            has_moments=moments,
+            notes=tuple(notes[:1]),
+        )
+
+    def _states(
+        self, staging: Staging, writer: ObjectWriter, versions: Mapping[str, BlobRef]
+    ) -> tuple[tuple[BlobRef, ...], list[str]]:
+        """Stage the ranks' states; return them, and the files that do not fit the weights any more."""
+        found = self.checkpoint.states
+        if self._done.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
+            # Nothing has happened since: it is the base's own save.
+            for ref in (*self._base.states, *(ref for state in found for ref in objects_of_state(state))):
+                writer.reuse(ref)
+            return self._base.states, []
+        paths = {of.path for state in found for of in state.files} | {
+            of.path for state in found for of in state.gathered
         }
-        return Content(versions=versions, states=states, bytes_derived=0, has_moments=moments)
+        return tuple(self._stage_state(state, staging, writer) for state in found), sorted(filter(is_stale, paths))
 
     def _stage_state(self, state: RankState, staging: Staging, writer: ObjectWriter) -> BlobRef:
         """Stage the base's *state*, counted on."""
@@ -235,29 +258,26 @@ class _Reading:
                 gathered=(),
                 files=(),
                 checks=tuple(folder.checks),
-                notes=tuple(self._notes(done, states)),
+                notes=tuple(self._notes(done)),
                 layer_pattern=base.layout.layer_pattern,
             ),
             _wanted=self._wanted,
             _files=files,
             _done=done,
+            _base=base,
         )
 
-    def _notes(self, done: Since, states: Sequence[RankState]) -> Iterator[str]:
+    def _notes(self, done: Since) -> Iterator[str]:
         if done.updates:
             yield (
                 f"everything but weights and moments is of {self._called}, counted on by {done.updates} updates: "
                 "random states, the loss scale, the learning rate schedule"
             )
-        paths = [of.path for state in states for of in state.files]
-        stale = sorted(filter(is_stale, {*paths, *(of.path for state in states for of in state.gathered)}))
         rounded = [of for of in self._wanted.values() if of.is_rounded and of.tensor.dtype != of.dtype]
         if rounded:
             first, others = rounded[0], f" and {len(rounded) - 1} others" if len(rounded) > 1 else ""
             types = f"{dtype_name(first.tensor.dtype)} to the base's {dtype_name(first.dtype)}"
             yield f"buffer {first.tensor.key!r}{others} rounded from {types}"
-        if stale:
-            yield f"whole weights beside the shards are left out ({stale[0]}): compose --format hf makes them"
 
     # -- names -----------------------------------------------------------------------------------------------------
 

@@ -434,5 +434,9 @@ class _Ingest:
             bytes_derived=content.bytes_derived,
             seconds=time.monotonic() - self.started,
             source=self.checkpoint.source,
-            notes=(*self.checkpoint.notes, *_notes(self.asked, record, self.view, writer, is_new=is_new)),
+            notes=(
+                *self.checkpoint.notes,
+                *content.notes,
+                *_notes(self.asked, record, self.view, writer, is_new=is_new),
+            ),
         )

@@ -53,6 +53,8 @@ class Content:
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
     has_moments: bool
+    notes: tuple[str, ...] = ()
+    """What was left out, for the user."""
 
 
 def transfer(

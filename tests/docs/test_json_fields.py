@@ -24,7 +24,11 @@ ROWS = {
     "`show`": ["show sft@200", "show mixed"],
     "`ls`": ["ls sft@200"],
     "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run", "compose --mean last:2 --dry-run"],
-    "`compose --format hf`": ["compose sft@200 --format hf -o b"],
+    "`compose --format hf`, `dcp`, `universal`": [
+        "compose sft@200 --format hf -o b",
+        "compose sft@200 --format dcp -o d",
+        "compose sft@200 --format universal -o u",
+    ],
     "`diff`": ["diff sft@100 sft@200 --stat"],
     "`stats`": ["stats", "stats sft"],
     "`report`": ["report -o report.html --keep-last 1"],
@@ -53,7 +57,7 @@ ROWS = {
 AS_ABOVE = {
     "`ingest`, several": "`ingest`, one checkpoint",
     "`ingest --all`, `--watch`": "`ingest`, one checkpoint",
-    "`compose --format hf`": "`compose`",
+    "`compose --format hf`, `dcp`, `universal`": "`compose`",
     "`pin --list`": "`pin NAME REF`",
     "`bisect log`": "`bisect`",
 }
@@ -74,7 +78,7 @@ SELDOM = {
     "`ls`": "kind size",
     "`bisect log`": "layers layers_from sentence skipped",
     "`compose`": "count name",
-    "`compose --format hf`": "count dry_run mean name pin weight world_size",
+    "`compose --format hf`, `dcp`, `universal`": "count dry_run mean name pin weight world_size",
     "`diff`": "kind stat",
     "`report`": "blocked durable given_up max median visible",
     "`pin --list`": "damaged reason",
