@@ -23,11 +23,13 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.dtypes import DTypeName
 from layerstore.errors import InvalidInput
+from layerstore.json_fields import json_fields
+from layerstore.layers import typed
 from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Composite, Store
-    from layerstore.compose import Exported, ExportPlan, Written
+    from layerstore.compose import DeltaWritten, Exported, ExportPlan, Written
     from layerstore.policy import Policy
 
 # The headings of its help.
@@ -106,7 +108,7 @@ ForceForeign = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
 _OPTIONS: dict[_Form, tuple[str, ...]] = {
     "zero3": ("world_size", "adam_step", "moments"),
-    "hf": ("dtype", "max_shard_size"),
+    "hf": ("dtype", "max_shard_size", "since", "encoding"),
     "dcp": ("adam_step",),
     "universal": (),
 }
@@ -127,6 +129,7 @@ _WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]
     "dcp": lambda composite: composite.write_dcp,
     "universal": lambda composite: composite.write_universal,
 }
+_Encoding = Literal["xor", "overwrite", "sparse"]
 _Moments = Literal["base", "fresh"]
 _FORM_OPTIONS: Table = {
     "adam_step": (
@@ -141,6 +144,8 @@ _FORM_OPTIONS: Table = {
     ),
     "dtype": (DTypeName, one_of(DTypeName), "With hf: the element type. [default: as trained]"),
     "max_shard_size": (str, "SIZE", "With hf: the largest file. [default: 5GB]"),
+    "since": (str, "REF", "With hf: only what changed since this commit; see apply."),
+    "encoding": (_Encoding, one_of(_Encoding), "With --since: how changes are written. [default: xor]"),
 }
 _AVERAGE: Table = {
     "mean": (str, "SAVES", "Average the masters of these saves: last:10, or sft@800,sft@900:2 with weights."),
@@ -200,6 +205,7 @@ def compose(
     """
     options = options if world_size is None else {"world_size": world_size, **options}
     _check(form, options, is_useful=bool(dry_run or out or pin), can_pin=not average)
+    _check_delta(options, has_place=out is not None and not dry_run)
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
@@ -216,8 +222,9 @@ def compose(
             )
             return
         with shown_progress(as_json=as_json) as progress:
-            force_it = "foreign" if force_foreign else force
-            written = _WRITERS[form](composite)(out, verify=not no_verify, force=force_it, progress=progress, **options)
+            force_it: bool | Literal["foreign"] = "foreign" if force_foreign else force
+            writer = composite.write_delta if "since" in options else _WRITERS[form](composite)
+            written = writer(out, verify=not no_verify, force=force_it, progress=progress, **options)
         _say_written(composite, written, adam_step=options.get("adam_step"), as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
@@ -241,6 +248,18 @@ def _check(form: _Form, options: Mapping[str, object], *, is_useful: bool, can_p
     if not is_useful:
         hint = f"name a folder with -o DIR, or pass {'--pin NAME or ' if can_pin else ''}--dry-run"
         raise InvalidInput("compose does not know where to write", hint=hint)
+
+
+def _check_delta(options: Mapping[str, object], *, has_place: bool) -> None:
+    """Raise InvalidInput if options of a delta do not go together."""
+    if "since" not in options:
+        if "encoding" in options:
+            raise InvalidInput("--encoding is of a delta", hint="--since REF says what it starts from")
+        return
+    if "max_shard_size" in options:
+        raise InvalidInput("--since and --max-shard-size were both given", hint="a delta has files of its own size")
+    if not has_place:
+        raise InvalidInput("--since needs a place to write to", hint="-o DIR: what changed is known once it is read")
 
 
 def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy":
@@ -349,11 +368,14 @@ def _plan_export(
 
 
 def _say_written(
-    composite: "Composite", written: "Written | Exported", *, adam_step: str | None, as_json: bool
+    composite: "Composite", written: "Written | Exported | DeltaWritten", *, adam_step: str | None, as_json: bool
 ) -> None:
     """Say what was written, and how to load it."""
-    from layerstore.compose import Exported
+    from layerstore.compose import DeltaWritten, Exported
 
+    if isinstance(written, DeltaWritten):
+        _say_delta(composite, written, as_json=as_json)
+        return
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
     how, folder = "", shown(json.dumps(str(written.out), ensure_ascii=False))  # as Python writes it
     if isinstance(written, Exported):
@@ -374,6 +396,21 @@ def _say_written(
     _say_mixture(composite, has_optimizer=has_optimizer, adam_step=adam_step)
     if how:
         say_paragraph(how, indent=2)
+
+
+def _say_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:
+    """Say what changed, and how it is put on."""
+    fields = json_fields(written)
+    if _tell_programs(composite, written.notes, {**fields, "format": "hf"}, as_json=as_json):
+        return
+    share = written.elements_changed / max(written.elements, 1)
+    head = f"wrote {shown(written.out)}: {shown(written.since)} to {shown(composite.name)}, {written.encoding}"
+    say_paragraph(
+        f"{head}, {written.tensors_changed} of {counted(written.tensors, 'tensor')}, {share:.2%} of their elements, "
+        f"{size(written.bytes_written)} instead of {size(written.bytes_whole)}, in {written.seconds:.1f} s",
+        indent=2,
+    )
+    say(f"put it on with layerstore apply {typed(str(written.out))} FOLDER")
 
 
 def _say_layers(composite: "Composite") -> None:

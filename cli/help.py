@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SECTIONS = {
     "Save": ("init", "ingest", "pin"),
     "Look": ("log", "show", "ls", "diff", "stats", "report", "bisect"),
-    "Restore": ("compose", "undrop"),
+    "Restore": ("compose", "apply", "undrop"),
     "Maintain": ("drop", "gc", "verify", "repair", "reindex", "migrate"),
     "Elsewhere": ("remote", "push", "pull", "clone"),
     "Before you start": ("doctor", "estimate", "demo"),

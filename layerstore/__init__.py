@@ -23,8 +23,9 @@ TYPE_CHECKING = False  # checkers know the name, and to import typing takes long
 if TYPE_CHECKING:
     from layerstore.bisect import Bisected, Judged
     from layerstore.check import Diagnosis, Repaired, Verdict
-    from layerstore.compose import Exported, ExportPlan, Tensors, Written
+    from layerstore.compose import DeltaWritten, Exported, ExportPlan, Tensors, Written
     from layerstore.composite import Composite, LayerChoice
+    from layerstore.delta import Applied
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Staleness
     from layerstore.ingest import Ingested
@@ -35,19 +36,21 @@ if TYPE_CHECKING:
     from layerstore.progress import Progress
     from layerstore.publish import SaveTiming
     from layerstore.remote import Pulled, Pushed, Remotes
-    from layerstore.store import Store, clone, doctor, find_checkpoints, init
+    from layerstore.store import Store, apply, clone, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
     from layerstore.tables import Table
     from layerstore.zero3 import Survey
 
 __all__ = [
     "AlreadyExists",
+    "Applied",
     "Best",
     "Bisected",
     "Commit",
     "CommitView",
     "Composite",
     "Conflict",
+    "DeltaWritten",
     "Diagnosis",
     "Diff",
     "Drift",
@@ -100,6 +103,7 @@ __all__ = [
     "Unsupported",
     "Verdict",
     "Written",
+    "apply",
     "attach",
     "clone",
     "doctor",
@@ -115,8 +119,9 @@ __version__ = "0.1.0"
 _ROOMS = {
     "bisect": "Bisected Judged",
     "check": "Diagnosis Repaired Verdict",
-    "compose": "ExportPlan Exported Tensors Written",
+    "compose": "DeltaWritten ExportPlan Exported Tensors Written",
     "composite": "Composite LayerChoice",
+    "delta": "Applied",
     "gc": "Dropped DroppedCommit GcOutcome",
     "history": "Staleness",
     "ingest": "Ingested",
@@ -127,7 +132,7 @@ _ROOMS = {
     "progress": "Progress",
     "publish": "SaveTiming",
     "remote": "Pulled Pushed Remotes",
-    "store": "Store clone doctor find_checkpoints init open",
+    "store": "Store apply clone doctor find_checkpoints init open",
     "tables": "Table",
     "zero3": "Survey",
 }

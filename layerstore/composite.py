@@ -15,6 +15,7 @@ from layerstore.compose import (
     MAX_SHARD_SIZE,
     AdamStep,
     Composition,
+    DeltaWritten,
     Exported,
     ExportPlan,
     Force,
@@ -24,6 +25,7 @@ from layerstore.compose import (
     Written,
     check_members,
     check_whole,
+    compose_latest,
     execute_compose,
     execute_export,
     losses_told,
@@ -33,10 +35,12 @@ from layerstore.compose import (
     plan_export,
     plan_ranks,
     plan_universal,
+    write_delta,
 )
+from layerstore.delta import Encoding
 from layerstore.dtypes import DTypeName
 from layerstore.errors import InvalidInput, Unsupported
-from layerstore.history import Staleness, check_staleness, reference_to, references_to
+from layerstore.history import Staleness, check_staleness, reference_to, references_to, resolve
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
 from layerstore.model import Pin, Saving, StrPath
@@ -355,4 +359,35 @@ class Composite:
         with losses_told(self._repo, self._composition):
             return execute_export(
                 self._repo, plan, Path(out), verify=verify, durable=durable, force=force, progress=progress or Silent()
+            )
+
+    def write_delta(
+        self,
+        out: StrPath,
+        *,
+        since: str,
+        dtype: DTypeName | None = None,
+        encoding: Encoding = "xor",
+        verify: bool = True,
+        force: Force = False,
+        progress: Progress | None = None,
+    ) -> DeltaWritten:
+        """
+        Write to the folder *out* what changed in the weights *since* a commit, for a server that holds its export.
+
+        `layerstore.apply` puts it onto that export, as does SGLang's ``/pull_weights`` with *encoding* ``xor`` and
+        ``overwrite``; ``sparse`` has indices and values. Everything else is as in `export`.
+        """
+        base = compose_latest(resolve(self._repo, since))
+        with losses_told(self._repo, self._composition):
+            return write_delta(
+                self._repo,
+                self._composition,
+                base,
+                Path(out),
+                dtype=dtype,
+                encoding=encoding,
+                verify=verify,
+                force=force,
+                progress=progress or Silent(),
             )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from layerstore.bisect import Bisected, Judged, Trial
     from layerstore.check import Diagnosis, Repaired, RestoredIdentity, Verdict
     from layerstore.composite import Composite
+    from layerstore.delta import Applied
     from layerstore.dtypes import DTypeName
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Resolved
@@ -736,6 +737,21 @@ def find_checkpoints(*folders: StrPath) -> "Survey":
     return checkpoints_below(map(Path, folders))
 
 
+def apply(delta: StrPath, folder: StrPath) -> "Applied":
+    """
+    Make the weights in *folder*, an export of the base of *delta*, those of its target; no store is needed.
+
+    Every tensor is compared with its checksum before and after. What is as it should be already is passed over, so the
+    same call finishes after a kill.
+
+    Raises:
+        LayoutMismatch: The folder is of another base; nothing was changed.
+    """
+    from layerstore.delta import apply_delta
+
+    return apply_delta(Path(delta), Path(folder))
+
+
 def doctor(path: StrPath) -> "Diagnosis":
     """Check whether *path*, a store or a folder that may become one, can keep the promises of a store."""
     from layerstore.check import diagnose
@@ -756,6 +772,7 @@ def as_store(store: "Store | StrPath") -> Store:
 __all__ = [
     "Store",
     "StrPath",
+    "apply",
     "as_store",
     "clone",
     "doctor",

@@ -17,6 +17,7 @@ from layerstore.compose.choose import (
     without_damaged,
 )
 from layerstore.compose.dcp import plan_dcp
+from layerstore.compose.delta import DeltaWritten, write_delta
 from layerstore.compose.export import Exported, ExportPlan, execute_export
 from layerstore.compose.hf import MAX_SHARD_SIZE, plan_export
 from layerstore.compose.means import average, base_of_mean
@@ -33,6 +34,7 @@ __all__ = [
     "MAX_SHARD_SIZE",
     "AdamStep",
     "Composition",
+    "DeltaWritten",
     "ExportPlan",
     "Exported",
     "Force",
@@ -62,5 +64,6 @@ __all__ = [
     "plan_ranks",
     "plan_universal",
     "without_damaged",
+    "write_delta",
     "write_file",
 ]

@@ -16,7 +16,7 @@ from layerstore.compose.peft import ADAPTER_CONFIG
 from layerstore.compose.safetensors import WeightsFile
 from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.progress import Progress
-from layerstore.storage import Repository
+from layerstore.storage import Files, Repository
 from layerstore.units import size
 
 CONFIG = "config.json"
@@ -47,7 +47,8 @@ class ExportPlan:
     """Other names of files: the new one, and that of the file."""
     linkable: frozenset[str] = frozenset()
     """Weights files that are named by what is in them."""
-    _weights: tuple[WeightsFile, ...] = ()
+    weights: tuple[WeightsFile, ...] = ()
+    """Where each tensor is in them."""
 
     @property
     def size_bytes(self) -> int:
@@ -133,9 +134,8 @@ def execute_export(
         progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
         assembly.write(files)
         for new, old in plan.links:
-            repo.files.make_directories((folder / new).parent)
-            repo.files.link_exclusive(folder / old, folder / new)
-        for weights in plan._weights:
+            _link(repo.files, folder / old, folder / new)
+        for weights in plan.weights:
             if weights.name not in linked:
                 assembly.check_converted(weights.name, weights.checks())
     base = plan.composition.base
@@ -154,9 +154,19 @@ def execute_export(
     )
 
 
+def _link(files: Files, path: Path, other: Path) -> None:
+    """Give the file *path* a second name; where there are no hard links, a second copy."""
+    files.make_directories(other.parent)
+    files.link_exclusive(path, other)
+    if not files.exists(path):  # it was moved
+        with files.open(other) as source, files.create(path) as file:
+            file.copy_from(source, 0, 0, source.size_bytes)
+            file.sync()
+
+
 def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> Iterator[str]:
     """Link into *folder* what *reuse* has of the weights files, with the same header too, and yield the names."""
-    for file in plan._weights:
+    for file in plan.weights:
         path, header = reuse / file.name, file.frame.header
         if file.name in plan.linkable and repo.files.size(path) == file.frame.size_bytes:
             with repo.files.open(path) as source:
@@ -168,7 +178,7 @@ def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> It
 def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
     """Report values that left the range of their new type."""
     found: dict[str, int] = {}
-    for file in plan._weights:
+    for file in plan.weights:
         for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
             if part.newly_infinite:
                 name = file.tensor_at(offset).name

@@ -109,7 +109,7 @@ def plan_export(
         composition=composition,
         format="hf",
         dtype=type_name,
-        _weights=tuple(weights),
+        weights=tuple(weights),
         linkable=frozenset(() if file_of is None or configs_of(state.files) else (file.name for file in weights)),
         files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),

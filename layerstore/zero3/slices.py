@@ -100,6 +100,18 @@ class Piece:
     mean_of: tuple[Addend, ...] = ()
     """If it is a mean, all its parts, of *size_bytes* each; the first is *object*'s."""
 
+    def within(self, begin: int, end: int) -> "Iterator[Piece]":
+        """Yield its part between two offsets of the output file; one that is converted lies there as a whole."""
+        if self.rounding is not None:
+            yield self
+            return
+        first, last = max(self.offset, begin), min(self.offset + self.size_bytes, end)
+        if first < last:
+            skipped = first - self.offset
+            yield replace(
+                self, object_offset=self.object_offset + skipped, size_bytes=last - first, offset=first, crc32=None
+            )
+
     @property
     def objects(self) -> tuple[BlobRef, ...]:
         """All objects that are read for it."""

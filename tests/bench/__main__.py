@@ -18,6 +18,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
     python -m tests.bench peers --rows FILE --table | --page    # of rows that are there; into docs/benchmarks.md
     python -m tests.bench bisect [--faults 100] [--saves 32]    # planted faults: what is found, in how many trials
+    python -m tests.bench delta [--gb 0.3]    # between saves at the learning rates of reinforcement learning
     python -m tests.bench mean [--gb 2] [--saves 10] [--rounds 3]    # ten saves averaged; with mergekit, if it is there
 
 The first five compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
@@ -32,10 +33,10 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.bench import averages, bisect, chaos, drift, loop, query, remote, scale, scale_model, shares, worlds
+from tests.bench import averages, bisect, chaos, delta, drift, loop, query, remote, scale, scale_model, shares, worlds
 from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.peers import run as peers
@@ -50,7 +51,7 @@ def main() -> None:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers", "chaos", "mean", "bisect"]
+    verbs += ["quality", "peers", "chaos", "mean", "bisect", "delta"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
@@ -98,33 +99,28 @@ def main() -> None:
 
 def _run_in(folder: Path, options: argparse.Namespace) -> None:
     """Run what needs a folder for its data, which is removed afterwards."""
-    if options.verb == "worlds":
-        warm_up(folder / "tiny", lambda path: generate(path, layout="raw"))
-        layout: Layout = options.layout or "raw"
-        worlds.run(folder, gb=options.gb or 1.5, worlds=options.world, layout=layout, rounds=options.runs)
-    elif options.verb == "query":
-        query.run(folder, commits=options.commits, layers=options.layers)
-    elif options.verb == "scale":
-        scale.run(folder, commits=options.commits)
-    elif options.verb == "scale-model":
-        scale_model.run()
-    elif options.verb == "remote":
-        remote.run(folder, gb=options.gb or 1.0, rounds=options.runs)
-    elif options.verb == "chaos":
-        chaos.run(folder, rows=options.rows, points=options.points, ranks=options.ranks)
-    elif options.verb == "shares":
-        shares.run(folder, gb=options.gb or 1.0, rounds=options.runs)
-    elif options.verb == "loop":
-        saves, every = options.saves or 3, options.every or 3
-        loop.run(folder, gb=options.gb or 1.0, rounds=options.rounds, saves=saves, every=every)
-    elif options.verb == "bisect":
-        bisect.run(folder, faults=options.faults, saves=options.saves or 32)
-    elif options.verb == "mean":
-        averages.run(folder, gb=options.gb or 2.0, saves=options.saves or 10, rounds=options.rounds)
-    elif options.verb == "drift":
-        drift.run(folder, seeds=options.seeds, saves=options.saves or 100, every=options.every or 10)
-    else:
-        _run_verbs(folder, options)
+    of, gb, rounds, saves = options, options.gb, options.runs, options.saves
+    runs: dict[str, Callable[[], None]] = {
+        "worlds": lambda: _run_worlds(folder, of),
+        "query": lambda: query.run(folder, commits=of.commits, layers=of.layers),
+        "scale": lambda: scale.run(folder, commits=of.commits),
+        "scale-model": scale_model.run,
+        "remote": lambda: remote.run(folder, gb=gb or 1.0, rounds=rounds),
+        "chaos": lambda: chaos.run(folder, rows=of.rows, points=of.points, ranks=of.ranks),
+        "shares": lambda: shares.run(folder, gb=gb or 1.0, rounds=rounds),
+        "loop": lambda: loop.run(folder, gb=gb or 1.0, rounds=of.rounds, saves=saves or 3, every=of.every or 3),
+        "bisect": lambda: bisect.run(folder, faults=of.faults, saves=saves or 32),
+        "delta": lambda: delta.run(folder, gb=gb or 0.3),
+        "mean": lambda: averages.run(folder, gb=gb or 2.0, saves=saves or 10, rounds=of.rounds),
+        "drift": lambda: drift.run(folder, seeds=of.seeds, saves=saves or 100, every=of.every or 10),
+    }
+    runs.get(options.verb, lambda: _run_verbs(folder, options))()
+
+
+def _run_worlds(folder: Path, options: argparse.Namespace) -> None:
+    warm_up(folder / "tiny", lambda path: generate(path, layout="raw"))
+    layout: Layout = options.layout or "raw"
+    worlds.run(folder, gb=options.gb or 1.5, worlds=options.world, layout=layout, rounds=options.runs)
 
 
 def _run_quality(options: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ def run(folder: Path, *, gb: float, saves: int, rounds: int) -> None:
     store = layerstore.init(folder / "store")
     for step in range(1, saves + 1):
         source = generate_size(folder / "run" / f"checkpoint-{step}", gb, layout="hf", step=step)
-        (source / "config.json").write_text(json.dumps(_config(gb)))
+        (source / "config.json").write_text(json.dumps(llama_config(gb)))
         store.ingest(source, run=_RUN)
         shutil.rmtree(source)
     masters = _masters(store, range(1, saves + 1))
@@ -65,9 +65,9 @@ def run(folder: Path, *, gb: float, saves: int, rounds: int) -> None:
     print(f"equal to torch's mean in fp64, rounded: {_is_equal(store, saves)}")
 
 
-def _config(gb: float) -> dict[str, Any]:
+def llama_config(gb: float, *, is_gathered: bool = True) -> dict[str, Any]:
     """Return a config of Transformers for what is generated: mergekit wants one."""
-    shape = shape_of_size(gb, is_gathered=True)
+    shape = shape_of_size(gb, is_gathered=is_gathered)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

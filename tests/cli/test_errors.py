@@ -34,6 +34,7 @@ COMMANDS = {
     "report": ["report", "-o", "report.html"],
     "bisect": ["bisect", "log"],
     "compose": ["compose", "--dry-run"],
+    "apply": ["apply", "delta", "folder"],
     "pin": ["pin", "--list"],
     "drop": ["drop", "sft@2"],
     "undrop": ["undrop", "sft@2"],
@@ -49,7 +50,7 @@ COMMANDS = {
     "doctor": ["doctor"],
     "estimate": ["estimate", "--params", "8B", "--layers", "32"],
 }
-ANYWHERE = {"init", "clone", "doctor", "estimate", "bisect"}
+ANYWHERE = {"apply", "init", "clone", "doctor", "estimate", "bisect"}
 IN_A_STORE = [words for name, words in COMMANDS.items() if name not in ANYWHERE]
 
 

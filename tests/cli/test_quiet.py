@@ -17,6 +17,7 @@ ACTS = {
     "ingest": ["ingest", "{source}/global_step2", "--run", "other"],
     "report": ["report", "-o", "report.html"],
     "compose": ["compose", "sft@2", "-o", "out"],
+    "apply": ["apply", "delta", "base"],
     "pin": ["pin", "second", "sft@2"],
     "drop": ["drop", "sft@2"],
     "undrop": ["undrop", "sft@2"],
@@ -57,6 +58,9 @@ def test_what_is_done_is_done_in_silence(run: Run, checkpoints: Path, name: str)
     words = [word.format(source=checkpoints) for word in ACTS[name]]
     if name == "undrop":
         _undo(name)
+    if name == "apply":
+        run("compose", "sft@2", "--format", "hf", "-o", "base")
+        run("compose", "sft@4", "--format", "hf", "--since", "sft@2", "-o", "delta")
     if name in {"pull", "clone"}:
         run(*(word.format(source=checkpoints) for word in ACTS["push"]))
     quiet = run(*words, "--quiet")

@@ -26,9 +26,12 @@ ROWS = {
     "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run", "compose --mean last:2 --dry-run"],
     "`compose --format hf`, `dcp`, `universal`": [
         "compose sft@200 --format hf -o b",
+        "compose sft@100 --format hf -o base",
         "compose sft@200 --format dcp -o d",
         "compose sft@200 --format universal -o u",
     ],
+    "`compose --since`": ["compose sft@200 --format hf --since sft@100 -o delta"],
+    "`apply`": ["apply delta base"],
     "`diff`": ["diff sft@100 sft@200 --stat"],
     "`stats`": ["stats", "stats sft"],
     "`report`": ["report -o report.html --keep-last 1"],
@@ -58,6 +61,7 @@ AS_ABOVE = {
     "`ingest`, several": "`ingest`, one checkpoint",
     "`ingest --all`, `--watch`": "`ingest`, one checkpoint",
     "`compose --format hf`, `dcp`, `universal`": "`compose`",
+    "`compose --since`": "`compose`",
     "`pin --list`": "`pin NAME REF`",
     "`bisect log`": "`bisect`",
 }
@@ -79,6 +83,7 @@ SELDOM = {
     "`bisect log`": "layers layers_from sentence skipped",
     "`compose`": "count name",
     "`compose --format hf`, `dcp`, `universal`": "count dry_run mean name pin weight world_size",
+    "`compose --since`": "count dry_run mean name pin weight world_size",
     "`diff`": "kind stat",
     "`report`": "blocked durable given_up max median visible",
     "`pin --list`": "damaged reason",

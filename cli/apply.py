@@ -1,0 +1,42 @@
+"""``layerstore apply``: put a delta onto an export."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import layerstore
+from layerstore.cli.options import AsJson
+from layerstore.cli.render import counted, say, say_json, shown
+from layerstore.json_fields import json_fields
+from layerstore.units import size
+
+
+def apply(
+    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="What compose --since wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="An export of the delta's base.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Put a delta onto an export of its base.
+
+    Each tensor is compared with its checksum before and after; nothing changes unless all fit.
+    What was put on before is passed over. No store is needed.
+
+    \b
+    Examples:
+      layerstore compose sft@1100 --format hf -o model
+      layerstore compose sft@1200 --format hf --since sft@1100 -o delta
+      layerstore apply delta model
+    """
+    applied = layerstore.apply(delta, folder)
+    if as_json:
+        say_json(json_fields(applied))
+        return
+    step = f"step {int(applied.version)}" if applied.version.isdecimal() else f"version {shown(applied.version)}"
+    if not applied.tensors_changed:
+        say(f"{shown(folder)} is at {step} already; nothing was written")
+        return
+    changed = counted(applied.tensors_changed, "tensor")
+    say(f"{shown(folder)} is at {step}: {changed} changed, {size(applied.bytes_written)} in {applied.seconds:.1f} s")

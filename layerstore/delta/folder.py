@@ -1,0 +1,193 @@
+"""
+The folder of a delta: safetensors files with what changed, and an index that says between which versions.
+
+The layout is that of slime's deltas on disk: a checksum of each new tensor in the files' metadata, under its name, and
+``version``, ``base_version`` and the encoding in the index. We add checksums of the old tensors.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Part
+from layerstore.dtypes import by_code
+from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.format import framed
+from layerstore.limits import MIB, RECORD_BYTES_MAX
+from layerstore.storage import Files
+from layerstore.zero3 import open_source, read_header, read_source_file, tensors_in
+
+INDEX = "model.safetensors.index.json"
+
+CHECKSUM = "xxh3-128"
+
+_FILE_BYTES = 256 * MIB
+"""What is collected in memory before a file is written."""
+
+
+class DeltaWriter:
+    """Writes a delta to a new folder."""
+
+    def __init__(self, files: Files, folder: Path, encoding: Encoding) -> None:
+        self._files = files
+        self._folder = folder
+        self._encoding = encoding
+        self._waiting: list[tuple[str, str, bytes]] = []
+        self._targets: dict[str, str] = {}
+        self._bases: dict[str, str] = {}
+        self._placed: dict[str, str] = {}
+        self._count = 0
+        self.bytes_written = 0
+
+    def add(self, name: str, parts: Sequence[Part], *, base: str, target: str) -> None:
+        """Add a tensor's *parts*, and the checksums of it before and after."""
+        self._waiting += ((name + suffix, dtype, data) for suffix, dtype, data in parts)
+        self._targets[name] = target
+        self._bases[name] = base
+        if sum(len(data) for _, _, data in self._waiting) >= _FILE_BYTES:
+            self._flush()
+
+    def finish(self, *, version: int, base_version: int) -> None:
+        """Write what is left, and the index."""
+        self._flush()
+        metadata = {
+            "version": f"{version:06d}",
+            "base_version": f"{base_version:06d}",
+            "delta_encoding": self._encoding,
+            "compression_format": COMPRESSIONS[self._encoding],
+            "checksum_format": CHECKSUM,
+            "base_checksums": self._bases,
+        }
+        index = {"metadata": metadata, "weight_map": self._placed}
+        self._write(INDEX, [json.dumps(index, indent=1, sort_keys=True).encode() + b"\n"])
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        name = f"model-{self._count:05d}.safetensors"
+        shapes = ((key, dtype, (len(data) // by_code(dtype).bytes,)) for key, dtype, data in self._waiting)
+        frame = framed(shapes, metadata=self._targets)
+        self._write(name, [frame.header, *(data for _, _, data in self._waiting)])
+        self._placed |= {key: name for key, _, _ in self._waiting}
+        self._count += 1
+        self._waiting, self._targets = [], {}
+
+    def _write(self, name: str, parts: Sequence[bytes]) -> None:
+        with self._files.create(self._folder / name) as file:
+            offset = 0
+            for part in parts:
+                file.write_at(offset, part)
+                offset += len(part)
+            file.sync()
+        self.bytes_written += offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaTensor:
+    """What changed in one tensor."""
+
+    name: str
+    parts: tuple[tuple[Path, int, int], ...]
+    """File, offset and size of each part."""
+    target: str
+    """The checksum afterwards."""
+    base: str | None
+    """The one before; None if the delta does not say."""
+
+    def read(self) -> list[bytes]:
+        """Return its parts."""
+        found = []
+        for path, offset, size_bytes in self.parts:
+            with open_source(path) as source:
+                found.append(source.read_at(offset, size_bytes))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A delta on disk."""
+
+    path: Path
+    version: str
+    base_version: str
+    encoding: Encoding
+    tensors: tuple[DeltaTensor, ...]
+    """By name."""
+
+
+def read_delta(path: Path) -> Delta:
+    """
+    Return what the delta in the folder *path* says; tensors are not read.
+
+    Raises:
+        SourceCheckpoint: It is not one, or it is damaged.
+        Unsupported: It is encoded or compressed in another way, or has other checksums.
+    """
+    index = path / INDEX
+    try:
+        fields = json.loads(read_source_file(index, size_bytes_max=RECORD_BYTES_MAX))
+        metadata, placed = fields["metadata"], fields["weight_map"]
+        encoding = metadata["delta_encoding"]
+        names = {str(file) for file in placed.values()}
+        version, base_version = str(metadata["version"]), str(metadata["base_version"])
+        formats = metadata["compression_format"], metadata["checksum_format"]
+        bases = metadata.get("base_checksums", {})
+        if not isinstance(bases, dict):
+            raise TypeError("base_checksums")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise SourceCheckpoint(
+            f"{path} is no delta: {INDEX} does not say between which versions ({exc})",
+            hint="layerstore compose REF --format hf --since BASE -o DIR makes one",
+        ) from exc
+    if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):
+        known = ", ".join(f"{each} ({of})" for each, of in COMPRESSIONS.items())
+        raise Unsupported(
+            f"{path} is encoded as {encoding} ({formats[0]}), with checksums of {formats[1]}",
+            hint=f"what can be put on: {known}, with {CHECKSUM}",
+        )
+    found: dict[str, tuple[Path, int, int]] = {}
+    targets: dict[str, str] = {}
+    for name in sorted(names):
+        if "/" in name or name in {".", ".."} or "\0" in name:
+            raise SourceCheckpoint(f"{index} names the file {name!r}, which is not beside it")
+        targets |= _add_file(path / name, found)
+    return Delta(
+        path=path,
+        version=version,
+        base_version=base_version,
+        encoding=encoding,
+        tensors=tuple(_tensors(path, encoding, found, targets, bases)),
+    )
+
+
+def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, str]:
+    """Add the tensors of a file to *found*, and return the checksums in its metadata."""
+    with open_source(path) as source:
+        header = read_header(path, source.read_at, source.size_bytes)
+        for tensor in tensors_in(path, header, source.size_bytes, {}):
+            found[tensor.name] = path, tensor.offset_bytes, tensor.size_bytes
+    metadata = json.loads(header[8:]).get("__metadata__", {})
+    return {str(name): str(value) for name, value in metadata.items()}
+
+
+def _tensors(
+    path: Path,
+    encoding: Encoding,
+    found: Mapping[str, tuple[Path, int, int]],
+    targets: Mapping[str, str],
+    bases: Mapping[str, Any],
+) -> Iterator[DeltaTensor]:
+    suffixes = [INDICES, VALUES] if encoding == "sparse" else [""]
+    names = {key.removesuffix(suffixes[-1]) for key in found if key.endswith(suffixes[-1])}
+    for name in sorted(names):
+        if name not in targets or any(name + suffix not in found for suffix in suffixes):
+            raise SourceCheckpoint(f"{path} has only a part of {name!r}", hint="copy the delta again")
+        base = bases.get(name)
+        yield DeltaTensor(
+            name=name,
+            parts=tuple(found[name + suffix] for suffix in suffixes),
+            target=targets[name],
+            base=base if isinstance(base, str) else None,
+        )

@@ -1,0 +1,282 @@
+"""Deltas: what changed between two exports, read as slime, SGLang and vLLM read it, and put onto the first."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from safetensors import safe_open
+
+import layerstore
+from layerstore import DeltaWritten, Keep, Store
+from layerstore.delta import ENCODINGS, Encoding
+from layerstore.errors import InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.storage import Files
+from tests.compose.test_hf import mixed, weights_in
+from tests.unit.checkpoints import checkpoint, digests
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+each_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+
+
+@pytest.fixture
+def store(store: Store, tmp_path: Path) -> Store:
+    """Return a store of three saves; of the second only the blocks are others than in the first."""
+    for step in (2, 4, 6):
+        store.ingest(checkpoint(tmp_path / "in", step=step, seed=step))
+    mixed(store, "sft@2", "sft@4").pin("moved")
+    return store
+
+
+def export(store: Store, ref: str, out: Path, **options: Any) -> Path:
+    """Return the export of a commit in bf16."""
+    return store.compose(ref).export(out, dtype="bf16", **options).out
+
+
+def delta(store: Store, out: Path, *, ref: str = "moved", **options: Any) -> DeltaWritten:
+    """Return the delta from the first save."""
+    return store.compose(ref).write_delta(out, since="sft@2", **{"dtype": "bf16", **options})
+
+
+@each_encoding
+@pytest.mark.parametrize("shard", ["5GB", "2KB"])
+def test_put_onto_the_base_it_makes_the_target(store: Store, tmp_path: Path, encoding: Encoding, shard: str) -> None:
+    """Byte for byte, whatever files the base has; what is as it should be already is not written again."""
+    base = export(store, "sft@2", tmp_path / "base", max_shard_size=shard)
+    target = export(store, "moved", tmp_path / "target", max_shard_size=shard)
+    written = delta(store, tmp_path / "delta", encoding=encoding)
+
+    applied = layerstore.apply(written.out, base)
+    again = layerstore.apply(written.out, base)
+
+    assert digests(base) == digests(target)
+    assert 0 < applied.tensors_changed == applied.tensors == written.tensors_changed < written.tensors
+    assert (again.tensors_changed, again.bytes_written) == (0, 0)
+    assert json.loads((base / "layerstore.json").read_text())["delta"]["since"] == "sft@2"
+    assert written.bytes_written == sum(path.stat().st_size for path in written.out.iterdir())
+
+
+def put_on(old: np.ndarray[Any, Any], data: bytes, encoding: str) -> bytes:
+    """Return what a reader of slime's deltas makes of a tensor's bytes."""
+    decoded = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
+    if encoding == "xor":
+        return bytes(old ^ decoded)
+    count = int(decoded[:4].view("<u4")[0])
+    made = old.copy()
+    made[decoded[4 : 4 + 4 * count].view("<u4")] = decoded[4 + 4 * count :]
+    return made.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_sglang_reads_it(store: Store, tmp_path: Path, encoding: Encoding) -> None:
+    """The folder is as slime publishes it: an index between versions, and a checksum of each new tensor."""
+    base, target = (
+        {name: tensor.view(torch.uint8).numpy().ravel() for name, tensor in weights_in(folder).items()}
+        for folder in (export(store, ref, tmp_path / ref) for ref in ("sft@2", "moved"))
+    )
+    written = delta(store, tmp_path / "delta", encoding=encoding)
+
+    index = json.loads((written.out / INDEX).read_text())
+    facts = {key: value for key, value in index["metadata"].items() if key != "base_checksums"}
+    assert facts == {
+        "version": "000002",
+        "base_version": "000002",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    }
+    for name, file in index["weight_map"].items():
+        with safe_open(written.out / file, framework="np") as opened:
+            made = put_on(base[name], opened.get_tensor(name).tobytes(), encoding)
+            assert made == target[name].tobytes()
+            assert opened.metadata()[name] == xxhash.xxh3_128(made).hexdigest()
+    unchanged = base.keys() - index["weight_map"].keys()
+    assert all(base[name].tobytes() == target[name].tobytes() for name in unchanged)
+
+
+def test_vllm_gets_flat_indices_and_values(store: Store, tmp_path: Path) -> None:
+    """Of exactly the elements that changed, in order."""
+    base, target = (weights_in(export(store, ref, tmp_path / ref)) for ref in ("sft@2", "moved"))
+    written = delta(store, tmp_path / "delta", encoding="sparse")
+
+    parts = weights_in(written.out)
+    names = {key.removesuffix(".indices") for key in parts if key.endswith(".indices")}
+    total = 0
+    for name in names:
+        indices, values = parts[f"{name}.indices"], parts[f"{name}.values"]
+        total += len(indices)
+        made = base[name].flatten()
+        assert (made[indices] != values).all()
+        made[indices.long()] = values
+        assert made.equal(target[name].flatten())
+    assert total == written.elements_changed
+
+
+def test_equal_weights_are_an_empty_delta(store: Store, tmp_path: Path) -> None:
+    """Which changes nothing."""
+    written = delta(store, tmp_path / "delta", ref="sft@2")
+    base = export(store, "sft@2", tmp_path / "base")
+
+    assert written.tensors_changed == 0
+    assert layerstore.apply(written.out, base).tensors == 0
+
+
+def test_an_average_has_a_delta_too(store: Store, tmp_path: Path) -> None:
+    """As every composite that can be exported."""
+    mean = store.average("sft@2,sft@4")
+    base = export(store, "sft@2", tmp_path / "base")
+    written = mean.write_delta(tmp_path / "delta", since="sft@2", dtype="bf16")
+
+    layerstore.apply(written.out, base)
+
+    assert (base / WEIGHTS).read_bytes() == (mean.export(tmp_path / "mean", dtype="bf16").out / WEIGHTS).read_bytes()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@each_encoding
+def test_another_base_is_refused(store: Store, tmp_path: Path, encoding: Encoding) -> None:
+    """Before anything is written."""
+    other = export(store, "sft@6", tmp_path / "other")
+    written = delta(store, tmp_path / "delta", encoding=encoding)
+    before = digests(other)
+
+    with pytest.raises(LayoutMismatch, match="is not that of version 000002, which the delta is for; nothing was"):
+        layerstore.apply(written.out, other)
+
+    assert digests(other) == before
+
+
+def test_a_folder_of_another_model_is_refused(store: Store, tmp_path: Path) -> None:
+    """It has no such tensors."""
+    store.ingest(checkpoint(tmp_path / "other", layers=1), run="small")
+    other = export(store, "small", tmp_path / "model")
+    written = delta(store, tmp_path / "delta")
+
+    with pytest.raises(LayoutMismatch, match=r"has no tensor .*, which the delta changes; nothing was changed"):
+        layerstore.apply(written.out, other)
+
+
+def test_two_models_have_no_delta(store: Store, tmp_path: Path) -> None:
+    """Their tensors are not the same kind."""
+    store.ingest(checkpoint(tmp_path / "other", layers=1), run="small")
+
+    with pytest.raises(LayoutMismatch, match="is not the same kind of tensor in sft@2 and in small@2; nothing was"):
+        delta(store, tmp_path / "delta", ref="small")
+
+    assert not (tmp_path / "delta").exists()
+
+
+def test_a_damaged_delta_changes_nothing(store: Store, tmp_path: Path) -> None:
+    """Each tensor is compared with its checksum before any file is replaced."""
+    base = export(store, "sft@2", tmp_path / "base", max_shard_size="2KB")
+    written = delta(store, tmp_path / "delta", encoding="sparse")
+    path = written.out / "model-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before = digests(base)
+
+    with pytest.raises(SourceCheckpoint, match="is not what it should be with the delta put on; nothing was changed"):
+        layerstore.apply(written.out, base)
+
+    assert digests(base) == before
+    assert not [path for path in base.iterdir() if "partial" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"delta_encoding": "gap"}, Unsupported, "is encoded as gap"),
+        ({"compression_format": "lz4"}, Unsupported, "is encoded as xor .lz4."),
+        ({"checksum_format": "adler32"}, Unsupported, "with checksums of adler32"),
+        ({"version": None}, None, ""),
+    ],
+)
+def test_other_encodings_are_refused(
+    store: Store, tmp_path: Path, change: dict[str, object], error: type[Exception] | None, message: str
+) -> None:
+    """By name."""
+    base, written = export(store, "sft@2", tmp_path / "base"), delta(store, tmp_path / "delta")
+    index = json.loads((written.out / INDEX).read_text())
+    index["metadata"] |= change
+    (written.out / INDEX).write_text(json.dumps(index))
+    if error is None:
+        assert layerstore.apply(written.out, base).tensors_changed
+        return
+
+    with pytest.raises(error, match=message):
+        layerstore.apply(written.out, base)
+
+
+def test_what_is_no_delta_is_refused(store: Store, tmp_path: Path) -> None:
+    """An export has an index too, or none."""
+    base = export(store, "sft@2", tmp_path / "base")
+    sharded = export(store, "sft@2", tmp_path / "sharded", max_shard_size="2KB")
+
+    with pytest.raises(SourceCheckpoint, match="no such file"):
+        layerstore.apply(base, sharded)
+    with pytest.raises(SourceCheckpoint, match="is no delta"):
+        layerstore.apply(sharded, base)
+    with pytest.raises(SourceCheckpoint, match="has no weights files"):
+        layerstore.apply(delta(store, tmp_path / "delta").out, tmp_path)
+
+
+def test_an_unknown_encoding_is_refused(store: Store, tmp_path: Path) -> None:
+    """With those that there are."""
+    with pytest.raises(InvalidInput, match="'gap' is no encoding of a delta"):
+        delta(store, tmp_path / "delta", encoding="gap")
+
+
+def test_moments_are_not_needed(store: Store, tmp_path: Path) -> None:
+    """As for every export."""
+    store.gc(Keep(last=8, drop_optimizer_older_than=1), grace_seconds=0)
+
+    assert delta(store, tmp_path / "delta", ref="sft@4").tensors_changed
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_between_two_files_is_finished_by_the_same_command(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some files are old then and some new: each tensor says which it is."""
+    base = export(store, "sft@2", tmp_path / "base", max_shard_size="2KB")
+    target = export(store, "moved", tmp_path / "target", max_shard_size="2KB")
+    written = delta(store, tmp_path / "delta")
+    renamed: list[Path] = []
+    rename = Files.rename
+
+    def killed(files: Files, source: Path, path: Path) -> None:
+        if len(renamed) == 1:
+            os.kill(os.getpid(), 9)
+        renamed.append(path)
+        rename(files, source, path)
+
+    monkeypatch.setattr(Files, "rename", killed)
+    child = os.fork()
+    if not child:
+        try:
+            layerstore.apply(written.out, base)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 9
+    monkeypatch.undo()
+    assert digests(base) != digests(target)
+
+    assert 0 < layerstore.apply(written.out, base).tensors_changed < written.tensors_changed
+    leftovers = [path for path in base.iterdir() if "partial" in path.name]
+    for path in leftovers:
+        path.unlink()
+    assert digests(base) == digests(target)
+    shutil.rmtree(base)
