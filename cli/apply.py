@@ -34,9 +34,9 @@ def apply(
     if as_json:
         say_json(json_fields(applied))
         return
-    step = f"step {int(applied.version)}" if applied.version.isdecimal() else f"version {shown(applied.version)}"
     if not applied.tensors_changed:
-        say(f"{shown(folder)} is at {step} already; nothing was written")
+        say(f"{shown(folder)} is that of {shown(applied.name)} already; nothing was written")
         return
     changed = counted(applied.tensors_changed, "tensor")
-    say(f"{shown(folder)} is at {step}: {changed} changed, {size(applied.bytes_written)} in {applied.seconds:.1f} s")
+    took = f"{size(applied.bytes_written)} in {applied.seconds:.1f} s"
+    say(f"{shown(folder)} is that of {shown(applied.name)} now: {changed} changed, {took}")

@@ -129,7 +129,7 @@ _WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]
     "dcp": lambda composite: composite.write_dcp,
     "universal": lambda composite: composite.write_universal,
 }
-_Encoding = Literal["xor", "overwrite", "sparse"]
+_Encoding = Literal["xor", "sparse"]
 _Moments = Literal["base", "fresh"]
 _FORM_OPTIONS: Table = {
     "adam_step": (
@@ -205,7 +205,7 @@ def compose(
     """
     options = options if world_size is None else {"world_size": world_size, **options}
     _check(form, options, is_useful=bool(dry_run or out or pin), can_pin=not average)
-    _check_delta(options, has_place=out is not None and not dry_run)
+    _check_delta(options, has_place=out is not None, dry_run=dry_run)
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
@@ -250,7 +250,7 @@ def _check(form: _Form, options: Mapping[str, object], *, is_useful: bool, can_p
         raise InvalidInput("compose does not know where to write", hint=hint)
 
 
-def _check_delta(options: Mapping[str, object], *, has_place: bool) -> None:
+def _check_delta(options: Mapping[str, object], *, has_place: bool, dry_run: bool) -> None:
     """Raise InvalidInput if options of a delta do not go together."""
     if "since" not in options:
         if "encoding" in options:
@@ -258,8 +258,10 @@ def _check_delta(options: Mapping[str, object], *, has_place: bool) -> None:
         return
     if "max_shard_size" in options:
         raise InvalidInput("--since and --max-shard-size were both given", hint="a delta has files of its own size")
+    if dry_run:
+        raise InvalidInput("--since and --dry-run were both given", hint="what changed is known once it is read")
     if not has_place:
-        raise InvalidInput("--since needs a place to write to", hint="-o DIR: what changed is known once it is read")
+        raise InvalidInput("--since needs a place to write to", hint="name a folder with -o DIR")
 
 
 def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy":

@@ -375,8 +375,8 @@ class Composite:
         """
         Write to the folder *out* what changed in the weights *since* a commit, for a server that holds its export.
 
-        `layerstore.apply` puts it onto that export, as does SGLang's ``/pull_weights`` with *encoding* ``xor`` and
-        ``overwrite``; ``sparse`` has indices and values. Everything else is as in `export`.
+        `layerstore.apply` puts it onto that export, as does SGLang's ``/pull_weights`` with *encoding* ``xor``;
+        ``sparse`` has indices and values. Everything else is as in `export`.
         """
         base = compose_latest(resolve(self._repo, since))
         with losses_told(self._repo, self._composition):

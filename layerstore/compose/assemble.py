@@ -308,7 +308,7 @@ class Assembly:
                 )
 
     def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
-        path = self.folder / _inside(output.path)
+        path = self.folder / inside(output.path)
         self.repo.files.make_directories(path.parent)
         file = stack.enter_context(self.repo.files.create(path, sync_ahead=self.durable))
         file.set_size(output.size_bytes)
@@ -402,7 +402,7 @@ def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
         yield begin, b"".join(together)
 
 
-def _inside(path: str) -> str:
+def inside(path: str) -> str:
     """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
     if "\0" in path or not all(part not in {"", ".", ".."} for part in path.split("/")):
         raise IntegrityError(f"a commit's state names the file {path!r}, which would not be inside the folder")

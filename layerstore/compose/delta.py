@@ -1,7 +1,7 @@
 """
 A delta between two composites' weights, as an export of each would have them, for inference servers that hold one.
 
-Layers that both have alike are not read. Each other tensor is made twice, in memory, and compared.
+Each tensor is made in memory, twice if the commits have it of other objects, and compared.
 """
 
 import time
@@ -12,15 +12,16 @@ from pathlib import Path
 
 from layerstore.compose.assemble import OutputFile, read_mean, read_stretch
 from layerstore.compose.choose import Composition
-from layerstore.compose.export import ExportPlan
+from layerstore.compose.export import CONFIG, ExportPlan
 from layerstore.compose.hf import plan_export
 from layerstore.compose.safetensors import WeightTensor
 from layerstore.compose.target import Force, appearing, checked_target
-from layerstore.delta import ENCODINGS, INDEX, DeltaWriter, Encoding, count_changed, encode
+from layerstore.delta import ENCODINGS, INDEX, DeltaWriter, Encoding, encode, is_delta
 from layerstore.dtypes import by_code
-from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch
 from layerstore.format import object_id
 from layerstore.history import references_to
+from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.progress import Progress
 from layerstore.storage import Repository
@@ -82,28 +83,33 @@ def write_delta(
     if encoding not in ENCODINGS:
         raise InvalidInput(f"{encoding!r} is no encoding of a delta", hint=f"choose one of: {', '.join(ENCODINGS)}")
     target = checked_target(repo, out, what="a delta", signs=(INDEX,), force=force)
+    if target.older is not None and not target.is_empty and not is_delta(target.path):
+        raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, each, dtype=dtype, max_shard_size=_ONE_FILE) for each in (since, composition)]
-    [before, called] = references_to(repo, [since.base, composition.base])
+    before, called = _names(repo, since, composition)
     old, new = (_Weights(repo, plan, verify=verify) for plan in plans)
     _check_alike(old, new, before, called)
+    notes = [note for note in plans[1].notes if CONFIG not in note]
+    if composition.base.step == since.base.step:
+        notes.append(f"both are of step {since.base.step}: a reader that compares versions sees no change")
     progress.start("delta", sum(tensor.size_bytes for tensor in new.tensors.values()))
     changed = elements_changed = 0
     with appearing(repo, target, is_older_form=lambda path: path.suffix == ".safetensors") as folder:
         writer = DeltaWriter(repo.files, folder, encoding)
         for name, tensor in new.tensors.items():
             progress.advance(tensor.size_bytes)
-            if old.pieces(name) == new.pieces(name):
-                continue
-            was, now = old.read(name), new.read(name)
+            was = old.read(name)
+            now = was if old.pieces(name) == new.pieces(name) else new.read(name)
             if was == now:
+                writer.unchanged(name, object_id(was))
                 continue
             changed += 1
-            elements_changed += count_changed(was, now, dtype=tensor.dtype)
-            parts = encode(name, was, now, dtype=tensor.dtype, encoding=encoding)
+            parts, count = encode(name, was, now, dtype=tensor.dtype, encoding=encoding)
+            elements_changed += count
             writer.add(name, parts, base=object_id(was), target=object_id(now))
-        writer.finish(version=composition.base.step, base_version=since.base.step)
+        writer.finish(version=composition.base.step, base_version=since.base.step, name=called, base_name=before)
         facts = {"since": before, "encoding": encoding, "elements_changed": elements_changed}
-        summary = composition.summary_file(plans[1].notes, format="hf", dtype=plans[1].dtype, delta=facts)
+        summary = composition.summary_file(notes, format="hf", dtype=plans[1].dtype, delta=facts)
         with repo.files.create(folder / SUMMARY) as file:
             file.write_at(0, summary)
             file.sync()
@@ -122,7 +128,7 @@ def write_delta(
         bytes_whole=sum(tensor.size_bytes for tensor in new.tensors.values()),
         bytes_written=writer.bytes_written + len(summary),
         seconds=time.monotonic() - started,
-        notes=plans[1].notes,
+        notes=tuple(notes),
     )
 
 
@@ -136,6 +142,13 @@ def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> 
             f"{odd[0]!r} is not the same kind of tensor in {before} and in {called}; nothing was written",
             hint="a delta is between two commits of one model; --dtype gives both the same type",
         )
+
+
+def _names(repo: Repository, *compositions: Composition) -> list[str]:
+    """Return what each is called; several may have one base."""
+    references = references_to(repo, [each.base for each in compositions])
+    pairs = zip(compositions, references, strict=True)
+    return [name if each.mixture is None else f"a composite of {name}" for each, name in pairs]
 
 
 class _Weights:
@@ -155,7 +168,10 @@ class _Weights:
 
     def pieces(self, name: str) -> list[tuple[object, ...]]:
         """Return what the tensor is made of; if two are made of the same, they are the same."""
-        return [(piece.objects, piece.object_offset, piece.size_bytes, piece.rounding) for piece in self._cut(name)]
+        return [
+            (piece.object, piece.object_offset, piece.size_bytes, piece.rounding, piece.mean_of)
+            for piece in self._cut(name)
+        ]
 
     def read(self, name: str) -> bytearray:
         """Return the bytes of the tensor."""
@@ -186,6 +202,8 @@ class _Weights:
             for chunk in read_mean(self._repo, piece):
                 yield convert(chunk, source="F32", target=target)
             return
-        data = memoryview(bytearray(piece.size_bytes))
-        read_stretch(self._repo, piece.object, piece.object_offset, data)
-        yield data if piece.rounding is None else convert(data, source=source, target=target)
+        buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, piece.size_bytes)))
+        for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
+            data = buffer[: piece.size_bytes - start]
+            read_stretch(self._repo, piece.object, piece.object_offset + start, data)
+            yield data if piece.rounding is None else convert(data, source=source, target=target)

@@ -1,7 +1,7 @@
 """
 The folder of an export, whatever its format: its plan, how it is written, and what came of that.
 
-The formats (``hf``, ``dcp``) make the plans.
+The formats (``hf``, ``dcp``, ``universal``) make the plans.
 """
 
 import json
@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.compose.assemble import Assembly, OutputFile, assembling
+from layerstore.compose.assemble import Assembly, OutputFile, assembling, inside
 from layerstore.compose.choose import Composition
 from layerstore.compose.peft import ADAPTER_CONFIG
 from layerstore.compose.safetensors import WeightsFile
 from layerstore.compose.target import Force, appearing, checked_target
+from layerstore.delta import is_delta
+from layerstore.errors import AlreadyExists
 from layerstore.progress import Progress
 from layerstore.storage import Files, Repository
 from layerstore.units import size
@@ -117,6 +119,8 @@ def execute_export(
     """
     started = time.monotonic()
     target = checked_target(repo, out, what="an export", signs=plan.signs, force=force)
+    if target.older is not None and is_delta(target.path):
+        raise AlreadyExists(f"{out} is a delta, and no export, so it is not replaced", hint="choose another -o")
     with (
         appearing(repo, target, is_older_form=plan.is_older_form) as folder,
         assembling(
@@ -134,7 +138,7 @@ def execute_export(
         progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
         assembly.write(files)
         for new, old in plan.links:
-            _link(repo.files, folder / old, folder / new)
+            _link(repo.files, folder / inside(old), folder / inside(new))
         for weights in plan.weights:
             if weights.name not in linked:
                 assembly.check_converted(weights.name, weights.checks())

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerstore.compose.carry_over import moments_notes
 from layerstore.compose.choose import Composition
 from layerstore.compose.world_size import AdamStep, check_adam_step, check_has_moments
 from layerstore.errors import LayoutMismatch
@@ -110,7 +109,18 @@ def optimizer_of(
                 scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
     sliced = {name: tuple(sorted(of)) for name, of in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
-    notes += moments_notes(composition, is_fresh=False)
+    if (
+        is_adam
+        and config_optimizer(model) is None
+        and not all("decoupled_weight_decay" in of.settings for of in groups)
+    ):
+        notes.append(
+            "the base's optimizer does not say whether its weight decay is decoupled: AdamW's is, so it says so"
+        )
+    if composition.mean is not None:
+        notes.append(
+            f"the optimizer's moments are those of {composition.base.run}@{composition.base.step}, not averaged"
+        )
     return OptimizerState(
         groups=tuple(groups),
         sliced=sliced,
@@ -148,9 +158,14 @@ def _counter(value: Tree, entry: LayerEntry | None) -> Tensor:
     return Tensor(storage=storage, offset=0, shape=Size(()), stride=())
 
 
+def config_optimizer(model: TreeView) -> dict[Tree, Tree] | None:
+    """Return the optimizer that DeepSpeed's config asks for; None if the training script makes it."""
+    optimizer = (config_of(model) or {}).get("optimizer")
+    return optimizer if isinstance(optimizer, dict) else None
+
+
 def _settings(model: TreeView) -> dict[str, Tree]:
     """Return Adam's settings that DeepSpeed keeps in its config, if it is the one that has made the optimizer."""
-    optimizer = (config_of(model) or {}).get("optimizer")
-    chosen = optimizer.get("params") if isinstance(optimizer, dict) else None
+    chosen = (config_optimizer(model) or {}).get("params")
     is_decoupled = chosen.get("adam_w_mode", True) if isinstance(chosen, dict) else True
     return {**_SETTINGS_OF_ADAM, "decoupled_weight_decay": is_decoupled}

@@ -8,6 +8,7 @@ ZeRO-3 gives all param groups the settings of the first that it finds, so those 
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from math import prod
 from pathlib import PurePosixPath
 
 from layerstore.compose.archives import Archives, Fill, new_tensor
@@ -19,7 +20,7 @@ from layerstore.compose.optimizer import OptimizerState, optimizer_of
 from layerstore.compose.peft import plan_beside
 from layerstore.compose.world_size import plan_ranks
 from layerstore.compose.zero3 import plan_model_states
-from layerstore.errors import LayoutMismatch
+from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.history import references_to
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind, Parameter, RankState
@@ -32,6 +33,7 @@ from layerstore.zero3 import (
     Piece,
     Slices,
     TreeView,
+    can_convert,
     inner_optimizer,
     outer_optimizer,
 )
@@ -66,6 +68,9 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     step = _step(state)
     links = [(f"{tag}/{_MODEL_STATES_OF_STAGES_1_AND_2}", f"{tag}/{_MODEL_STATES}")]
     for parameter in slices.parameters.values():
+        for name in (parameter.name, *parameter.aliases):
+            if "/" in name or "\0" in name or name in {".", ".."}:
+                raise Unsupported(f"a parameter is called {name!r}, which cannot be the name of a folder")
         own = list(_files_of(f"{folder}/{parameter.name}", parameter, slices, step))
         files += own
         links += (
@@ -117,15 +122,15 @@ def _notes(slices: Slices, optimizer: OptimizerState) -> Iterator[str]:
     differing = sorted(set.union(*(set(group.settings) for group in optimizer.groups)) - _shared(optimizer).keys())
     if differing:
         yield (
-            f"{', '.join(differing)} differ between param groups; ZeRO-3's loader would give all groups the first "
-            "one's, so each keeps what the training script gives it (stages 1 and 2 read them)"
+            f"param groups differ in {', '.join(differing)}: as ZeRO-3 loads, it would give all of them the first "
+            "one's, so this is left to the training script there; stages 1 and 2 load each group's own"
         )
     frozen = sum(not slices.shards(Kind.MASTER, name) for name in slices.parameters)
-    if frozen or slices.buffers():
-        yield (
-            f"DeepSpeed's loader takes neither frozen parameters ({frozen}) nor buffers ({len(slices.buffers())}) from "
-            "a universal checkpoint: build the model with them"
-        )
+    kinds = [f"{frozen} frozen parameters"] * bool(frozen) + [f"{len(slices.buffers())} buffers"] * bool(
+        slices.buffers()
+    )
+    if kinds:
+        yield f"DeepSpeed's loader does not load {' and '.join(kinds)}: build the model with them"
 
 
 def _shared(optimizer: OptimizerState) -> dict[str, Tree]:
@@ -170,7 +175,10 @@ def _files_of(folder: str, parameter: Parameter, slices: Slices, step: Tree) -> 
         kinds = {**kinds, **{state: (Kind.OPTIMIZER, state) for state in _MOMENTS}}
     for key, (kind, state) in kinds.items():
         fill = partial(_filled, slices, kind=kind, name=name, state=state)
-        yield _file(f"{folder}/{key}.pt", {"param": new_tensor("F32", shape), "cat_dim": 0}, fill)
+        # Quantized frozen weights stay as they are: DeepSpeed's loader does not read them.
+        stored = slices.find(kind, name, shard=0, state=state).tensor.dtype if prod(shape) else "F32"
+        dtype = "F32" if can_convert(stored, "F32") else stored
+        yield _file(f"{folder}/{key}.pt", {"param": new_tensor(dtype, shape), "cat_dim": 0}, fill)
     if is_trained:
         yield _file(f"{folder}/step.pt", step)
 

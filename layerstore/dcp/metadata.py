@@ -225,7 +225,7 @@ class _Reader:
         """Return the fields of an index; as the key of a map, it comes as a tuple of class and attributes."""
         match node:
             case (name, *pairs) if name == _INDEX:
-                return dict(pairs)  # type: ignore[arg-type]  # the reader of pickles makes them
+                return {pair[0]: pair[1] for pair in pairs if isinstance(pair, tuple) and len(pair) == 2}
             case _:
                 return self._fields(node, _INDEX)
 
@@ -241,7 +241,10 @@ class _Reader:
         ):
             raise self._unlike("a place")
         if PurePosixPath(file).is_absolute() or {"..", "\0"} & {*PurePosixPath(file).parts, *file}:
-            raise damaged(self._path, f"it names the file {file!r}, which is not below its folder")
+            raise SourceCheckpoint(
+                f"{self._path} names the file {file!r}, which is not below its folder",
+                hint="if layerstore wrote it, name the folder above this one",
+            )
         offsets, sizes = (Size(), Size()) if box is None else box
         return Chunk(offsets=offsets, sizes=sizes, file=file, offset_bytes=offset, size_bytes=length)
 

@@ -14,7 +14,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
 from layerstore.tree import Located, Tensor, Tree
-from layerstore.zero3 import damaged, open_source
+from layerstore.zero3 import damaged, linked, open_source
 from layerstore.zero3.pt import Pickles, PtFile, read_section
 
 
@@ -66,15 +66,18 @@ def _metadata_files(path: Path) -> list[Path]:
 class Folder:
     """A distributed checkpoint on disk."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
         """
         Read the metadata of *path* or, as Accelerate keeps model and optimizer apart, of each folder in it.
 
+        *path* has no links in it; those inside are followed only with *follow*.
+
         Raises:
-            SourceCheckpoint: There is none, or it is damaged.
+            SourceCheckpoint: There is none, or it is damaged, or a link.
         """
         self.path = path
-        self.metadata = _metadata_files(path)
+        self._follow = follow
+        self.metadata = [self.allowed(file) for file in _metadata_files(path)]
         """The files that say what there is."""
         self.entries: dict[str, Entry] = {}
         for file in self.metadata:
@@ -88,6 +91,12 @@ class Folder:
         """Name and position of all tensors' bytes that were looked up, with the checksum that they must have."""
         self._pickles = Pickles()
 
+    def allowed(self, path: Path) -> Path:
+        """Return *path*; raise SourceCheckpoint if a link leads to it that may not be followed."""
+        if not self._follow and path.resolve() != path:
+            raise linked(path)
+        return path
+
     @property
     def files(self) -> set[Path]:
         """The data files."""
@@ -95,7 +104,10 @@ class Folder:
 
     def value(self, key: str) -> Tree:
         """Return a value that is no tensor, or a scalar, whose storage points into its file."""
-        return self._archive(self.entries[key], 0).tree
+        entry = self.entries[key]
+        if len(entry.chunks) != 1:
+            raise damaged(self.path, f"{key!r} should lie in one piece, and lies in {len(entry.chunks)}")
+        return self._archive(entry, 0).tree
 
     def tensor(self, key: str) -> FlatTensor:
         """
@@ -137,7 +149,7 @@ class Folder:
 
     def _archive(self, entry: Entry, number: int) -> PtFile:
         chunk = entry.chunks[number]
-        with open_source(self.path / chunk.file) as source:
+        with open_source(self.allowed(self.path / chunk.file)) as source:
             found = read_section(source, chunk.offset_bytes, chunk.size_bytes, self._pickles)
         for storage in found.storages:
             assert isinstance(storage.content, Located)

@@ -5,21 +5,21 @@ Every tensor is compared with its checksum before and after. If a kill leaves so
 command finishes: what is as it should be already is passed over.
 """
 
-import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.delta.codec import Encoding, decode_into
+from layerstore.delta.codec import Encoding, decode_into, part_bytes_max
 from layerstore.delta.folder import Delta, DeltaTensor, read_delta
 from layerstore.errors import LayoutMismatch, SourceCheckpoint
-from layerstore.format import object_id
+from layerstore.format import NameHasher, object_id
 from layerstore.layers import typed
+from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.storage import Files, NewFile, OpenFile
 from layerstore.units import size
-from layerstore.zero3 import SUMMARY, GatheredSource, open_source, read_header, tensors_in
+from layerstore.zero3 import SUMMARY, GatheredSource, holds_zero3, open_source, read_header, tensors_in
 
 WEIGHTS = "*.safetensors"
 
@@ -29,10 +29,11 @@ class Applied:
     """What a delta has changed."""
 
     folder: Path
-    version: str
-    base_version: str
+    name: str
+    """The commit that the folder is of now, or the version's number."""
+    base_name: str
     tensors: int
-    """That the delta has."""
+    """That the delta changes."""
     tensors_changed: int
     """Fewer if some were as they should be already."""
     bytes_written: int
@@ -40,7 +41,7 @@ class Applied:
 
     def __repr__(self) -> str:
         done = f"{self.tensors_changed} of {self.tensors} tensors, {size(self.bytes_written)}, {self.seconds:.1f} s"
-        return f"<Applied {self.base_version} to {self.version} on {self.folder}: {done}>"
+        return f"<Applied {self.base_name} to {self.name} on {self.folder}: {done}>"
 
 
 def apply_delta(delta: Path, folder: Path) -> Applied:
@@ -54,38 +55,65 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
     started = time.monotonic()
     files, of = Files(), read_delta(delta)
     held = _tensors_of(folder)
-    lacking = [tensor.name for tensor in of.tensors if tensor.name not in held]
-    if lacking:
-        raise LayoutMismatch(
-            f"{folder} has no tensor {lacking[0]!r}, which the delta changes; nothing was changed",
-            hint="is it an export of the same model?",
-        )
-    to_do = [tensor for tensor in of.tensors if _is_due(tensor, held[tensor.name], of)]
+    _check_fits(of, held, folder)
+    to_do = [tensor for name, tensor in of.tensors.items() if _checksum(held[name]) != tensor.target]
     written = 0
     with ExitStack() as stack:
         done: list[tuple[Path, Path]] = []
         for path in sorted({held[tensor.name].file for tensor in to_do}):
-            partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+            partial = _partial(path)
+            files.discard(partial)  # of a run that was killed
             stack.callback(files.discard, partial)
-            changes = {tensor.name: tensor for tensor in to_do if held[tensor.name].file == path}
+            changes = [(held[tensor.name], tensor) for tensor in to_do if held[tensor.name].file == path]
             with files.open(path) as source, files.create(partial, sync_ahead=True) as file:
-                _patch(file, source, [(held[name], tensor) for name, tensor in changes.items()], of.encoding)
+                _patch(file, source, changes, of.encoding)
                 written += source.size_bytes
             done.append((partial, path))
         for partial, path in done:
             files.rename(partial, path)
         if (delta / SUMMARY).is_file() and (folder / SUMMARY).is_file():
-            _copy(files, delta / SUMMARY, folder)
+            _copy(files, delta / SUMMARY, folder / SUMMARY)
         files.sync_directory(folder)
     return Applied(
         folder=folder,
-        version=of.version,
-        base_version=of.base_version,
+        name=of.name,
+        base_name=of.base_name,
         tensors=len(of.tensors),
         tensors_changed=len(to_do),
         bytes_written=written,
         seconds=time.monotonic() - started,
     )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _check_fits(delta: Delta, held: Mapping[str, GatheredSource], folder: Path) -> None:
+    """Raise unless every tensor is as before the delta, or as after."""
+    for name in (*delta.tensors, *delta.unchanged):
+        if name not in held:
+            raise LayoutMismatch(
+                f"{folder} has no tensor {name!r}, which the delta knows; nothing was changed",
+                hint="is it an export of the same model?",
+            )
+    expected = {name: {of.base, of.target} for name, of in delta.tensors.items()}
+    expected |= {name: {checksum} for name, checksum in delta.unchanged.items()}
+    for name, checksums in expected.items():
+        if None not in checksums and _checksum(held[name]) not in checksums:
+            raise LayoutMismatch(
+                f"{name!r} in {folder} is not that of {delta.base_name}, which the delta is for; nothing was changed",
+                hint="put on the deltas in between first, or export the base again with the --dtype of the delta",
+            )
+
+
+def _checksum(held: GatheredSource) -> str:
+    hasher = NameHasher()
+    with open_source(held.file) as source:
+        for start in range(0, held.size_bytes, IO_CHUNK_BYTES):
+            count = min(IO_CHUNK_BYTES, held.size_bytes - start)
+            hasher.update(source.read_at(held.offset_bytes + start, count))
+    return hasher.id()
 
 
 def _tensors_of(folder: Path) -> dict[str, GatheredSource]:
@@ -96,27 +124,26 @@ def _tensors_of(folder: Path) -> dict[str, GatheredSource]:
             f"{folder} has no weights files ({WEIGHTS})",
             hint=f"export the base there: layerstore compose REF --format hf -o {typed(str(folder))}",
         )
+    if holds_zero3(folder):
+        raise LayoutMismatch(
+            f"{folder} is a checkpoint to resume from, whose shards would not fit its weights any more; "
+            "nothing was changed",
+            hint="layerstore compose REF --format hf -o DIR makes a folder of weights alone",
+        )
     found: dict[str, GatheredSource] = {}
     for path in paths:
+        if path.is_symlink():
+            raise SourceCheckpoint(f"{path} is a link; nothing was changed", hint="put a copy into its place: cp -L")
         with open_source(path) as source:
             header = read_header(path, source.read_at, source.size_bytes)
-            found |= {tensor.name: tensor for tensor in tensors_in(path, header, source.size_bytes, {})}
+            for tensor in tensors_in(path, header, source.size_bytes, {}):
+                if tensor.name in found:
+                    raise SourceCheckpoint(
+                        f"{tensor.name!r} is in {found[tensor.name].file.name} and in {path.name}; nothing was changed",
+                        hint="remove the weights that are not read",
+                    )
+                found[tensor.name] = tensor
     return found
-
-
-def _is_due(tensor: DeltaTensor, held: GatheredSource, delta: Delta) -> bool:
-    """Whether *held* is as before the delta; raise if it is neither as before nor as after."""
-    with open_source(held.file) as source:
-        now = object_id(source.read_at(held.offset_bytes, held.size_bytes))
-    if now == tensor.target:
-        return False
-    if tensor.base is not None and now != tensor.base:
-        raise LayoutMismatch(
-            f"{tensor.name!r} in {held.file} is not that of version {delta.base_version}, which the delta is for; "
-            "nothing was changed",
-            hint="put on the deltas in between first, or export the base again",
-        )
-    return True
 
 
 def _patch(
@@ -129,14 +156,23 @@ def _patch(
             file.copy_from(source, begin, begin, end - begin)
     for of, tensor in changes:
         data = bytearray(source.read_at(of.offset_bytes, of.size_bytes))
-        decode_into(data, tensor.read(), dtype=of.dtype, encoding=encoding)
+        if max(size_bytes for _, _, size_bytes in tensor.parts) > part_bytes_max(of.size_bytes, dtype=of.dtype):
+            raise _wrong(tensor)
+        try:
+            decode_into(data, tensor.read(), dtype=of.dtype, encoding=encoding)
+        except SourceCheckpoint as exc:
+            raise _wrong(tensor) from exc
         if object_id(data) != tensor.target:
-            raise SourceCheckpoint(
-                f"{tensor.name!r} is not what it should be with the delta put on; nothing was changed",
-                hint="copy the delta again; if it says nothing about its base, the folder may be of another",
-            )
+            raise _wrong(tensor)
         file.write_at(of.offset_bytes, data)
     file.sync()
+
+
+def _wrong(tensor: DeltaTensor) -> SourceCheckpoint:
+    return SourceCheckpoint(
+        f"{tensor.name!r} is not what it should be with the delta put on; nothing was changed",
+        hint="copy the delta again; one that does not say what it is for may be for another base",
+    )
 
 
 def _between(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tuple[int, int]]:
@@ -150,10 +186,11 @@ def _between(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tup
         yield begin, size_bytes
 
 
-def _copy(files: Files, source: Path, folder: Path) -> None:
-    """Put a small file into *folder*, in one step."""
-    partial = folder / f".{source.name}.partial-{secrets.token_hex(4)}"
+def _copy(files: Files, source: Path, target: Path) -> None:
+    """Put a small file in the place of another, in one step."""
+    partial = _partial(target)
+    files.discard(partial)
     with files.open(source) as read, files.create(partial) as file:
         file.write_at(0, read.read_at(0, read.size_bytes))
         file.sync()
-    files.rename(partial, folder / source.name)
+    files.rename(partial, target)

@@ -1,8 +1,8 @@
 """
-What changed in one tensor: ``xor`` and ``overwrite`` of its bytes, compressed, or ``sparse`` elements.
+What changed in one tensor: ``xor`` of its bytes, compressed, or ``sparse`` elements, made in blocks.
 
-The first two are those of slime's deltas on disk, which SGLang's ``/pull_weights`` puts on: ``xor`` of all bytes, or
-their count, positions and new values. The third has flat indices and values, as vLLM's sparse patches.
+The first is that of slime's deltas on disk, which SGLang's ``/pull_weights`` puts on. The second has flat indices and
+values, as vLLM's sparse patches.
 """
 
 from collections.abc import Sequence
@@ -11,57 +11,66 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import Bytes
+from layerstore.limits import MIB
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array: TypeAlias = npt.NDArray[Any]
 
-Encoding = Literal["xor", "overwrite", "sparse"]
+Encoding = Literal["xor", "sparse"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 
-COMPRESSIONS: dict[Encoding, str] = {"xor": "zstd", "overwrite": "zstd", "sparse": "none"}
+COMPRESSIONS: dict[Encoding, str] = {"xor": "zstd", "sparse": "none"}
 
 INDICES, VALUES = ".indices", ".values"
 """What the parts of a sparse tensor are called, behind its name."""
 
+_BLOCK_BYTES = 16 * MIB
+
 _LEVEL = 1
 """Of zstd: higher ones take several times as long for a few percent."""
 
-_POSITIONS_MAX = 1 << 32
 _INDICES_MAX = 1 << 31
 
 Part = tuple[str, str, bytes]
 """A part's suffix, its element type, and its bytes."""
 
 
-def count_changed(old: Bytes, new: Bytes, *, dtype: str) -> int:
-    """Return how many elements differ."""
-    import numpy as np
-
-    return int(np.count_nonzero(_elements(old, dtype) != _elements(new, dtype)))
-
-
-def encode(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> list[Part]:
+def encode(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[list[Part], int]:
     """
-    Return the parts that make *new* of *old*, the bytes of the tensor *name*.
+    Return the parts that make *new* of *old*, the bytes of the tensor *name*, and how many elements changed.
 
     Raises:
-        Unsupported: It is too large for the encoding.
+        Unsupported: It has too many elements for the encoding.
     """
     import numpy as np
+    import zstandard
 
+    width = by_code(dtype).bytes
+    if encoding == "sparse" and len(new) // width >= _INDICES_MAX:
+        raise Unsupported(f"{name!r} has {len(new) // width} elements, too many for sparse", hint="--encoding xor")
+    compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=len(new))
+    found: list[bytes] = []
+    values: list[bytes] = []
+    count = 0
+    for start in range(0, len(new), _BLOCK_BYTES):
+        was, now = (_elements(memoryview(data)[start : start + _BLOCK_BYTES], dtype) for data in (old, new))
+        changed = np.flatnonzero(was != now)
+        count += changed.size
+        if encoding == "xor":
+            found.append(compressor.compress(np.bitwise_xor(was, now).data))
+        else:
+            found.append((changed + start // width).astype("<i4").tobytes())
+            values.append(now[changed].tobytes())
     if encoding == "xor":
-        return [("", "U8", _compressed(np.bitwise_xor(_elements(old, "U8"), _elements(new, "U8"))))]
-    limit = _POSITIONS_MAX if encoding == "overwrite" else _INDICES_MAX * by_code(dtype).bytes
-    if len(new) >= limit:
-        raise Unsupported(f"{name!r} has {len(new)} bytes, too many for {encoding}", hint="--encoding xor has no limit")
-    elements = _elements(new, "U8" if encoding == "overwrite" else dtype)
-    changed = np.flatnonzero(_elements(old, "U8" if encoding == "overwrite" else dtype) != elements)
-    if encoding == "sparse":
-        return [(INDICES, "I32", changed.astype("<i4").tobytes()), (VALUES, dtype, elements[changed].tobytes())]
-    parts = [np.array([changed.size], "<u4").view("u1"), changed.astype("<u4").view("u1"), elements[changed]]
-    return [("", "U8", _compressed(np.concatenate(parts)))]
+        return [("", "U8", b"".join([*found, compressor.flush()]))], count
+    return [(INDICES, "I32", b"".join(found)), (VALUES, dtype, b"".join(values))], count
+
+
+def part_bytes_max(size_bytes: int, *, dtype: str) -> int:
+    """Return the size that no part of a tensor of *size_bytes* exceeds."""
+    return max(size_bytes + size_bytes // 128 + 1024, 4 * size_bytes // by_code(dtype).bytes)
 
 
 def decode_into(tensor: bytearray, parts: Sequence[bytes], *, dtype: str, encoding: Encoding) -> None:
@@ -78,15 +87,10 @@ def decode_into(tensor: bytearray, parts: Sequence[bytes], *, dtype: str, encodi
         if encoding == "sparse":
             _elements(tensor, dtype)[np.frombuffer(parts[0], "<i4")] = _elements(parts[1], dtype)
             return
-        # No tensor needs more: each byte that changes has four of position and one of value.
-        held, data = _elements(tensor, "U8"), _decompressed(parts[0], size_bytes_max=5 * len(tensor) + 4)
-        if encoding == "xor":
-            np.bitwise_xor(held, data, out=held)
-            return
-        end = 4 + 4 * int(data[:4].view("<u4")[0])
-        held[data[4:end].view("<u4")] = data[end:]
+        held = _elements(tensor, "U8")
+        np.bitwise_xor(held, _decompressed(parts[0], size_bytes_max=len(tensor)), out=held)
     except (ValueError, IndexError, zstandard.ZstdError) as exc:
-        raise SourceCheckpoint(f"the delta does not fit its tensor ({exc})", hint="copy the delta again") from exc
+        raise SourceCheckpoint("what the delta has of it is damaged", hint="copy the delta again") from exc
 
 
 def _elements(data: Bytes, dtype: str) -> "Array":
@@ -94,12 +98,6 @@ def _elements(data: Bytes, dtype: str) -> "Array":
     import numpy as np
 
     return np.frombuffer(data, f"<u{by_code(dtype).bytes}")
-
-
-def _compressed(data: "Array") -> bytes:
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(data.data)
 
 
 def _decompressed(data: bytes, *, size_bytes_max: int) -> "Array":

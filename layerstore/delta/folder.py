@@ -2,7 +2,8 @@
 The folder of a delta: safetensors files with what changed, and an index that says between which versions.
 
 The layout is that of slime's deltas on disk: a checksum of each new tensor in the files' metadata, under its name, and
-``version``, ``base_version`` and the encoding in the index. We add checksums of the old tensors.
+``version``, ``base_version`` and the encoding in the index. We add checksums of all tensors as they were before, and
+what the two commits are called.
 """
 
 import json
@@ -41,6 +42,10 @@ class DeltaWriter:
         self._count = 0
         self.bytes_written = 0
 
+    def unchanged(self, name: str, checksum: str) -> None:
+        """Note the *checksum* of a tensor that is the same in both."""
+        self._bases[name] = checksum
+
     def add(self, name: str, parts: Sequence[Part], *, base: str, target: str) -> None:
         """Add a tensor's *parts*, and the checksums of it before and after."""
         self._waiting += ((name + suffix, dtype, data) for suffix, dtype, data in parts)
@@ -49,8 +54,8 @@ class DeltaWriter:
         if sum(len(data) for _, _, data in self._waiting) >= _FILE_BYTES:
             self._flush()
 
-    def finish(self, *, version: int, base_version: int) -> None:
-        """Write what is left, and the index."""
+    def finish(self, *, version: int, base_version: int, name: str, base_name: str) -> None:
+        """Write what is left, and the index; *name* and *base_name* are those of the commits."""
         self._flush()
         metadata = {
             "version": f"{version:06d}",
@@ -58,6 +63,8 @@ class DeltaWriter:
             "delta_encoding": self._encoding,
             "compression_format": COMPRESSIONS[self._encoding],
             "checksum_format": CHECKSUM,
+            "name": name,
+            "base_name": base_name,
             "base_checksums": self._bases,
         }
         index = {"metadata": metadata, "weight_map": self._placed}
@@ -110,11 +117,25 @@ class Delta:
     """A delta on disk."""
 
     path: Path
-    version: str
-    base_version: str
+    name: str
+    """What it makes: a commit's name, or a version's number."""
+    base_name: str
     encoding: Encoding
-    tensors: tuple[DeltaTensor, ...]
+    tensors: Mapping[str, DeltaTensor]
     """By name."""
+    unchanged: Mapping[str, str]
+    """The checksums of all other tensors, if the delta has them."""
+
+
+def is_delta(path: Path) -> bool:
+    """Whether the folder *path* is a delta, sound or not."""
+    if not (path / INDEX).is_file():
+        return False
+    try:
+        fields = json.loads(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
+        return "delta_encoding" in fields["metadata"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def read_delta(path: Path) -> Delta:
@@ -125,41 +146,48 @@ def read_delta(path: Path) -> Delta:
         SourceCheckpoint: It is not one, or it is damaged.
         Unsupported: It is encoded or compressed in another way, or has other checksums.
     """
-    index = path / INDEX
-    try:
-        fields = json.loads(read_source_file(index, size_bytes_max=RECORD_BYTES_MAX))
-        metadata, placed = fields["metadata"], fields["weight_map"]
-        encoding = metadata["delta_encoding"]
-        names = {str(file) for file in placed.values()}
-        version, base_version = str(metadata["version"]), str(metadata["base_version"])
-        formats = metadata["compression_format"], metadata["checksum_format"]
-        bases = metadata.get("base_checksums", {})
-        if not isinstance(bases, dict):
-            raise TypeError("base_checksums")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+    if not is_delta(path):
         raise SourceCheckpoint(
-            f"{path} is no delta: {INDEX} does not say between which versions ({exc})",
-            hint="layerstore compose REF --format hf --since BASE -o DIR makes one",
-        ) from exc
+            f"{path} is no delta: no {INDEX} in it says how it is encoded",
+            hint="layerstore compose REF --format hf --since BASE -o DIR makes one; it comes before the folder",
+        )
+    fields = json.loads(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
+    metadata, placed = fields["metadata"], fields.get("weight_map")
+    encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
+    formats = metadata.get("compression_format"), metadata.get("checksum_format")
     if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):
         known = ", ".join(f"{each} ({of})" for each, of in COMPRESSIONS.items())
         raise Unsupported(
             f"{path} is encoded as {encoding} ({formats[0]}), with checksums of {formats[1]}",
             hint=f"what can be put on: {known}, with {CHECKSUM}",
         )
+    if not (isinstance(placed, dict) and isinstance(bases, dict)):
+        raise _damaged(path, "its index")
     found: dict[str, tuple[Path, int, int]] = {}
     targets: dict[str, str] = {}
-    for name in sorted(names):
-        if "/" in name or name in {".", ".."} or "\0" in name:
-            raise SourceCheckpoint(f"{index} names the file {name!r}, which is not beside it")
+    for name in sorted(map(str, set(placed.values()))):
+        if "/" in name or name in {".", ".."} or "\0" in name or not (path / name).is_file():
+            raise _damaged(path, f"the file {name!r}")
         targets |= _add_file(path / name, found)
+    if {key: of[0].name for key, of in found.items()} != placed:
+        raise _damaged(path, "a file that fits its index")
+    tensors = {tensor.name: tensor for tensor in _tensors(path, encoding, found, targets, bases)}
+    names = [str(metadata.get(key) or metadata.get(other)) for key, other in _NAMES]
     return Delta(
         path=path,
-        version=version,
-        base_version=base_version,
+        name=names[0],
+        base_name=names[1],
         encoding=encoding,
-        tensors=tuple(_tensors(path, encoding, found, targets, bases)),
+        tensors=tensors,
+        unchanged={str(name): str(of) for name, of in bases.items() if name not in tensors},
     )
+
+
+_NAMES = (("name", "version"), ("base_name", "base_version"))
+
+
+def _damaged(path: Path, what: str) -> SourceCheckpoint:
+    return SourceCheckpoint(f"{path} is no whole delta: it lacks {what}", hint="copy the delta again")
 
 
 def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, str]:
@@ -168,7 +196,9 @@ def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, 
         header = read_header(path, source.read_at, source.size_bytes)
         for tensor in tensors_in(path, header, source.size_bytes, {}):
             found[tensor.name] = path, tensor.offset_bytes, tensor.size_bytes
-    metadata = json.loads(header[8:]).get("__metadata__", {})
+    metadata = json.loads(header[8:]).get("__metadata__")
+    if not isinstance(metadata, dict):
+        raise _damaged(path.parent, f"the checksums in {path.name}")
     return {str(name): str(value) for name, value in metadata.items()}
 
 
@@ -181,9 +211,11 @@ def _tensors(
 ) -> Iterator[DeltaTensor]:
     suffixes = [INDICES, VALUES] if encoding == "sparse" else [""]
     names = {key.removesuffix(suffixes[-1]) for key in found if key.endswith(suffixes[-1])}
+    if len(found) != len(names) * len(suffixes):
+        raise _damaged(path, "a part of a tensor")
     for name in sorted(names):
         if name not in targets or any(name + suffix not in found for suffix in suffixes):
-            raise SourceCheckpoint(f"{path} has only a part of {name!r}", hint="copy the delta again")
+            raise _damaged(path, f"a part of {name!r}")
         base = bases.get(name)
         yield DeltaTensor(
             name=name,

@@ -61,7 +61,7 @@ def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping
         kept = inner["state"].get(group)
         before = None if kept is None else count_of(kept.mapping().get(STEP))
         if before is not None and names:
-            count = _agreed({name: counted[name] for name in names}, "count of updates")
+            count = _agreed({name: counted.get(name) for name in names}, "count of updates")
             if not isinstance(count, int):
                 raise LayoutMismatch(f"the folder does not say how many updates {next(iter(names))!r} has had")
             counts[group] = count
@@ -78,6 +78,11 @@ def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping
         members = [name for group in sub_groups for name in shapes[group]]
         of = groups[number][1]
         known = [str(key) for key in of.mapping() if key != "params"]
+        lost = next((name for name in members if not settings.get(name)), None)
+        if lost is not None:
+            raise LayoutMismatch(
+                f"the folder does not say the settings of the param group of {lost!r}, such as its rate"
+            )
         chosen[number] = {
             key: _like(of.mapping()[key], _agreed({name: settings[name][key] for name in members}, key))
             for key in known

@@ -16,12 +16,12 @@ from pathlib import Path
 from layerstore.dcp import FlatTensor, Folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
-from layerstore.format import canonical_order, crc32
+from layerstore.format import WITHOUT_MOMENTS, canonical_order, crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.ingest.counted_on import Since, counted_on, is_stale, since
 from layerstore.ingest.transfer import Content, run_all
 from layerstore.layers import unwrapped
-from layerstore.limits import WORKERS_MAX
+from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX, WORKERS_MAX
 from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, RankState, SourceFile
 from layerstore.progress import Progress
 from layerstore.publish import Checksums, SourceReader, Staging, stage_version
@@ -37,10 +37,11 @@ from layerstore.zero3 import (
     SliceSource,
     can_convert,
     check_unchanged,
+    checked_step,
     convert,
-    count_of,
     equal_bytes,
     number_of,
+    read_source_file,
     real_path,
     slice_length,
     stamp_of,
@@ -50,6 +51,9 @@ from layerstore.zero3 import (
 
 _USUAL = ("model.", "optim.")
 """What the folder puts before names, if it is as PyTorch's own examples write it."""
+
+_SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
+"""Where the Trainer and Accelerate keep a schedule of their own."""
 
 _KINDS = (Kind.WEIGHTS, Kind.MASTER, Kind.OPTIMIZER)
 
@@ -200,15 +204,15 @@ def _exactly(of: _Wanted, data: memoryview) -> memoryview:
 # -- reading the folder --------------------------------------------------------------------------------------------
 
 
-def read_dcp(repo: Repository, path: Path, base: Resolved) -> DcpCheckpoint:
+def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = False) -> DcpCheckpoint:
     """
-    Read the distributed checkpoint in the folder *path* onto *base*.
+    Read the distributed checkpoint in the folder *path* onto *base*; links in it are followed only with *follow*.
 
     Raises:
         SourceCheckpoint: It is incomplete, damaged or untrusted.
         LayoutMismatch: It is of another model or optimizer than *base*, or older.
     """
-    return _Reading(repo, Folder(real_path(path)), base).checkpoint()
+    return _Reading(repo, Folder(real_path(path), follow=follow), base).checkpoint()
 
 
 class _Reading:
@@ -224,20 +228,28 @@ class _Reading:
         self._wanted: dict[Path, _Wanted] = {}
         names = [unwrapped(name) for name in (*self._slices.parameters, *self._slices.buffers())]
         self._model = self._prefix(names, "tensor")
-        self._states = sorted(of for version in self._versions for of in version.optimizer_states)
-        self._optimizer = self._prefix([f"state.{unwrapped(name)}.{state}" for name, state in self._states], "moment")
+        self._states: dict[str, list[str]] = {}
+        for name, state in sorted(of for version in self._versions for of in version.optimizer_states):
+            self._states.setdefault(name, []).append(state)
+        if WITHOUT_MOMENTS in base.record.flags or not self._states:
+            raise LayoutMismatch(
+                f"{self._called} has no optimizer moments: what a folder's are is not known",
+                hint="choose a base with moments: an earlier or later save of the same training",
+            )
+        moments = [f"state.{unwrapped(name)}.{state}" for name, states in self._states.items() for state in states]
+        self._optimizer = self._prefix(moments, "moment")
         self._check_nothing_else(set(names))
 
     def checkpoint(self) -> DcpCheckpoint:
         """Return it."""
         base, folder = self._base, self._folder
         states = [self._repo.state(ref) for ref in base.states]
-        trained = [name for name in self._slices.parameters if self._slices.shards(Kind.OPTIMIZER, name)]
+        trained = list(self._states)
         counts = {name: self._count(name) for name in trained}
         done = since(states[0], counts, self._settings(trained))
         layers = tuple(self._layer(version, counts) for version in self._versions)
-        beside = {of.path: folder.path / of.path for state in states for of in state.files}
-        files = {name: path for name, path in beside.items() if path.is_file() and not is_stale(name)}
+        kept = [of for state in states for of in state.files if not is_stale(of.path)]
+        files = {of.path: folder.path / of.path for of in kept if self._has_its_own(of)}
         stamps = {path: stamp_of(path) for path in (*folder.files, *folder.metadata, *files.values())}
         found = FoundCheckpoint(
             folder=folder.path,
@@ -251,14 +263,14 @@ class _Reading:
         return DcpCheckpoint(
             checkpoint=Checkpoint(
                 found=found,
-                step=base.step + done.updates,
+                step=checked_step(base.step + done.updates, folder.path),
                 world_size=base.world_size,
                 layers=layers,
                 states=tuple(states),
                 gathered=(),
                 files=(),
                 checks=tuple(folder.checks),
-                notes=tuple(self._notes(done)),
+                notes=tuple(self._notes(done, {of.path for of in kept} - files.keys())),
                 layer_pattern=base.layout.layer_pattern,
             ),
             _wanted=self._wanted,
@@ -267,12 +279,25 @@ class _Reading:
             _base=base,
         )
 
-    def _notes(self, done: Since) -> Iterator[str]:
+    def _has_its_own(self, of: SourceFile) -> bool:
+        """Whether the folder has another file of the same name; what an export has put there is the base's."""
+        path = self._folder.path / of.path
+        if not path.is_file():
+            return False
+        found = read_source_file(self._folder.allowed(path), size_bytes_max=RECORD_BYTES_MAX)
+        if isinstance(of.content, bytes):
+            return found != of.content
+        return (len(found), crc32(found)) != (of.content.size_bytes, of.content.crc32)
+
+    def _notes(self, done: Since, paths: set[str]) -> Iterator[str]:
         if done.updates:
             yield (
-                f"everything but weights and moments is of {self._called}, counted on by {done.updates} updates: "
-                "random states, the loss scale, the learning rate schedule"
+                f"everything but weights and moments is of {self._called}, such as random states and the loss scale; "
+                f"steps, and a schedule that DeepSpeed keeps, are counted on by {done.updates}"
             )
+            beside = sorted({path for path in paths if path.rpartition("/")[2] in _SCHEDULES})
+            if beside:
+                yield f"{beside[0]} is that of {self._called}, {done.updates} steps behind: set the schedule yourself"
         rounded = [of for of in self._wanted.values() if of.is_rounded and of.tensor.dtype != of.dtype]
         if rounded:
             first, others = rounded[0], f" and {len(rounded) - 1} others" if len(rounded) > 1 else ""
@@ -315,7 +340,9 @@ class _Reading:
     def _count(self, name: str) -> int | None:
         """Return how many updates the parameter has had."""
         key = f"{self._optimizer}state.{unwrapped(name)}.{STEP}"
-        return count_of(self._folder.value(key)) if key in self._folder.entries else None
+        number = number_of(self._folder.value(key)) if key in self._folder.entries else None
+        # A float beyond these counts no steps any more.
+        return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None
 
     def _settings(self, names: Iterable[str]) -> dict[str, dict[str, Tree]]:
         """Return the settings of each parameter's group, whether groups are nested or flattened."""
@@ -337,7 +364,12 @@ class _Reading:
 
     def _plain(self, key: str) -> Tree:
         value = self._folder.value(key)
-        return number_of(value) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        number = number_of(value)
+        if number is None:
+            raise LayoutMismatch(f"{key!r} of {self._folder.path} is a tensor that is no single number")
+        return number
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
@@ -371,8 +403,7 @@ class _Reading:
         is_trained = self._slices.shards(Kind.MASTER, of.name) > 0
         if not valid or (kind is Kind.WEIGHTS) == is_trained:
             return
-        states = [state for name, state in self._states if name == of.name] if kind is Kind.OPTIMIZER else [""]
-        for state in states:
+        for state in self._states.get(of.name, ()) if kind is Kind.OPTIMIZER else [""]:
             yield self._slice(kind, of, state, shard * slice_length(elements, shards), valid)
 
     def _slice(self, kind: Kind, of: Parameter | Buffer, state: str, first: int, elements: int) -> SliceSource:

@@ -28,6 +28,7 @@ from layerstore.errors import (
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
+    Resolved,
     has_shrunk,
     place_free,
     place_of,
@@ -38,7 +39,7 @@ from layerstore.history import (
 from layerstore.ingest.dcp import read_dcp
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import Content, transfer
-from layerstore.layers import check_name, compile_pattern
+from layerstore.layers import check_name, compile_pattern, typed
 from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
 from layerstore.policy import Latest, Policy
 from layerstore.progress import Progress
@@ -51,6 +52,9 @@ from layerstore.zero3 import SUMMARY, Checkpoint, discover, read_checkpoint, ref
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
     "--run NAME that this is another run"
+)
+_HOW_TO_FIND_A_BASE = (
+    "--onto the commit that the folder was composed from or trained from; --replace, or --run NAME to keep both"
 )
 _HOW_TO_KEEP_A_COMPOSITE = (
     "layerstore compose wrote this folder: compose --pin NAME keeps a mixture in the store, --run NAME stores this as "
@@ -190,10 +194,25 @@ def _read_onto(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str,
         raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
     base = resolve(repo, asked.onto)
     run = _checked_run(repo, base.record.run if asked.run is None else asked.run)
-    read = read_dcp(repo, path, base)
+    read = read_dcp(repo, path, base, follow=asked.follow)
+    if run == base.record.run and not asked.opens_attempt:
+        _check_newest(repo, base, read.checkpoint.step)
     if asked.pin is not None:
         check_pin_free(repo, asked.pin, run=run, step=read.checkpoint.step)
     return run, read.checkpoint, partial(read.transfer, repo)
+
+
+def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
+    """Raise Conflict if the run has gone on from *base* without *step*: two histories would be one."""
+    view = repo.catalog.find(base.record.run)
+    rows = [] if view is None else list(view.history(view.newest_attempt))
+    newest = max((row.step for row in rows), default=0)
+    if newest > base.record.step and step not in {row.step for row in rows}:
+        run, called = typed(base.record.run), f"{typed(base.record.run)}@{base.record.step}"
+        raise Conflict(
+            f"{called} is not the newest save of its run, {run}@{newest} is",
+            hint=f"--onto {run}@{newest} if training went on from there; else --resumed-from {called}, or --run NAME",
+        )
 
 
 def _check(repo: Repository, asked: IngestRequest) -> None:
@@ -334,7 +353,9 @@ class _Ingest:
             raise Conflict(
                 f"{self.run}@{self.checkpoint.step} is saved already, with other content "
                 f"(commit {short_id(rival.id)}); nothing was changed",
-                hint=_HOW_TO_KEEP_A_COMPOSITE
+                hint=_HOW_TO_FIND_A_BASE
+                if self.asked.onto is not None
+                else _HOW_TO_KEEP_A_COMPOSITE
                 if (self.checkpoint.found.folder / SUMMARY).is_file()
                 else _HOW_TO_SAVE_IT,
             )

@@ -92,7 +92,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     folder, tag = _resolve(given, wanted)
     for inner in (folder / tag, folder / LATEST):
         if inner.is_symlink() and not follow:
-            raise _linked(inner)
+            raise linked(inner)
     names = list_folder(folder / tag)
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
@@ -368,7 +368,7 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
                 continue
             is_link = path.is_symlink()
             if is_link and not follow:
-                raise _linked(path)
+                raise linked(path)
             mode = stat_source(path).st_mode
             if stat.S_ISREG(mode):
                 yield path
@@ -382,7 +382,8 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
                 pending.append(path)
 
 
-def _linked(path: Path) -> SourceCheckpoint:
+def linked(path: Path) -> SourceCheckpoint:
+    """Make the error for a symbolic link that may not be followed."""
     return SourceCheckpoint(
         f"{path} is a symbolic link; links in a checkpoint are not followed",
         hint="copy what it means into its place, or pass --follow if you trust where it points",

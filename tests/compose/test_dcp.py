@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from layerstore import Keep, Store
 from layerstore.compose import dcp
 from layerstore.dcp import METADATA, Chunk, Entry, Folder, metadata_bytes
-from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint
 from layerstore.model import Kind
 from tests.compose.test_hf import SHAPES, mixed, objects_of
 from tests.deepspeed.compare import as_bits, full_tensors, whole_weights
@@ -205,13 +205,34 @@ def trained_on(folder: Path, out: Path, *, updates: int = 3, lr: float = 0.25) -
     return out
 
 
+def test_an_older_base_is_not_counted_on_silently(stored: Store, folder: Path, tmp_path: Path) -> None:
+    """The run would have two histories; whose it is, the user says."""
+    stored.ingest(checkpoint(tmp_path / "in", step=4, seed=4))
+    on = trained_on(folder, tmp_path / "on")
+
+    with pytest.raises(Conflict, match="sft@2 is not the newest save of its run, sft@4 is"):
+        stored.ingest(on, onto="sft@2")
+
+    assert stored.ingest(on, onto="sft@2", run="other").run == "other"
+
+
+def test_links_are_not_followed_unasked(stored: Store, folder: Path, tmp_path: Path) -> None:
+    """What they point to may be anything."""
+    [archive, *_] = sorted(folder.glob("*.distcp"))
+    archive.rename(tmp_path / archive.name)
+    archive.symlink_to(tmp_path / archive.name)
+
+    with pytest.raises(SourceCheckpoint, match="link"):
+        stored.ingest(folder, onto="sft")
+
+
 def test_updates_since_count_on(stored: Store, folder: Path, tmp_path: Path) -> None:
     """Step, counters, schedule and learning rate are those after the updates; the rest is the base's."""
     saved = stored.ingest(trained_on(folder, tmp_path / "on"), onto="sft")
     stored.compose("sft@5").write(tmp_path / "shards")
 
     assert (saved.run, saved.step, len(saved.layers_saved)) == ("sft", 5, len(saved.layers))
-    assert "counted on by 3 updates" in saved.notes[0]
+    assert "are counted on by 3" in saved.notes[0]
     tag = tmp_path / "shards" / (tmp_path / "shards" / "latest").read_text()
     assert tag.name == "global_step5"
     trees = torch.load(next(tag.glob("*optim_states.pt")), weights_only=False)["optimizer_state_dict"]

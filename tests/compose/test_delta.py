@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from safetensors import safe_open
 import layerstore
 from layerstore import DeltaWritten, Keep, Store
 from layerstore.delta import ENCODINGS, Encoding
-from layerstore.errors import InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.storage import Files
 from tests.compose.test_hf import mixed, weights_in
 from tests.unit.checkpoints import checkpoint, digests
@@ -60,44 +62,38 @@ def test_put_onto_the_base_it_makes_the_target(store: Store, tmp_path: Path, enc
     assert digests(base) == digests(target)
     assert 0 < applied.tensors_changed == applied.tensors == written.tensors_changed < written.tensors
     assert (again.tensors_changed, again.bytes_written) == (0, 0)
+    assert (applied.base_name, applied.name) == ("sft@2", "a composite of sft@2")
     assert json.loads((base / "layerstore.json").read_text())["delta"]["since"] == "sft@2"
     assert written.bytes_written == sum(path.stat().st_size for path in written.out.iterdir())
 
 
-def put_on(old: np.ndarray[Any, Any], data: bytes, encoding: str) -> bytes:
-    """Return what a reader of slime's deltas makes of a tensor's bytes."""
-    decoded = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
-    if encoding == "xor":
-        return bytes(old ^ decoded)
-    count = int(decoded[:4].view("<u4")[0])
-    made = old.copy()
-    made[decoded[4 : 4 + 4 * count].view("<u4")] = decoded[4 + 4 * count :]
-    return made.tobytes()
-
-
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_sglang_reads_it(store: Store, tmp_path: Path, encoding: Encoding) -> None:
+def test_sglang_reads_it(store: Store, tmp_path: Path) -> None:
     """The folder is as slime publishes it: an index between versions, and a checksum of each new tensor."""
     base, target = (
         {name: tensor.view(torch.uint8).numpy().ravel() for name, tensor in weights_in(folder).items()}
-        for folder in (export(store, ref, tmp_path / ref) for ref in ("sft@2", "moved"))
+        for folder in (export(store, ref, tmp_path / ref) for ref in ("sft@2", "sft@4"))
     )
-    written = delta(store, tmp_path / "delta", encoding=encoding)
+    written = delta(store, tmp_path / "delta", ref="sft@4")
 
     index = json.loads((written.out / INDEX).read_text())
     facts = {key: value for key, value in index["metadata"].items() if key != "base_checksums"}
     assert facts == {
-        "version": "000002",
+        "version": "000004",
         "base_version": "000002",
-        "delta_encoding": encoding,
+        "name": "sft@4",
+        "base_name": "sft@2",
+        "delta_encoding": "xor",
         "compression_format": "zstd",
         "checksum_format": "xxh3-128",
     }
     for name, file in index["weight_map"].items():
         with safe_open(written.out / file, framework="np") as opened:
-            made = put_on(base[name], opened.get_tensor(name).tobytes(), encoding)
+            changed = zstandard.ZstdDecompressor().decompress(opened.get_tensor(name).tobytes())
+            made = (base[name] ^ np.frombuffer(changed, np.uint8)).tobytes()
             assert made == target[name].tobytes()
             assert opened.metadata()[name] == xxhash.xxh3_128(made).hexdigest()
+    sums = {name: xxhash.xxh3_128(data.tobytes()).hexdigest() for name, data in base.items()}
+    assert index["metadata"]["base_checksums"] == sums
     unchanged = base.keys() - index["weight_map"].keys()
     assert all(base[name].tobytes() == target[name].tobytes() for name in unchanged)
 
@@ -127,6 +123,25 @@ def test_equal_weights_are_an_empty_delta(store: Store, tmp_path: Path) -> None:
 
     assert written.tensors_changed == 0
     assert layerstore.apply(written.out, base).tensors == 0
+    assert "both are of step 2: a reader that compares versions sees no change" in written.notes
+    with pytest.raises(LayoutMismatch, match="is not that of sft@2, which the delta is for; nothing was changed"):
+        layerstore.apply(written.out, export(store, "sft@4", tmp_path / "other"))
+
+
+def test_a_missed_delta_is_told(store: Store, tmp_path: Path) -> None:
+    """Even if the next one changes other tensors: those that it leaves are compared too."""
+    base = export(store, "sft@2", tmp_path / "base")
+    second = store.compose("sft@4").write_delta(tmp_path / "second", since="moved", dtype="bf16")
+    assert not weights_in(second.out).keys() & weights_in(delta(store, tmp_path / "first").out).keys()
+
+    with pytest.raises(
+        LayoutMismatch, match="is not that of a composite of sft@2, which the delta is for; nothing was changed"
+    ):
+        layerstore.apply(second.out, base)
+
+    layerstore.apply(tmp_path / "first", base)
+    layerstore.apply(second.out, base)
+    assert (base / WEIGHTS).read_bytes() == (export(store, "sft@4", tmp_path / "target") / WEIGHTS).read_bytes()
 
 
 def test_an_average_has_a_delta_too(store: Store, tmp_path: Path) -> None:
@@ -150,7 +165,7 @@ def test_another_base_is_refused(store: Store, tmp_path: Path, encoding: Encodin
     written = delta(store, tmp_path / "delta", encoding=encoding)
     before = digests(other)
 
-    with pytest.raises(LayoutMismatch, match="is not that of version 000002, which the delta is for; nothing was"):
+    with pytest.raises(LayoutMismatch, match="is not that of sft@2, which the delta is for; nothing was changed"):
         layerstore.apply(written.out, other)
 
     assert digests(other) == before
@@ -162,7 +177,7 @@ def test_a_folder_of_another_model_is_refused(store: Store, tmp_path: Path) -> N
     other = export(store, "small", tmp_path / "model")
     written = delta(store, tmp_path / "delta")
 
-    with pytest.raises(LayoutMismatch, match=r"has no tensor .*, which the delta changes; nothing was changed"):
+    with pytest.raises(LayoutMismatch, match=r"has no tensor .*, which the delta knows; nothing was changed"):
         layerstore.apply(written.out, other)
 
 
@@ -223,12 +238,65 @@ def test_what_is_no_delta_is_refused(store: Store, tmp_path: Path) -> None:
     base = export(store, "sft@2", tmp_path / "base")
     sharded = export(store, "sft@2", tmp_path / "sharded", max_shard_size="2KB")
 
-    with pytest.raises(SourceCheckpoint, match="no such file"):
-        layerstore.apply(base, sharded)
-    with pytest.raises(SourceCheckpoint, match="is no delta"):
-        layerstore.apply(sharded, base)
+    for folder in (base, sharded, tmp_path / "nowhere"):
+        with pytest.raises(SourceCheckpoint, match=r"is no delta: no .* in it says how it is encoded"):
+            layerstore.apply(folder, base)
     with pytest.raises(SourceCheckpoint, match="has no weights files"):
         layerstore.apply(delta(store, tmp_path / "delta").out, tmp_path)
+
+
+def test_a_folder_that_is_more_than_weights_is_refused(store: Store, tmp_path: Path) -> None:
+    """Shards beside would not fit the weights any more; a link's target is somebody else's; of two, which is read?"""
+    written = delta(store, tmp_path / "delta")
+    whole = export(store, "sft@2", tmp_path / "whole")
+    shutil.copytree(tmp_path / "in" / "sft" / "checkpoint-2", whole, dirs_exist_ok=True)
+    before = digests(whole)
+    with pytest.raises(LayoutMismatch, match="is a checkpoint to resume from, whose shards would not fit"):
+        layerstore.apply(written.out, whole)
+    assert digests(whole) == before
+
+    base = export(store, "sft@2", tmp_path / "base")
+    shutil.copy(base / WEIGHTS, base / "consolidated.safetensors")
+    with pytest.raises(SourceCheckpoint, match=r"is in consolidated.safetensors and in model.safetensors; nothing"):
+        layerstore.apply(written.out, base)
+    (base / WEIGHTS).rename(tmp_path / WEIGHTS)
+    (base / "consolidated.safetensors").unlink()
+    (base / WEIGHTS).symlink_to(tmp_path / WEIGHTS)
+    with pytest.raises(SourceCheckpoint, match="is a link; nothing was changed"):
+        layerstore.apply(written.out, base)
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking"),
+    [
+        (lambda index: index["weight_map"].popitem(), "a file that fits its index"),
+        (lambda index: index.pop("weight_map"), "its index"),
+        (lambda index: index["weight_map"].update(more="../model.safetensors"), "the file '../model.safetensors'"),
+    ],
+)
+def test_a_delta_that_is_not_whole_is_refused(
+    store: Store, tmp_path: Path, change: Callable[[dict[str, Any]], object], lacking: str
+) -> None:
+    """And what it lacks is said."""
+    base, written = export(store, "sft@2", tmp_path / "base"), delta(store, tmp_path / "delta")
+    index = json.loads((written.out / INDEX).read_text())
+    change(index)
+    (written.out / INDEX).write_text(json.dumps(index))
+
+    with pytest.raises(SourceCheckpoint, match=re.escape(f"is no whole delta: it lacks {lacking}")):
+        layerstore.apply(written.out, base)
+
+
+def test_a_delta_and_an_export_do_not_replace_each_other(store: Store, tmp_path: Path) -> None:
+    """Not even with force: they are for different readers."""
+    base = export(store, "sft@2", tmp_path / "base", max_shard_size="2KB")
+    written = delta(store, tmp_path / "delta")
+
+    with pytest.raises(AlreadyExists, match="is an export, and no delta, so it is not replaced"):
+        delta(store, base, force=True)
+    with pytest.raises(AlreadyExists, match="is a delta"):
+        export(store, "sft@2", written.out, force=True)
+    assert delta(store, written.out, force=True).tensors_changed == written.tensors_changed
 
 
 def test_an_unknown_encoding_is_refused(store: Store, tmp_path: Path) -> None:
@@ -275,8 +343,5 @@ def test_a_kill_between_two_files_is_finished_by_the_same_command(
     assert digests(base) != digests(target)
 
     assert 0 < layerstore.apply(written.out, base).tensors_changed < written.tensors_changed
-    leftovers = [path for path in base.iterdir() if "partial" in path.name]
-    for path in leftovers:
-        path.unlink()
     assert digests(base) == digests(target)
     shutil.rmtree(base)

@@ -283,6 +283,9 @@ class _Machine:
     # Memo
 
     def _put(self, index: int) -> None:
+        # Objects are memorized, and what names them; nothing else needs a place here.
+        if len(self._memo) > 3 * self._form.objects_max:
+            raise MalformedPickleError(f"it memorizes more than {3 * self._form.objects_max} objects")
         self._memo[index] = self._top()
 
     def _get(self, index: int) -> None:
