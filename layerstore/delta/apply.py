@@ -55,8 +55,8 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
     started = time.monotonic()
     files, of = Files(), read_delta(delta)
     held = _tensors_of(folder)
-    _check_fits(of, held, folder)
-    to_do = [tensor for name, tensor in of.tensors.items() if _checksum(held[name]) != tensor.target]
+    checksums = _checked(of, held, folder)
+    to_do = [tensor for name, tensor in of.tensors.items() if checksums[name] != tensor.target]
     written = 0
     with ExitStack() as stack:
         done: list[tuple[Path, Path]] = []
@@ -89,8 +89,8 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _check_fits(delta: Delta, held: Mapping[str, GatheredSource], folder: Path) -> None:
-    """Raise unless every tensor is as before the delta, or as after."""
+def _checked(delta: Delta, held: Mapping[str, GatheredSource], folder: Path) -> dict[str, str]:
+    """Return the checksum of every tensor; raise unless it is that before the delta, or that after."""
     for name in (*delta.tensors, *delta.unchanged):
         if name not in held:
             raise LayoutMismatch(
@@ -99,12 +99,14 @@ def _check_fits(delta: Delta, held: Mapping[str, GatheredSource], folder: Path) 
             )
     expected = {name: {of.base, of.target} for name, of in delta.tensors.items()}
     expected |= {name: {checksum} for name, checksum in delta.unchanged.items()}
+    found = {name: _checksum(held[name]) for name in expected}
     for name, checksums in expected.items():
-        if None not in checksums and _checksum(held[name]) not in checksums:
+        if None not in checksums and found[name] not in checksums:
             raise LayoutMismatch(
                 f"{name!r} in {folder} is not that of {delta.base_name}, which the delta is for; nothing was changed",
                 hint="put on the deltas in between first, or export the base again with the --dtype of the delta",
             )
+    return found
 
 
 def _checksum(held: GatheredSource) -> str:
