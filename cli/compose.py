@@ -74,14 +74,14 @@ WorldSize = Annotated[
     ),
 ]
 _AdamStep = Literal["unify", "per-layer"]
-_Form = Literal["zero3", "hf", "dcp", "universal"]
+_Form = Literal["shards", "zero3", "hf", "dcp", "universal"]
 Format = Annotated[
     _Form,
     typer.Option(
         "--format",
         metavar=one_of(_Form),
-        help="zero3: shards to resume from; hf: weights for from_pretrained; dcp: for PyTorch's FSDP2; universal: "
-        "DeepSpeed's Universal Checkpoint.",
+        help="shards: to resume from, as they were saved; zero3: the same for stage 3, whatever stage saved them; "
+        "hf: weights for from_pretrained; dcp: for PyTorch's FSDP2; universal: DeepSpeed's Universal Checkpoint.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -107,12 +107,14 @@ ForceForeign = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
 _OPTIONS: dict[_Form, tuple[str, ...]] = {
+    "shards": ("world_size", "adam_step", "moments"),
     "zero3": ("world_size", "adam_step", "moments"),
     "hf": ("dtype", "max_shard_size", "since", "encoding"),
     "dcp": ("adam_step",),
     "universal": (),
 }
 _WHY_NOT: dict[_Form, str] = {
+    "shards": "shards keep the types and the files that were saved",
     "zero3": "shards keep the types and the files that were saved",
     "hf": "an export has neither ranks nor an optimizer",
     "universal": "a universal checkpoint fits any number of ranks, and has one count of updates",
@@ -124,7 +126,7 @@ _PLANNERS: "dict[_Form, Callable[[Composite], Callable[..., ExportPlan]]]" = {
     "universal": lambda composite: composite.plan_universal,
 }
 _WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]" = {
-    "zero3": lambda composite: composite.write,
+    "shards": lambda composite: composite.write,
     "hf": lambda composite: composite.export,
     "dcp": lambda composite: composite.write_dcp,
     "universal": lambda composite: composite.write_universal,
@@ -170,7 +172,7 @@ def compose(
     settings: Mapping[str, object],
     average: Mapping[str, Any],
     out: Out = None,
-    form: Format = "zero3",
+    form: Format = "shards",
     world_size: WorldSize = None,
     options: Mapping[str, Any],
     pin: PinName = None,
@@ -206,6 +208,8 @@ def compose(
     options = options if world_size is None else {"world_size": world_size, **options}
     _check(form, options, is_useful=bool(dry_run or out or pin), can_pin=not average)
     _check_delta(options, has_place=out is not None, dry_run=dry_run)
+    if form == "zero3":
+        form, options = "shards", {"as_zero3": True, **options}
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
@@ -217,7 +221,7 @@ def compose(
                 _pin(composite, pin, form=form, options=options)
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
             facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}
-            (_plan_zero3 if form == "zero3" else _plan_export)(
+            (_plan_shards if form == "shards" else _plan_export)(
                 composite, form, options, outcome, facts, as_json=as_json
             )
             return
@@ -232,7 +236,7 @@ def compose(
 
 def _pin(composite: "Composite", name: str, *, form: _Form, options: Mapping[str, Any]) -> None:
     """Pin *composite*, unless it would be refused in that form."""
-    (composite.notes if form == "zero3" else _PLANNERS[form](composite))(**options)
+    (composite.notes if form == "shards" else _PLANNERS[form](composite))(**options)
     composite.pin(name)
 
 
@@ -327,7 +331,7 @@ def _tell_programs(
     return as_json
 
 
-def _plan_zero3(
+def _plan_shards(
     composite: "Composite",
     _form: _Form,
     options: Mapping[str, Any],

@@ -202,12 +202,22 @@ class Composite:
             raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
 
     def notes(
-        self, *, world_size: int | None = None, adam_step: AdamStep = "unify", moments: Moments = "base"
+        self,
+        *,
+        world_size: int | None = None,
+        as_zero3: bool = False,
+        adam_step: AdamStep = "unify",
+        moments: Moments = "base",
     ) -> tuple[str, ...]:
         """Return what would not carry over, in plain sentences; raises as ``write`` would."""
         with losses_told(self._repo, self._composition):
             return plan_ranks(
-                self._repo, self._composition, world_size=world_size, adam_step=adam_step, moments=moments
+                self._repo,
+                self._composition,
+                world_size=world_size,
+                as_zero3=as_zero3,
+                adam_step=adam_step,
+                moments=moments,
             ).notes
 
     def write(
@@ -215,6 +225,7 @@ class Composite:
         out: StrPath,
         *,
         world_size: int | None = None,
+        as_zero3: bool = False,
         adam_step: AdamStep = "unify",
         moments: Moments = "base",
         verify: bool = True,
@@ -223,10 +234,11 @@ class Composite:
         progress: Progress | None = None,
     ) -> Written:
         """
-        Write ZeRO-3 shards to the folder *out*, which appears whole or not at all.
+        Write shards to the folder *out*, which appears whole or not at all.
 
-        They are for *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not
-        carry over to another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
+        They are of the ZeRO stage that the base was saved under or, with *as_zero3*, of stage 3. They are for
+        *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not carry over to
+        another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
         each layer's own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer begins anew:
         its moments are zero and its counters 0. Every byte read is verified unless *verify* is False;
         a power cut cannot tear the folder unless *durable* is False. A checkpoint at *out* is replaced only with
@@ -238,6 +250,7 @@ class Composite:
                 self._composition,
                 Path(out),
                 world_size=world_size,
+                as_zero3=as_zero3,
                 adam_step=adam_step,
                 moments=moments,
                 verify=verify,

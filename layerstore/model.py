@@ -106,6 +106,10 @@ class Buffer:
     shape: tuple[int, ...]
 
 
+CUTS = frozenset({"even", "partition"})
+"""The values of `LayerVersion.cut` that readers know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVersion:
     """A whole layer at one step; equal bytes make equal versions, whatever step or run they come from."""
@@ -120,7 +124,10 @@ class LayerVersion:
     objects: tuple[StoredObject, ...]
     """By kind, then by shard."""
     cut: str = field(default="even", metadata=OMITTED)
-    """How parameters were split into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world)."""
+    """
+    How parameters were split into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world); ``partition``
+    is stages 1 and 2's, where the slices of a parameter follow each other, and some ranks have none.
+    """
 
     @property
     def optimizer_states(self) -> set[tuple[str, str]]:
@@ -236,7 +243,7 @@ class CommitRecord:
     """
     world_size: int
     stage: int
-    """The ZeRO stage: 3."""
+    """The ZeRO stage: 1, 2 or 3."""
     layers: tuple[LayerEntry, ...]
     """Every layer of the model, in the model's order."""
     states: tuple[BlobRef, ...]
@@ -358,7 +365,11 @@ class ObjectContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatContent:
-    """The content of a flat buffer: the slices of a sub-group's parameters, in order."""
+    """
+    The content of a flat buffer: the slices of a sub-group's parameters, in order.
+
+    Under stages 1 and 2, it is the rank's partition of a param group.
+    """
 
     state: str
     """The optimizer state's name; empty for the masters."""
@@ -367,7 +378,7 @@ class FlatContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentContent:
-    """The content of a frozen parameter's fragment."""
+    """The content of a frozen parameter's fragment; under stages 1 and 2, the weights of any whole parameter."""
 
     parameter: str
 

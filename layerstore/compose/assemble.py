@@ -119,7 +119,7 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
     for piece in pieces:
         if piece.offset > end:
             parts.append(_zeros(piece.offset - end))
-        length = _written_bytes(piece)
+        length = written_bytes(piece)
         parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, length))
         end = piece.offset + length
     return combine_crc32([*parts, _zeros(offset + size_bytes - end)])
@@ -129,7 +129,7 @@ def _zeros(size_bytes: int) -> tuple[int, int]:
     return crc32_of_zeros(size_bytes), size_bytes
 
 
-def _written_bytes(piece: Piece) -> int:
+def written_bytes(piece: Piece) -> int:
     """Return the size of *piece* in the output file."""
     if piece.rounding is None:
         return piece.size_bytes
@@ -349,7 +349,7 @@ class Assembly:
     def _convert(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
         assert piece.rounding is not None
         of, target = piece.rounding
-        chunks: Iterable[bytes | memoryview] = _chunks(source, piece)
+        chunks: Iterable[bytes | memoryview] = chunks_of(source, piece)
         if piece.mean_of:
             of, chunks = "F32", read_mean(self.repo, piece)
         offset, checksum, infinite = piece.offset, 0, 0
@@ -380,7 +380,7 @@ class Assembly:
     def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
         """Copy a part of a slice through memory: its checksum is stored nowhere, so its bytes must be seen."""
         checksum, offset = 0, piece.offset
-        for data in _chunks(source, piece):
+        for data in chunks_of(source, piece):
             file.write_at(offset, data)
             offset, checksum = offset + len(data), crc32(data, checksum)
         self._measured.setdefault(file.path, {})[piece.offset] = checksum
@@ -419,6 +419,7 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     return tasks.values()
 
 
-def _chunks(source: OpenFile, piece: Piece) -> Iterator[bytes]:
+def chunks_of(source: OpenFile, piece: Piece) -> Iterator[bytes]:
+    """Yield the bytes of *piece* in its object, in order."""
     for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
         yield source.read_at(piece.object_offset + start, min(IO_CHUNK_BYTES, piece.size_bytes - start))

@@ -12,8 +12,8 @@ from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, replace_tensors
 from layerstore.zero3 import RANDOM_STATE, Slices, TreeView, config_of
 
-# Only the first rank's file has these.
-_OF_THE_FIRST = frozenset({"shared_params"})
+# What ranks have for themselves: only the first one's file has some of these.
+_OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
 
 
 def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _own_values(state: RankState) -> dict[str, bytes]:
     """Return everything but slices in the rank's trees, by key, as comparable bytes."""
     outer = TreeView.of(state.optimizer)["optimizer_state_dict"]
     values: dict[Tree, Tree] = {**outer.mapping(), **TreeView.of(state.model).mapping()}
-    return {str(key): same_bytes(value) for key, value in values.items() if key not in _OF_THE_FIRST}
+    return {str(key): same_bytes(value) for key, value in values.items() if key not in _OF_THE_RANK}
 
 
 def _ranks(count: int) -> str:

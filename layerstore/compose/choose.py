@@ -277,21 +277,26 @@ def check_members(repo: Repository, composition: Composition, *, states: bool = 
     return versions
 
 
-def check_whole(repo: Repository, composition: Composition, *, world_size: int | None = None) -> None:
+def check_whole(
+    repo: Repository, composition: Composition, *, world_size: int | None = None, is_converted: bool = False
+) -> None:
     """
     Make sure that an optimizer state that cannot be split by layer does not have to be.
 
     Raises:
-        LayoutMismatch: The base has such a state, and layers are from other saves or *world_size* is another.
+        LayoutMismatch: The base has such a state, and layers are from other saves, *world_size* is another, or the
+            stage.
     """
     base, older = composition.base, composition.older_layers
     count = base.world_size if world_size is None else world_size
-    if count == base.world_size and not older:
+    if count == base.world_size and not older and not is_converted:
         return
     kept = undivided(repo.state(base.states[0]))
     if kept:
         ours, *others = references_to(repo, [base, *(entry.origin for entry in older[:1])])
         wish = f"be mixed with layers of {others[0]}" if older else f"be had for {count} ranks"
+        if is_converted and not older:
+            wish = "be had as ZeRO-3"
         raise LayoutMismatch(
             f"{ours} cannot {wish}: its optimizer keeps {kept}, which cannot be cut into layers",
             hint=f"only --policy exact at world size {base.world_size}, without --recipe",

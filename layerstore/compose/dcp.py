@@ -71,7 +71,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep 
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{METADATA}", above) for folder in _TRAINER_FOLDERS)
     trained = (name for group in optimizer.groups for name in group.parameters if prod(slices.parameter(name).shape))
-    codes = {slices.find(Kind.MASTER, name, shard=0).tensor.dtype for name in trained}
+    codes = {slices.dtype(Kind.MASTER, name) for name in trained}
     dtype = dtype_name(codes.pop()) if len(codes) == 1 else "mixed"
     summary = literal_file(SUMMARY, composition.summary_file(notes, format="dcp", dtype=dtype, adam_step=adam_step))
     return ExportPlan(
@@ -212,7 +212,7 @@ class _Writer:
     ) -> None:
         """Add a tensor in chunks of whole rows; *default* is the type of one without elements."""
         slices = self._slices
-        dtype = slices.find(kind, name, shard=0, state=state).tensor.dtype if prod(shape) else default
+        dtype = slices.dtype(kind, name, state=state) if prod(shape) else default
         chunks = []
         for offsets, sizes, first in _boxes(shape, item_bytes=by_code(dtype).bytes):
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.compose.choose import Composition
+from layerstore.compose.partitions import as_stage_3
 from layerstore.compose.world_size import AdamStep, check_adam_step, check_has_moments
 from layerstore.errors import LayoutMismatch
 from layerstore.history import references_to
@@ -14,6 +15,7 @@ from layerstore.model import FlatContent, LayerEntry, LayerVersion, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Size, Storage, Tensor, Tree
 from layerstore.zero3 import (
+    STAGE_3,
     STEP,
     TreeView,
     config_of,
@@ -89,6 +91,8 @@ def optimizer_of(
     if kept:
         [called] = references_to(repo, [composition.base])
         raise LayoutMismatch(f"the optimizer of {called} keeps {kept}, which cannot be cut into parameters")
+    if composition.base.stage != STAGE_3:
+        state = as_stage_3(state)  # groups in the order that the optimizer was given
     layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
     entries = {of.name: entry for entry, version in layers for of in version.parameters}
     model, inner = TreeView.of(state.model), inner_optimizer(state)

@@ -58,7 +58,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     """
     started = time.monotonic()
     base = composition.base
-    ranks = plan_ranks(repo, composition, world_size=1)
+    ranks = plan_ranks(repo, composition, world_size=1, as_zero3=True)
     slices, state = ranks.slices, ranks.state(0)
     optimizer = optimizer_of(repo, composition, ranks.versions, repo.state(base.states[0]), adam_step="unify")
     _check_adam(repo, composition, optimizer)
@@ -176,7 +176,7 @@ def _files_of(folder: str, parameter: Parameter, slices: Slices, step: Tree) -> 
     for key, (kind, state) in kinds.items():
         fill = partial(_filled, slices, kind=kind, name=name, state=state)
         # Quantized frozen weights stay as they are: DeepSpeed's loader does not read them.
-        stored = slices.find(kind, name, shard=0, state=state).tensor.dtype if prod(shape) else "F32"
+        stored = slices.dtype(kind, name, state=state) if prod(shape) else "F32"
         dtype = "F32" if can_convert(stored, "F32") else stored
         yield _file(f"{folder}/{key}.pt", {"param": new_tensor(dtype, shape), "cat_dim": 0}, fill)
     if is_trained:

@@ -21,9 +21,11 @@ from layerstore.compose.assemble import (
     DerivedCheck,
     OutputFile,
     assembling,
+    chunks_of,
     merged,
     read_stretch,
     whole,
+    written_bytes,
 )
 from layerstore.compose.choose import Composition
 from layerstore.compose.peft import plan_beside
@@ -57,9 +59,11 @@ from layerstore.zero3 import (
     SUMMARY,
     Piece,
     Slices,
-    TreeView,
+    StoredSlice,
+    convert,
+    is_shard,
+    sharding_in,
     slice_length,
-    sub_group_shapes,
     valid_elements,
 )
 from layerstore.zero3.pt import WrittenPickles
@@ -92,6 +96,7 @@ def execute_compose(
     world_size: int | None = None,
     adam_step: AdamStep = "unify",
     moments: Moments = "base",
+    as_zero3: bool = False,
     verify: bool = True,
     durable: bool = True,
     force: Force = False,
@@ -108,7 +113,9 @@ def execute_compose(
     started = time.monotonic()
     base, tag = composition.base, composition.base.layout.tag
     target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=force)
-    ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step, moments=moments)
+    ranks = plan_ranks(
+        repo, composition, world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, moments=moments
+    )
     summary = composition.summary_file(ranks.notes, world_size=ranks.world_size, adam_step=adam_step, moments=moments)
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
@@ -127,6 +134,7 @@ def execute_compose(
             composition=composition,
             folder=partial,
             world_size=world_size,
+            as_zero3=as_zero3,
             adam_step=adam_step,
             moments=moments,
             verify=verify,
@@ -155,6 +163,7 @@ class _Asked:
     composition: Composition
     folder: Path
     world_size: int | None
+    as_zero3: bool
     adam_step: AdamStep
     moments: Moments
     verify: bool
@@ -169,6 +178,7 @@ def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
         repo,
         asked.composition,
         world_size=asked.world_size,
+        as_zero3=asked.as_zero3,
         adam_step=asked.adam_step,
         moments=asked.moments,
     )
@@ -234,13 +244,28 @@ def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path],
     tags = {tag, named.decode(errors="replace").strip()}
 
     def is_older_form(path: Path) -> bool:
-        is_shard = path.parts[0] in tags and (len(path.parts) == 1 or bool(SHARD_STEM.fullmatch(path.stem)))
-        return is_shard or bool(RANDOM_STATE.fullmatch(str(path)))
+        is_of_rank = path.parts[0] in tags and (len(path.parts) == 1 or is_shard(path.name))
+        return is_of_rank or bool(RANDOM_STATE.fullmatch(str(path)))
 
     return is_older_form
 
 
 # -- one rank ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """Elements of a parameter, or a buffer, in a storage."""
+
+    kind: Kind
+    name: str
+    state: str = ""
+    begin: int = 0
+    elements: int = 0
+    start: int = 0
+    """Where they start in the storage."""
+    is_derived: bool = False
+    """Whether they may be rounded from what is stored."""
 
 
 class _Rank:
@@ -251,11 +276,14 @@ class _Rank:
         self._slices = ranks.slices
         self._world_size = ranks.world_size
         self._has_moments = ranks.has_moments
-        self._groups = sub_group_shapes(TreeView.of(state.model))
+        self._sharding = sharding_in(state)
+        self._has_whole_model = not SHARD_STEM.fullmatch(PurePosixPath(state.model.path).stem)
 
     def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
-        """Yield the plans of the rank's two ``.pt`` files."""
-        return (self.plan(file, pickles) for file in (self._state.model, self._state.optimizer))
+        """Yield the plans of the rank's two ``.pt`` files; under stages 1 and 2, only the first one's has the model."""
+        has_model = not self._has_whole_model or self._state.rank == 0
+        files = (self._state.model, self._state.optimizer) if has_model else (self._state.optimizer,)
+        return (self.plan(file, pickles) for file in files)
 
     def plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
         """Return the plan of one of them."""
@@ -276,43 +304,60 @@ class _Rank:
             LayoutMismatch: The chosen layers have more or fewer bytes for it.
         """
         filling: list[Piece] = []
-        end, rank, world_size, slices = offset, self._state.rank, self._world_size, self._slices
-        for kind, name, state in self._members(storage):
-            if kind is Kind.BUFFERS:
-                # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
-                shard = rank if rank < slices.shards(kind, name) else 0
-                filling.append(slices.find(kind, name, shard=shard).piece(end))
-                end += filling[-1].size_bytes
-                continue
-            elements = prod(slices.parameter(name).shape)
-            length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
-            if valid and (kind is not Kind.OPTIMIZER or self._has_moments):
-                filling += slices.pieces(
-                    kind,
-                    name,
-                    state=state,
+        item_bytes = by_code(storage.dtype).bytes
+        sizes, members = self._members(storage)
+        for part in members:
+            at = offset + part.start * item_bytes
+            if part.kind is Kind.BUFFERS:
+                filling.append(self._buffer(part.name).piece(at))
+            elif part.kind is not Kind.OPTIMIZER or self._has_moments:
+                filling += self._slices.pieces(
+                    part.kind,
+                    part.name,
+                    state=part.state,
                     dtype=storage.dtype,
-                    offset=end,
-                    begin=rank * length,
-                    end=rank * length + valid,
-                    as_stored=True,
+                    offset=at,
+                    begin=part.begin,
+                    end=part.begin + part.elements,
+                    as_stored=not part.is_derived,
                 )
-            end += length * by_code(storage.dtype).bytes
-        if end - offset != storage_bytes(storage):
+        if storage_bytes(storage) not in sizes:
             raise LayoutMismatch(
-                f"{path}: the chosen layers fill {end - offset} bytes of a buffer of {storage_bytes(storage)}"
+                f"{path}: the chosen layers fill {min(sizes)} bytes of a buffer of {storage_bytes(storage)}"
             )
         return filling
 
-    def _members(self, storage: Storage) -> Iterator[tuple[Kind, str, str]]:
-        """Yield the slices in *storage*, in order, by kind, name and optimizer state."""
+    def _buffer(self, name: str) -> StoredSlice:
+        # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
+        rank, slices = self._state.rank, self._slices
+        return slices.find(Kind.BUFFERS, name, shard=rank if rank < slices.shards(Kind.BUFFERS, name) else 0)
+
+    def _members(self, storage: Storage) -> tuple[set[int], list[_Member]]:
+        """Return how many bytes *storage* may have, and what it is made of, in order."""
+        rank, item_bytes = self._state.rank, by_code(storage.dtype).bytes
         match storage.content:
             case FlatContent(state=state, group=group):
-                yield from ((Kind.OPTIMIZER if state else Kind.MASTER, name, state) for name in self._groups[group])
+                kind = Kind.OPTIMIZER if state else Kind.MASTER
+                lengths = {self._sharding.elements(group, rank)}
+                if not state:
+                    lengths.add(self._sharding.lean(group, rank))
+                members = [
+                    _Member(kind=kind, name=of.name, state=state, begin=of.begin, elements=of.elements, start=of.start)
+                    for of in self._sharding.fragments(group, rank)
+                ]
+                return {count * item_bytes for count in lengths}, members
             case FragmentContent(parameter=name):
-                yield Kind.WEIGHTS, name, ""
+                elements = prod(self._slices.parameter(name).shape)
+                if self._has_whole_model:
+                    kind = self._slices.weights_kind(name, storage.dtype)
+                    whole_one = _Member(kind=kind, name=name, elements=elements, is_derived=True)
+                    return {elements * item_bytes}, [whole_one]
+                length = slice_length(elements, self._world_size)
+                valid = valid_elements(elements, self._world_size, rank)
+                own = [_Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid)] if valid else []
+                return {length * item_bytes}, own
             case BufferContent(buffer=name):
-                yield Kind.BUFFERS, name, ""
+                return {self._buffer(name).size_bytes}, [_Member(kind=Kind.BUFFERS, name=name)]
             case content:
                 raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
 
@@ -327,10 +372,11 @@ class RankLoad:
         *,
         rank: int,
         world_size: int,
+        as_zero3: bool = False,
         adam_step: AdamStep = "unify",
     ) -> None:
         """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
-        ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
+        ranks = plan_ranks(repo, composition, world_size=world_size, as_zero3=as_zero3, adam_step=adam_step)
         self.state = ranks.state(rank)
         self.notes = ranks.notes
         """What does not carry over to this number of ranks."""
@@ -359,9 +405,22 @@ class RankLoad:
         end = 0
         for piece in pieces:
             target[end : piece.offset] = bytes(piece.offset - end)
-            end = piece.offset + piece.size_bytes
-            read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
+            end = piece.offset + written_bytes(piece)
+            if piece.rounding is None:
+                read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
+            else:
+                self._round(piece, target[piece.offset : end])
         target[end:] = bytes(len(target) - end)
+
+    def _round(self, piece: Piece, target: memoryview) -> None:
+        assert piece.rounding is not None
+        source, wanted = piece.rounding
+        done = 0
+        with self._repo.objects.open(piece.object) as file:
+            for data in chunks_of(file, piece):
+                converted = convert(data, source=source, target=wanted)
+                target[done : done + len(converted)] = converted
+                done += len(converted)
 
     def content(self, content: bytes | ObjectContent) -> bytes:
         """Return the content of a file that is not a tree."""
@@ -420,10 +479,9 @@ def _slice_pieces(
     """Yield the slices that *rank* supplies: those at the start of its own files, whose objects are still cached."""
     name = tensor.layer_name
     kind = slices.weights_kind(name, tensor.dtype)
-    shards = slices.shards(kind, name) or 1
-    length = slice_length(tensor.elements, shards)
-    first, last = (-(-number * shards // world_size) for number in (rank, rank + 1))
-    begin, end = min(first * length, tensor.elements), min(last * length, tensor.elements)
+    bounds = slices.bounds(kind, name) if tensor.elements else (0,)
+    count = len(bounds) - 1
+    begin, end = (bounds[-(-number * count // world_size)] for number in (rank, rank + 1))
     if begin < end:
         offset += begin * by_code(tensor.dtype).bytes
         yield from slices.pieces(kind, name, dtype=tensor.dtype, offset=offset, begin=begin, end=end)

@@ -19,7 +19,7 @@ from layerstore.layers import typed
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.storage import Files, NewFile, OpenFile
 from layerstore.units import size
-from layerstore.zero3 import SUMMARY, GatheredSource, holds_zero3, open_source, read_header, tensors_in
+from layerstore.zero3 import SUMMARY, GatheredSource, holds_zero, open_source, read_header, tensors_in
 
 WEIGHTS = "*.safetensors"
 
@@ -126,7 +126,7 @@ def _tensors_of(folder: Path) -> dict[str, GatheredSource]:
             f"{folder} has no weights files ({WEIGHTS})",
             hint=f"export the base there: layerstore compose REF --format hf -o {typed(str(folder))}",
         )
-    if holds_zero3(folder):
+    if holds_zero(folder):
         raise LayoutMismatch(
             f"{folder} is a checkpoint to resume from, whose shards would not fit its weights any more; "
             "nothing was changed",

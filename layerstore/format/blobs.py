@@ -10,7 +10,7 @@ from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
 from layerstore.format.canonical import pack_in_order, unpack
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import object_id
-from layerstore.model import BlobRef, LayerVersion, RankState
+from layerstore.model import CUTS, BlobRef, LayerVersion, RankState
 
 VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"
 STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
@@ -26,7 +26,7 @@ def encode_version(version: LayerVersion) -> bytes:
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
     """Decode the layer version named *ref*; raises IntegrityError if the bytes do not match."""
     version = _decode(data, ref, VERSION_MAGIC, LayerVersion)
-    if version.cut != "even":
+    if version.cut not in CUTS:
         raise Unsupported(
             f"version {ref.id} is cut into slices by {version.cut!r}, which this layerstore does not know",
             hint="use a newer layerstore",

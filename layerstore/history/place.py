@@ -57,6 +57,7 @@ class Place:
         versions: Mapping[str, BlobRef],
         states: tuple[BlobRef, ...],
         world_size: int,
+        stage: int,
         layout: SourceLayout,
         policy: PolicyUse,
         flags: tuple[str, ...] = (),
@@ -70,7 +71,7 @@ class Place:
             step=step,
             save_number=self.save_number,
             world_size=world_size,
-            stage=3,
+            stage=stage,
             layers=tuple(
                 LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
                 if of.layer in due

@@ -265,6 +265,7 @@ class _Reading:
                 found=found,
                 step=checked_step(base.step + done.updates, folder.path),
                 world_size=base.world_size,
+                stage=base.stage,
                 layers=layers,
                 states=tuple(states),
                 gathered=(),
@@ -410,7 +411,7 @@ class _Reading:
         """Return *elements* of a tensor from the *first*, in the type that the base keeps."""
         bare = unwrapped(of.name)
         key = f"{self._optimizer}state.{bare}.{state}" if state else self._model + bare
-        dtype = self._slices.find(kind, of.name, shard=0, state=state).tensor.dtype
+        dtype = self._slices.dtype(kind, of.name, state=state)
         path = self._folder.path / key
         if path not in self._wanted:
             self._wanted[path] = self._checked(kind, key, of, dtype)
@@ -419,6 +420,7 @@ class _Reading:
             state=state,
             dtype=dtype,
             elements=elements,
+            begin=first,
             path=path,
             offset_bytes=first * by_code(dtype).bytes,
         )

@@ -8,7 +8,6 @@ compared with their own slices in the same way.
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, Parameter
@@ -21,7 +20,6 @@ from layerstore.zero3 import (
     can_derive,
     convert,
     equal_bytes,
-    slice_length,
 )
 
 
@@ -31,20 +29,25 @@ class Gathered:
 
     parameters: Mapping[str, Parameter]
     by_supplier: Mapping[str, tuple[GatheredSource, ...]]
+    whole: tuple[GatheredSource, ...]
+    """Those of them that are in the model's file."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Gathered":
         """Return those of *checkpoint*."""
         by_supplier: dict[str, tuple[GatheredSource, ...]] = {}
-        for tensor in (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier):
+        in_files = (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier)
+        for tensor in (*checkpoint.whole, *in_files):
             by_supplier[tensor.supplier] = (*by_supplier.get(tensor.supplier, ()), tensor)
-        return cls({of.name: of for layer in checkpoint.layers for of in layer.parameters}, by_supplier)
+        parameters = {of.name: of for layer in checkpoint.layers for of in layer.parameters}
+        return cls(parameters, by_supplier, checkpoint.whole)
 
     def only(self, names: Collection[str]) -> "Gathered":
         """Return those of *names*."""
         return Gathered(
             {name: self.parameters[name] for name in names if name in self.parameters},
             {name: self.by_supplier[name] for name in names if name in self.by_supplier},
+            tuple(of for of in self.whole if of.supplier in names),
         )
 
 
@@ -63,6 +66,7 @@ class GatheredCheck:
     def __init__(self, gathered: Gathered, reader: SourceReader) -> None:
         self._parameters = gathered.parameters
         self._by_supplier = gathered.by_supplier
+        self._whole = frozenset(gathered.whole)
         self._reader = reader
         """A reader for gathered weights alone, since the slices' reader is in use during the comparison."""
         self._unlike: set[GatheredSource] = set()
@@ -94,12 +98,14 @@ class GatheredCheck:
         """
         Yield the gathered tensors that become the stored weights of their layer.
 
-        These belong to trained parameters with a single gathered tensor, which differs from their rounded master.
+        These belong to trained parameters with a single gathered tensor, which differs from their rounded master; under
+        stages 1 and 2, with one in the model's file.
         """
         for name in sorted(self._by_supplier.keys() & set(names)):
             tensors = self._by_supplier[name]
             parameter = self._parameters.get(name)
-            if parameter and not parameter.frozen and len(tensors) == 1 and not self.is_derived(tensors[0]):
+            is_the_one = len(tensors) == 1 or tensors[0] in self._whole
+            if parameter and not parameter.frozen and is_the_one and not self.is_derived(tensors[0]):
                 yield tensors[0]
 
     def witness(self, source: ObjectSource) -> Witness | None:
@@ -109,12 +115,9 @@ class GatheredCheck:
             return None
 
         def look(part: SliceSource, start_element: int, data: memoryview) -> None:
-            first = start_element
-            if source.kind is not Kind.BUFFERS and part.name in self._by_supplier:
-                first += source.shard * slice_length(prod(self._parameters[part.name].shape), source.shards)
             for tensor in self._by_supplier.get(part.name, ()):
                 if tensor not in self._unlike:
-                    self._compare(tensor, first, part.dtype, data)
+                    self._compare(tensor, part.begin + start_element, part.dtype, data)
 
         return look if self._by_supplier else None
 

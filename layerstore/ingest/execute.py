@@ -429,6 +429,7 @@ class _Ingest:
             versions=content.versions,
             states=content.states,
             world_size=self.checkpoint.world_size,
+            stage=self.checkpoint.stage,
             layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=self.checkpoint.layer_pattern),
             policy=policy,
             flags=() if content.has_moments else (WITHOUT_MOMENTS,),

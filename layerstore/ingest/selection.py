@@ -1,6 +1,6 @@
 """Select which layers of a checkpoint to store: those that are due, and those that cannot be inherited."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from math import prod
@@ -22,7 +22,7 @@ from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.publish import SourceReader
 from layerstore.storage import Repository
 from layerstore.tree import Tree
-from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource, Stretch, stretches
+from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource
 
 # 32 runs of 64 elements of each parameter: a block of ten parameters is read in a few milliseconds.
 RUNS = 32
@@ -60,46 +60,45 @@ def _samples(
     """
     slices = Slices([version])
     masters, squares = _slices(layer, Kind.MASTER), _slices(layer, Kind.OPTIMIZER, state=SECOND_MOMENT)
-    shards = max((shard + 1 for _, shard in masters), default=0)
     for parameter in layer.parameters:
         name, elements = parameter.name, prod(parameter.shape)
-        if not slices.shards(Kind.MASTER, name) or (name, 0) not in masters:
+        if not slices.shards(Kind.MASTER, name) or name not in masters:
             continue
-        old_type = slices.find(Kind.MASTER, name, shard=0).tensor.dtype
-        if not can_measure(old_type) or not can_measure(masters[name, 0].dtype):
+        old_type = slices.dtype(Kind.MASTER, name)
+        if not can_measure(old_type) or not can_measure(masters[name][0].dtype):
             continue
-        is_weighted = (name, 0) in squares and can_measure(squares[name, 0].dtype)
+        is_weighted = name in squares and can_measure(squares[name][0].dtype)
         for begin, end in sampled(elements):
             old = b""
             for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
                 with repo.objects.open(piece.object) as file:
                     old += file.read_at(piece.object_offset, piece.size_bytes)
-            parts = list(stretches(elements, shards, begin=begin, end=end))
-            new = _read(reader, masters, name, parts)
             yield (
                 sample_weight(elements),
                 Numbers(memoryview(old), old_type),
-                new,
-                _read(reader, squares, name, parts) if is_weighted else None,
+                _read(reader, masters[name], begin, end),
+                _read(reader, squares[name], begin, end) if is_weighted else None,
             )
 
 
-def _slices(layer: LayerSource, kind: Kind, *, state: str = "") -> dict[tuple[str, int], SliceSource]:
-    """Return the slices of one kind or state, by parameter and shard."""
-    sources = (source for source in layer.objects if source.kind is kind)
-    return {(part.name, source.shard): part for source in sources for part in source.slices if part.state == state}
+def _slices(layer: LayerSource, kind: Kind, *, state: str = "") -> dict[str, list[SliceSource]]:
+    """Return the slices of one kind or state, by parameter, in order."""
+    found: dict[str, list[SliceSource]] = {}
+    parts = (part for source in layer.objects if source.kind is kind for part in source.slices if part.state == state)
+    for part in sorted(parts, key=lambda part: part.begin):
+        found.setdefault(part.name, []).append(part)
+    return found
 
 
-def _read(
-    reader: SourceReader, slices: Mapping[tuple[str, int], SliceSource], name: str, parts: Iterable[Stretch]
-) -> Numbers:
-    found = b""
-    for part in parts:
-        source = slices[name, part.shard]
-        item_bytes = by_code(source.dtype).bytes
-        begin = source.offset_bytes + part.start * item_bytes
-        found += b"".join(map(bytes, reader.chunks(source.path, begin, part.elements * item_bytes)))
-    return Numbers(memoryview(found), slices[name, 0].dtype)
+def _read(reader: SourceReader, slices: Sequence[SliceSource], begin: int, end: int) -> Numbers:
+    """Return the elements *begin* to *end* of the parameter that *slices* make up."""
+    found, item_bytes = b"", by_code(slices[0].dtype).bytes
+    for of in slices:
+        first, last = max(begin, of.begin), min(end, of.begin + of.elements)
+        if first < last:
+            place = of.offset_bytes + (first - of.begin) * item_bytes
+            found += b"".join(map(bytes, reader.chunks(of.path, place, (last - first) * item_bytes)))
+    return Numbers(memoryview(found), slices[0].dtype)
 
 
 def is_still(parameters: Sequence[Parameter]) -> bool:

@@ -22,7 +22,7 @@ from layerstore.model import Kind, Parameter
 from layerstore.storage import Repository
 from layerstore.zero3 import (
     discover,
-    holds_zero3,
+    holds_zero,
     read_checkpoint,
     read_pointer,
     read_source_file,
@@ -89,7 +89,7 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
         Unsupported: Transformers is missing or does not know the model, or a setting kept state out of the shards.
     """
     place = real_path(path)
-    if place.is_dir() and holds_zero3(place):
+    if place.is_dir() and holds_zero(place):
         return _model_of_checkpoint(place)
     file = place / CONFIG if place.is_dir() else place
     if place.is_dir() and not file.is_file():

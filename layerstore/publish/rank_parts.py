@@ -179,6 +179,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             versions=dict(_versions(tx.objects, joint, parts)),
             states=tuple(part.state for part in parts if part.state is not None),
             world_size=joint.share.world_size,
+            stage=joint.share.stage,
             layout=joint.layout(),
             policy=joint.policy,
         )

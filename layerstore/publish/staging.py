@@ -212,6 +212,7 @@ def stage_version(
         buffers=layer.buffers,
         world_size=world_size,
         objects=tuple(sorted(objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))),
+        cut=layer.cut,
     )
     data = encode_version(version)
     ref = ref_of(data)

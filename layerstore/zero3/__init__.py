@@ -12,18 +12,20 @@ from layerstore.zero3.discovery import (
     checked_step,
     discover,
     flavour_of,
-    holds_zero3,
+    holds_zero,
     linked,
     read_latest,
     stamp_of,
 )
 from layerstore.zero3.filenames import (
+    FIRST_SHARD,
     LATEST,
     LATEST_BYTES_MAX,
     RANDOM_STATE,
     SHARD_STEM,
     SUMMARY,
     TRAINER_STATE,
+    is_shard,
     owner_of_file,
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
@@ -40,6 +42,14 @@ from layerstore.zero3.read import (
     share_of,
 )
 from layerstore.zero3.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
+from layerstore.zero3.sharding import (
+    PartitionSharding,
+    Sharding,
+    dealt,
+    gathered_again,
+    is_dealt,
+    sharding_in,
+)
 from layerstore.zero3.slices import (
     Piece,
     Slices,
@@ -47,7 +57,6 @@ from layerstore.zero3.slices import (
     Stretch,
     slice_length,
     slices_in,
-    stretches,
     valid_elements,
 )
 from layerstore.zero3.sourcefile import (
@@ -61,25 +70,29 @@ from layerstore.zero3.sourcefile import (
 )
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
 from layerstore.zero3.trees import (
+    STAGE_3,
     TreeView,
     config_of,
     inner_optimizer,
+    masters_in,
     members_of,
     outer_optimizer,
+    stage_of,
     sub_group_shapes,
     undivided,
     with_optimizer,
 )
 
 __all__ = [
-    "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE", "Checkpoint",
-    "FoundCheckpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
-    "RankSource", "Share", "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards",
-    "can_convert", "can_derive", "check_unchanged", "checked_step", "checkpoints_below", "config_of", "convert",
-    "count_of", "counter_like", "damaged", "discover", "equal_bytes", "flavour_of", "holds_zero3", "inner_optimizer",
-    "linked", "mean", "members_of", "newly_infinite", "number_of", "open_source", "outer_optimizer", "owner_of_file",
-    "pointer_bytes", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file",
-    "real_path", "refuse_pointer", "share_of", "slice_length", "slices_in", "stamp_of", "stat_source", "stretches",
-    "sub_group_shapes", "supplier_of", "suppliers_of", "tensors_in", "truncated", "undivided", "valid_elements",
-    "with_optimizer",
+    "FIRST_SHARD", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STAGE_3", "STEP", "SUMMARY",
+    "TRAINER_STATE", "Checkpoint", "FoundCheckpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource",
+    "OpenedSource", "PartitionSharding", "Piece", "Pointer", "RankSource", "Sharding", "Share", "SliceSource",
+    "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards", "can_convert", "can_derive",
+    "check_unchanged", "checked_step", "checkpoints_below", "config_of", "convert", "count_of", "counter_like",
+    "damaged", "dealt", "discover", "equal_bytes", "flavour_of", "gathered_again", "holds_zero", "inner_optimizer",
+    "is_dealt", "is_shard", "linked", "masters_in", "mean", "members_of", "newly_infinite", "number_of", "open_source",
+    "outer_optimizer", "owner_of_file", "pointer_bytes", "rank_source", "read_checkpoint", "read_header",
+    "read_latest", "read_pointer", "read_source_file", "real_path", "refuse_pointer", "sharding_in", "share_of",
+    "slice_length", "slices_in", "stage_of", "stamp_of", "stat_source", "sub_group_shapes", "supplier_of",
+    "suppliers_of", "tensors_in", "truncated", "undivided", "valid_elements", "with_optimizer",
 ]  # fmt: skip

@@ -1,5 +1,5 @@
 """
-Find the ZeRO-3 checkpoint in a folder: its layout, its tag and its files.
+Find the ZeRO checkpoint in a folder: its layout, its tag and its files.
 
 Only ``latest``, ``trainer_state.json`` and the index of sharded weights are read. Steps are never taken from a folder's
 name. Symbolic links are refused unless the caller allows them.
@@ -30,14 +30,16 @@ from layerstore.zero3.filenames import (
     INCOMPLETE,
     LATEST,
     LATEST_BYTES_MAX,
+    MODEL_STATES,
+    READABLE,
     SCRIPTS,
     SHARD,
-    SHARD_STEM,
     SUMMARY,
     TRAINER_FILES,
     TRAINER_STATE,
-    ZERO3,
+    WHOLE_MODEL,
     folder_kind,
+    is_shard,
     is_text,
     rank_of_file,
     run_name,
@@ -51,6 +53,7 @@ class RankFiles:
 
     rank: int
     model: Path
+    """Under stages 1 and 2 the same for all ranks."""
     optimizer: Path
 
 
@@ -84,7 +87,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
 
     Raises:
         SourceCheckpoint: Files are missing, or the checkpoint is not finished.
-        Unsupported: It is a checkpoint, but not of ZeRO-3.
+        Unsupported: It is a checkpoint, but not of ZeRO.
         InvalidInput: *path* holds several and none was chosen.
     """
     # Resolve once, so that a path ending in "..", or a link, does not name the run.
@@ -135,12 +138,12 @@ def list_folder(path: Path) -> list[str]:
         raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
 
 
-def holds_zero3(path: Path) -> bool:
-    """Whether `discover` would find a ZeRO-3 checkpoint, complete or not, in the folder *path*."""
+def holds_zero(path: Path) -> bool:
+    """Whether `discover` would find a ZeRO checkpoint, complete or not, in the folder *path*."""
     folders = [path]
     for _ in range(3):
         names = {folder: list_folder(folder) for folder in folders}
-        if any(folder_kind(inside) == ZERO3 for inside in names.values()):
+        if any(folder_kind(inside) in READABLE for inside in names.values()):
             return True
         folders = [folder / name for folder, inside in names.items() for name in inside if (folder / name).is_dir()]
     return False
@@ -157,7 +160,7 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
         hint = did_you_mean(beside, else_="name the folder that the training saved to")
         if path.is_file():
             hint = f"name its folder, {path.parent}"
-        raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint=hint)
+        raise SourceCheckpoint(f"{path} {what}; a ZeRO checkpoint is a folder", hint=hint)
     if _is_tag_folder(path):
         if tag is not None and tag != path.name:
             raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
@@ -229,7 +232,7 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
         )
     _refuse_foreign(path, list_folder(path))
     raise SourceCheckpoint(
-        f"{path} holds no ZeRO-3 checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
+        f"{path} holds no ZeRO checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
         hint="give the folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
     )
 
@@ -267,17 +270,18 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
             f"{folder} is a folder of {DCP}, which lacks what DeepSpeed needs",
             hint=f"layerstore ingest {typed(str(folder))} --onto RUN@STEP takes it from a commit of the same model",
         )
-    if kind not in {None, ZERO3}:
+    if kind is not None and kind not in READABLE:
         raise Unsupported(
-            f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported",
-            hint="train with zero_optimization.stage 3 and save again",
+            f"{folder} is a {kind} checkpoint; ZeRO stages 1, 2 and 3 are supported",
+            hint="train with zero_optimization.stage 1, 2 or 3 and save again",
         )
     if "offloaded_tensors" in names:
         raise Unsupported(
             f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the shards",
             hint="save with offload_optimizer.device 'cpu' or 'none'",
         )
-    degrees = {int(match["mp"]) for name in names if (match := SHARD.fullmatch(name))}
+    shards = (SHARD.fullmatch(name) or WHOLE_MODEL.fullmatch(name) for name in names)
+    degrees = {int(match["mp"]) for match in shards if match is not None}
     if degrees - {0}:
         raise Unsupported(
             f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}, which is not supported",
@@ -311,6 +315,8 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
                 f"{folder} has two {match['what']}_states files of rank {rank}: {files[rank].name}, {match[0]}"
             )
         files[rank] = folder / match[0]
+    if not found["model"] and MODEL_STATES in names:
+        found["model"] = dict.fromkeys(found["optim"], folder / MODEL_STATES)
     ranks = sorted(found["model"].keys() | found["optim"].keys())
     if not found["optim"] and ranks:
         raise Unsupported(
@@ -337,7 +343,7 @@ def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
     """
     for path in _belonging(folder, tag, flavour_of(folder, tag), False, []):
         is_weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-        if not SHARD_STEM.fullmatch(path.stem) and (not is_weights or path.name == ADAPTER_WEIGHTS):
+        if not is_shard(path.name) and (not is_weights or path.name == ADAPTER_WEIGHTS):
             yield path
 
 

@@ -18,6 +18,8 @@ SHARD_STEM = re.compile(
 """One rank's ``.pt`` file, without the suffix."""
 SHARD = re.compile(SHARD_STEM.pattern + r"\.pt")
 FIRST_SHARD = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+MODEL_STATES = "mp_rank_00_model_states.pt"
+"""The model's file under stages 1 and 2: one for all ranks."""
 RANDOM_STATE = re.compile(r"rng_state(?:_[0-9]{1,7})?\.pth|random_states_[0-9]{1,7}\.pkl")
 """A random state: the Trainer's (without a number if there is only one rank), or Accelerate's."""
 _RANKS_RANDOM_STATE = re.compile(r"(?:rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
@@ -30,10 +32,14 @@ SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
 
 ZERO3 = "ZeRO-3"
+ZERO12 = "ZeRO-1 or ZeRO-2"
+READABLE = frozenset({ZERO3, ZERO12})
+"""The kinds of checkpoints that are ingested as they are."""
 DCP = "torch.distributed.checkpoint"
+WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
+"""Such a file, of any degree of tensor parallelism."""
 # Files of other kinds of checkpoints, and the names of those kinds.
 _FOREIGN = (
-    (re.compile(r"mp_rank_\d+_model_states\.pt"), "ZeRO stage 0, 1 or 2"),
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
     (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), "mixture-of-experts (stages 1 and 2)"),
     (re.compile(r"zero"), "universal"),
@@ -52,8 +58,17 @@ def folder_kind(names: Iterable[str]) -> str | None:
     """Return ``ZeRO-3`` or another kind of checkpoint, from the *names* in its folder; None if it is not one."""
     names = list(names)
     shards = {match["what"] for name in names if (match := SHARD.fullmatch(name))}
+    if "model" in shards:
+        return ZERO3
     foreign = next((kind for name in names for pattern, kind in _FOREIGN if pattern.fullmatch(name)), None)
-    return ZERO3 if "model" in shards else foreign or (ZERO3 if shards else None)
+    if foreign is None and any(map(WHOLE_MODEL.fullmatch, names)):
+        return ZERO12 if shards else "ZeRO stage 0"
+    return foreign or (ZERO3 if shards else None)
+
+
+def is_shard(name: str) -> bool:
+    """Whether DeepSpeed calls a file of model or optimizer states *name*."""
+    return SHARD.fullmatch(name) is not None or WHOLE_MODEL.fullmatch(name) is not None
 
 
 def is_text(name: str) -> bool:

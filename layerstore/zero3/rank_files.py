@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from math import prod
+from functools import cached_property
 from pathlib import PurePath
 from struct import Struct
 from typing import TypeGuard
@@ -18,17 +18,21 @@ from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.format import crc32
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import Buffer, Parameter
-from layerstore.tree import Located, Size, Tensor, Tree, with_content
+from layerstore.tree import Inert, Located, Size, Tensor, Tree, with_content
 from layerstore.zero3.discovery import RankFiles
 from layerstore.zero3.filenames import SHARD_STEM, is_text
 from layerstore.zero3.pt import Pickles, PtFile, read_pt
-from layerstore.zero3.slices import slice_length
+from layerstore.zero3.sharding import Fragment, Sharding, is_dealt, sharding_of
 from layerstore.zero3.sourcefile import damaged, open_source
 from layerstore.zero3.trees import (
+    STAGE_3,
     TreeView,
     config_of,
+    inner_in,
+    masters_in,
     optimizer_states,
     refuse_settings,
+    stage_of,
     sub_group_shapes,
     undivided_in,
 )
@@ -38,6 +42,9 @@ MASTER = ""
 
 # States that Adam, Lion, SGD and similar optimizers keep for every element.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+
+_EXTRA_STATE = "_extra_state"
+"""What modules of torch keep besides parameters and buffers ends with this."""
 
 STEP = "step"
 """The optimizer's update count, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
@@ -57,14 +64,32 @@ class Flat:
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankSource:
     """One rank's two files, read."""
 
     rank: int
     model_file: PtFile
+    """Under stages 1 and 2 the same for all ranks."""
     optimizer_file: PtFile
     flats: tuple[Flat, ...]
+    sharding: Sharding
+
+    def fragments_of(self, group: Tree) -> list[Fragment]:
+        """Return what this rank has of the flat buffer *group*, in order; nothing if there is none."""
+        if not isinstance(group, int) or group >= len(self.sharding.groups):
+            return []
+        return list(self.sharding.fragments(group, self.rank))
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return stage_of(self.optimizer["optimizer_state_dict"])
+
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether the model's file has whole weights, as under stages 1 and 2; the first rank's are taken."""
+        return self.stage != STAGE_3
 
     @property
     def model(self) -> TreeView:
@@ -77,10 +102,50 @@ class RankSource:
         return TreeView(self.optimizer_file.tree, path=self.optimizer_file.path)
 
     @property
+    def frozen_shapes(self) -> dict[str, Tree]:
+        """The shapes of frozen parameters, by name."""
+        if self.has_whole_model:
+            return {name: weights.tensor().shape for name, weights in self.fragments.items()}
+        return {str(name): shape for name, shape in self.model.optional("frozen_param_shapes").items()}
+
+    @property
     def fragments(self) -> dict[str, TreeView]:
-        """This rank's slices of frozen parameters; empty if they were left out of the checkpoint."""
+        """
+        This rank's slices of frozen parameters; empty if they were left out of the checkpoint.
+
+        Under stages 1 and 2, they are whole: whatever the module has that is neither trained nor a buffer.
+        """
+        if self.has_whole_model:
+            return {name: weights for name, weights in self.weights.items() if not self._is_trained(name)}
         found = self.model.get("frozen_param_fragments")
         return {} if found is None else {str(name): fragment for name, fragment in found.children()}
+
+    @cached_property
+    def weights(self) -> dict[str, TreeView]:
+        """
+        The whole weights in the model's file, by name: of what several names share, the trained one or the first.
+
+        Only the first rank says which names share memory, but they view the same elements.
+        """
+        module, names = self.model["module"], self.model.get("buffer_names")
+        left_out = {*self.model.optional("shared_params"), *(names.sequence() if names is not None else ())}
+        found: dict[object, tuple[str, TreeView]] = {}
+        for name, weights in module.children():
+            tensor = weights.value
+            if not isinstance(tensor, Tensor) or not isinstance(name, str) or name.endswith(_EXTRA_STATE):
+                continue
+            if name not in left_out and tensor.is_contiguous and tensor.elements:
+                place = tensor.storage, tensor.offset
+                if place not in found or self._is_trained(name):
+                    found[place] = name, weights
+        return dict(found.values())
+
+    @cached_property
+    def _trained(self) -> set[str]:
+        return {name for group in self.sharding.groups for name in group}
+
+    def _is_trained(self, name: str) -> bool:
+        return name in self._trained
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -100,6 +165,7 @@ class RankSource:
 class Common:
     """Facts that all ranks of one save share."""
 
+    stage: int
     dp_world_size: int
     global_steps: int
     param_shapes: Groups
@@ -119,10 +185,11 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
     pickles = Pickles(allowed_globals)
 
     def read(pair: RankFiles) -> RankSource:
-        return rank_source(pair.rank, read_pt(pair.model, pickles), read_pt(pair.optimizer, pickles))
+        model_file = first.model_file if pair.model == first.model_file.path else read_pt(pair.model, pickles)
+        return rank_source(pair.rank, model_file, read_pt(pair.optimizer, pickles))
 
     # The first one before the others, which are copies of it.
-    first = read(pairs[0])
+    first = rank_source(pairs[0].rank, read_pt(pairs[0].model, pickles), read_pt(pairs[0].optimizer, pickles))
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
         return [first, *pool.map(read, pairs[1:])]
 
@@ -132,8 +199,13 @@ def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSo
     model = TreeView(model_file.tree, path=model_file.path)
     optimizer = TreeView(optimizer_file.tree, path=optimizer_file.path)["optimizer_state_dict"]
     refuse_settings(model, optimizer)
+    sharding = sharding_of(model, optimizer)
     return RankSource(
-        rank=rank, model_file=model_file, optimizer_file=optimizer_file, flats=tuple(_flats(optimizer, model))
+        rank=rank,
+        model_file=model_file,
+        optimizer_file=optimizer_file,
+        flats=tuple(_flats(optimizer, model, sharding, rank)),
+        sharding=sharding,
     )
 
 
@@ -151,6 +223,7 @@ def common_of(rank: RankSource) -> Common:
     """Return the facts that *rank* must share with all others."""
     groups = sub_group_shapes(rank.model)
     return Common(
+        stage=rank.stage,
         dp_world_size=rank.model["dp_world_size"].integer(),
         global_steps=rank.model["global_steps"].integer(),
         param_shapes=groups,
@@ -166,9 +239,11 @@ def agreed(ranks: list[RankSource]) -> Common:
     found = [common_of(rank) for rank in ranks]
     first, folder = found[0], ranks[0].model.path.parent
     for rank, other in zip(ranks, found, strict=True):
-        partitions = rank.optimizer["optimizer_state_dict"]["partition_count"].integer()
-        if partitions != other.dp_world_size:
-            raise _mixed(folder, f"the optimizer was cut for {partitions} ranks, the model for {other.dp_world_size}")
+        found_count = rank.optimizer["optimizer_state_dict"]["partition_count"]
+        counts = [of.integer() for _, of in found_count.children()] if rank.has_whole_model else [found_count.integer()]
+        for count in counts:
+            if count != other.dp_world_size:
+                raise _mixed(folder, f"the optimizer was cut for {count} ranks, the model for {other.dp_world_size}")
         for field in fields(Common):
             ours, others = getattr(first, field.name), getattr(other, field.name)
             if ours != others:
@@ -201,11 +276,11 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
-    masters = optimizer["fp32_flat_groups"].children()
-    states = optimizer["optimizer_state_dict"]["state"]
+def _flats(optimizer: TreeView, model: TreeView, sharding: Sharding, rank: int) -> Iterator[Flat]:
+    masters = masters_in(optimizer).children()
+    states = inner_in(optimizer)["state"]
     _check_states_present(states, len(masters), model)
-    lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
+    lengths = _state_lengths(masters, sharding, rank)
     names = _sliced(states, lengths)
     # Quantized moments are never slices, whatever their length: they are meaningless without their block's scale.
     is_whole = bool(undivided_in(states, lambda key, _: key in names))
@@ -217,6 +292,14 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
                 if not isinstance(key, str) or key == MASTER:
                     raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
                 yield Flat(state=key, group=group, tensor=value.value)
+
+
+def _state_lengths(masters: list[tuple[Tree, TreeView]], sharding: Sharding, rank: int) -> dict[int, int]:
+    """Return how long the states of each flat buffer are: as its master but, under stages 1 and 2, with padding."""
+    lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
+    groups = range(min(len(lengths), len(sharding.groups)))
+    padded = {group: sharding.elements(group, rank) for group in groups if lengths[group] == sharding.lean(group, rank)}
+    return lengths | padded
 
 
 def _sliced(states: TreeView, lengths: Mapping[int, int]) -> set[Tree]:
@@ -261,6 +344,7 @@ def check_rank(rank: RankSource, common: Common) -> None:
     _check_names(rank, common.param_shapes)
     _check_flats(rank, common)
     _check_states(rank)
+    _check_addresses(rank)
 
 
 def _check_flats(rank: RankSource, common: Common) -> None:
@@ -270,7 +354,9 @@ def _check_flats(rank: RankSource, common: Common) -> None:
         raise LayoutMismatch(f"{path} has {count} flat groups, param_shapes has {len(groups)}")
     for flat in rank.flats:
         shapes, found = groups[flat.group], flat.tensor.elements
-        expected = sum(slice_length(prod(shape), common.dp_world_size) for shape in shapes.values())
+        expected = rank.sharding.elements(flat.group, rank.rank)
+        if not flat.state and found == rank.sharding.lean(flat.group, rank.rank):
+            expected = found
         if found == 0 and expected:
             raise Unsupported(
                 f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
@@ -289,7 +375,8 @@ def _check_states(rank: RankSource) -> None:
 
     Otherwise, a moment of another length would be taken for a scalar of its sub-group and lost to its layers.
     """
-    lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
+    masters = masters_in(rank.optimizer["optimizer_state_dict"]).children()
+    lengths = _state_lengths(masters, rank.sharding, rank.rank)
     states = optimizer_states(rank.optimizer)
     sliced = _sliced(states, lengths)
     for group, state in states.children():
@@ -303,8 +390,29 @@ def _check_states(rank: RankSource) -> None:
                 )
 
 
+def _check_addresses(rank: RankSource) -> None:
+    """
+    Raise unless the fragments are where the file itself says, under stages 1 and 2.
+
+    With round_robin_gradients, DeepSpeed notes where they would be without.
+    """
+    mappings = rank.optimizer["optimizer_state_dict"].get("param_slice_mappings")
+    if mappings is None or is_dealt(rank.model):
+        return
+    for group, mapping in mappings.children():
+        expected = {repr(of.name): {"numel": of.elements, "start": of.start} for of in rank.fragments_of(group)}
+        found = {repr(name): of.value.state for name, of in mapping.children() if isinstance(of.value, Inert)}
+        odd = next((name for name in [*found, *expected] if found.get(name) != expected.get(name)), None)
+        if odd is not None:
+            raise LayoutMismatch(
+                f"{rank.optimizer_file.path}: {odd} is at {found.get(odd)!r} of flat group {group!r}, by the order of "
+                f"its parameters at {expected.get(odd)}",
+                hint="the file is damaged, or its optimizer is not supported",
+            )
+
+
 def _check_names(rank: RankSource, groups: Groups) -> None:
-    seen: set[str] = {str(name) for name in rank.model.optional("frozen_param_shapes")}
+    seen: set[str] = set(rank.frozen_shapes)
     for group in groups:
         twice = sorted(seen & group.keys())
         if twice:
@@ -321,7 +429,7 @@ def _check_names(rank: RankSource, groups: Groups) -> None:
 def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
     """Return all parameters in the model's order; aliases are fields of their parameter."""
     shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
-    frozen = {str(name): shape for name, shape in rank.model.optional("frozen_param_shapes").items()}
+    frozen = rank.frozen_shapes
     fragments = rank.model.optional("frozen_param_fragments")
     module = rank.model.optional("module")
     aliases: dict[str, list[str]] = {}
@@ -343,6 +451,9 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
         shape = shapes[name] if name in shapes else frozen[name]
         if not isinstance(shape, Size):
             raise SourceCheckpoint(f"{rank.model.path}: the shape of parameter {name!r} is not a shape")
+        if rank.has_whole_model and holder.shape != shape:
+            shapes_found = f"{tuple(holder.shape)} in the module, {tuple(shape)} in param_shapes"
+            raise LayoutMismatch(f"{rank.model.path}: the shape of parameter {name!r} is {shapes_found}")
         found[name] = Parameter(
             name=name,
             dtype=holder.storage.dtype,
@@ -354,9 +465,9 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
 
 
 def _frozen(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
-    shapes = rank.model.optional("frozen_param_shapes")
+    shapes = rank.frozen_shapes
     fragments = rank.model.get("frozen_param_fragments")
-    if fragments is None or fragments.value is None:
+    if not rank.has_whole_model and (fragments is None or fragments.value is None):
         return {}  # exclude_frozen_parameters: their weights are elsewhere
     held = {name: fragment.tensor() for name, fragment in rank.fragments.items()}
     odd = sorted(str(name) for name in shapes.keys() ^ held.keys())

@@ -7,7 +7,7 @@ reads one rank at a time; see `share_of`.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePath
 
@@ -26,14 +26,13 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
-from layerstore.tree import Located, Tensor, replace_tensors, with_content
+from layerstore.tree import Located, Storage, Tensor, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
 from layerstore.zero3.filenames import TRAINER_STATE
-from layerstore.zero3.gathered import GatheredFileSource, read_gathered
+from layerstore.zero3.gathered import GatheredFileSource, GatheredSource, read_gathered
 from layerstore.zero3.pt import PtFile
 from layerstore.zero3.rank_files import (
     Common,
-    Groups,
     RankSource,
     agreed,
     check_rank,
@@ -59,6 +58,8 @@ class SliceSource:
     dtype: str
     elements: int
     """Padding excluded; never zero."""
+    begin: int = 0
+    """Which element of the parameter is its first."""
     path: Path
     offset_bytes: int
 
@@ -97,6 +98,8 @@ class LayerSource:
     """By kind, then by shard."""
     optimizer_step: int | None
     """The optimizer's update count; None if there is no counter, or if counters differ."""
+    cut: str = "even"
+    """How parameters are split into slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +109,14 @@ class Checkpoint:
     found: FoundCheckpoint
     step: int
     world_size: int
+    stage: int
     layers: tuple[LayerSource, ...]
     """In the model's order."""
     states: tuple[RankState, ...]
     """By rank, without files and gathered weights; small storages are still ``Located``."""
     gathered: tuple[GatheredFileSource, ...]
+    whole: tuple[GatheredSource, ...] = ()
+    """Trained weights in the model's file, under stages 1 and 2, which should be their rounded masters."""
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
     checks: tuple[tuple[str, Located], ...]
@@ -137,6 +143,7 @@ class Share:
 
     rank: int
     world_size: int
+    stage: int
     layers: tuple[LayerSource, ...]
     """Every layer, in the model's order, with only this rank's objects."""
     state: RankState
@@ -174,9 +181,11 @@ def read_checkpoint(
         found=found,
         step=_trainer_step(found, default=checked_step(common.global_steps, ranks[0].model.path)),
         world_size=common.dp_world_size,
+        stage=common.stage,
         layers=_cut_layers(ranks, common, parameters, pattern=layer_pattern),
         states=tuple(_state_of(rank, found.folder, common.buffers) for rank in ranks),
         gathered=gathered,
+        whole=tuple(_whole_weights(ranks[0])),
         files=files,
         checks=tuple(_storage_checks(ranks)),
         notes=(*found.notes, *_doubts(ranks[0], common.optimizer_steps)),
@@ -204,7 +213,8 @@ def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
 
 def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
     for rank in ranks:
-        for file in (rank.model_file, rank.optimizer_file):
+        has_own_model = not rank.has_whole_model or rank is ranks[0]
+        for file in (rank.model_file, rank.optimizer_file) if has_own_model else (rank.optimizer_file,):
             for number, storage in enumerate(file.storages):
                 assert isinstance(storage.content, Located)
                 if storage.content.size_bytes:
@@ -216,12 +226,19 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }
-    for name, fragment in rank.fragments.items():
+    whole: dict[object, Storage] = {}
+    for name, weights in rank.weights.items() if rank.has_whole_model else ():
+        tensor = weights.tensor()
+        whole[tensor.storage, tensor.offset] = with_content(tensor, FragmentContent(parameter=name)).storage
+    for name, fragment in rank.fragments.items() if not rank.has_whole_model else ():
         contents[id(fragment.value)] = FragmentContent(parameter=name)
     for name in buffers:
         contents[id(rank.model["module"][name].value)] = BufferContent(buffer=name)
 
     def replacement(tensor: Tensor) -> Tensor:
+        shared = whole.get((tensor.storage, tensor.offset))
+        if shared is not None and shared.elements == tensor.elements and tensor.is_contiguous:
+            return replace(tensor, storage=shared, offset=0)
         content = contents.get(id(tensor))
         return tensor if content is None else with_content(tensor, content)
 
@@ -232,6 +249,20 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     return RankState(
         rank=rank.rank, model=file(rank.model_file), optimizer=file(rank.optimizer_file), files=(), gathered=()
     )
+
+
+def _whole_weights(rank: RankSource) -> Iterator[GatheredSource]:
+    for name, weights in rank.weights.items() if rank.has_whole_model else ():
+        if name not in rank.frozen_shapes:
+            for _, part in _slice(Kind.WEIGHTS, weights.tensor(), 0, weights.tensor().elements, name=name):
+                yield GatheredSource(
+                    file=part.path,
+                    name=name,
+                    dtype=part.dtype,
+                    shape=tuple(weights.tensor().shape),
+                    offset_bytes=part.offset_bytes,
+                    supplier=name,
+                )
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -253,6 +284,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
     return Share(
         rank=rank.rank,
         world_size=common.dp_world_size,
+        stage=common.stage,
         layers=_cut_layers([rank], common, parameters_of(rank, common.param_shapes), pattern=pattern),
         state=_state_of(rank, folder, common.buffers),
         agreement=object_id(repr(common).encode()),
@@ -266,17 +298,24 @@ def _cut_layers(
     ranks: list[RankSource], common: Common, parameters: Mapping[str, Parameter], *, pattern: re.Pattern[str] | None
 ) -> tuple[LayerSource, ...]:
     """Return every layer, in the model's order, with the slices of *ranks*; *pattern* names layers."""
-    groups, buffers, world_size = common.param_shapes, common.buffers, common.dp_world_size
+    groups, world_size = common.param_shapes, common.dp_world_size
+    buffers = common.buffers
 
     def layer(name: str) -> str:
         return layer_of(name, pattern=pattern)
 
     objects: dict[str, list[ObjectSource]] = {}
     for rank in ranks:
-        slices = [*_flat_slices(rank, groups, world_size), *_frozen_slices(rank, parameters, world_size)]
-        for name, source in _by_layer(slices, layer, shard=rank.rank, shards=world_size):
-            objects.setdefault(name, []).append(source)
-    for name, source in _buffer_objects(ranks, buffers, layer):
+        sharded, whole = list(_flat_slices(rank)), list[tuple[Kind, SliceSource]]()
+        if not rank.has_whole_model:
+            sharded += _frozen_slices(rank, parameters, world_size)
+        elif rank.rank == 0:
+            whole += _frozen_slices(rank, parameters, 1)
+        for slices, shard, shards in ((sharded, rank.rank, world_size), (whole, 0, 1)):
+            for name, source in _by_layer(slices, layer, shard=shard, shards=shards):
+                objects.setdefault(name, []).append(source)
+    with_buffers = [rank for rank in ranks if not rank.has_whole_model or rank.rank == 0]
+    for name, source in _buffer_objects(with_buffers, buffers, layer) if with_buffers else ():
         objects.setdefault(name, []).append(source)
     module = [str(name) for name in ranks[0].model["module"].mapping() if name in parameters or name in buffers]
     return tuple(
@@ -288,6 +327,7 @@ def _cut_layers(
             optimizer_step=_common_step(
                 common.optimizer_steps[group] for group, of in enumerate(groups) if of.keys() & set(members)
             ),
+            cut=ranks[0].sharding.cut,
         )
         for name, members in layers_in_order(module, pattern=pattern).items()
     )
@@ -298,20 +338,19 @@ def _common_step(steps: Iterable[int | None]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _flat_slices(rank: RankSource, groups: Groups, world_size: int) -> Iterator[tuple[Kind, SliceSource]]:
+def _flat_slices(rank: RankSource) -> Iterator[tuple[Kind, SliceSource]]:
     for flat in rank.flats:
         kind = Kind.OPTIMIZER if flat.state else Kind.MASTER
-        start = 0
-        for name, shape in groups[flat.group].items():
-            elements = prod(shape)
-            valid = valid_elements(elements, world_size, rank.rank)
-            yield from _slice(kind, flat.tensor, start, valid, name=name, state=flat.state)
-            start += slice_length(elements, world_size)
+        for part in rank.fragments_of(flat.group):
+            yield from _slice(
+                kind, flat.tensor, part.start, part.elements, name=part.name, begin=part.begin, state=flat.state
+            )
 
 
 def _frozen_slices(
     rank: RankSource, parameters: Mapping[str, Parameter], world_size: int
 ) -> Iterator[tuple[Kind, SliceSource]]:
+    """Yield this rank's slices of frozen parameters; of one rank, whole ones."""
     for name, fragment in rank.fragments.items():
         elements = prod(parameters[name].shape)
         tensor, expected = fragment.tensor(), slice_length(elements, world_size)
@@ -320,11 +359,12 @@ def _frozen_slices(
                 f"{rank.model.path}: the fragment of frozen parameter {name!r} has {tensor.elements} elements, "
                 f"expected {expected}"
             )
-        yield from _slice(Kind.WEIGHTS, tensor, 0, valid_elements(elements, world_size, rank.rank), name=name)
+        valid = valid_elements(elements, world_size, rank.rank)
+        yield from _slice(Kind.WEIGHTS, tensor, 0, valid, name=name, begin=rank.rank * expected)
 
 
 def _slice(
-    kind: Kind, tensor: Tensor, start: int, elements: int, *, name: str, state: str = ""
+    kind: Kind, tensor: Tensor, start: int, elements: int, *, name: str, begin: int = 0, state: str = ""
 ) -> Iterator[tuple[Kind, SliceSource]]:
     """Yield the slice of *tensor* from element *start*, or nothing if all of it is padding."""
     located = tensor.storage.content
@@ -337,6 +377,7 @@ def _slice(
                 state=state,
                 dtype=tensor.storage.dtype,
                 elements=elements,
+                begin=begin,
                 path=located.path,
                 offset_bytes=located.offset_bytes + (tensor.offset + start) * by_code(tensor.storage.dtype).bytes,
             ),

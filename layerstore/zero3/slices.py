@@ -5,6 +5,7 @@ Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); el
 Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -49,24 +50,6 @@ class Stretch:
     start: int
     """The first element, counted from the start of the slice."""
     elements: int
-
-
-def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[Stretch]:
-    """
-    Yield where the elements *begin* to *end* of a parameter in *shards* slices are, in order.
-
-    The second of three ranks needs these of nine elements that two ranks saved:
-
-    >>> [(part.shard, part.start, part.elements) for part in stretches(9, 2, begin=3, end=6)]
-    [(0, 3, 2), (1, 0, 1)]
-    """
-    assert end <= elements, "padding lies in no slice"
-    length = slice_length(elements, shards)
-    while begin < end:
-        shard, start = divmod(begin, length)
-        stop = min(end, (shard + 1) * length)
-        yield Stretch(shard, start, stop - begin)
-        begin = stop
 
 
 # -- where slices are stored ---------------------------------------------------------------------------------------
@@ -153,6 +136,20 @@ def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
         yield StoredSlice(object=stored, tensor=tensor, offset=offset)
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The slices of a parameter, in order."""
+
+    slices: tuple[StoredSlice, ...]
+    bounds: tuple[int, ...]
+    """The element at which each begins, and at last the end."""
+
+
+def _not_stored(kind: Kind, name: str, state: str, whose: str = "") -> LayoutMismatch:
+    what = f"{kind}{f' {state}' if state else ''}"
+    return LayoutMismatch(f"no {what} of {name!r}{whose} is stored in the chosen layers", name=name)
+
+
 _Part = tuple[StoredSlice, Stretch, float]
 """Elements of a slice, and their weight in a mean."""
 
@@ -165,6 +162,7 @@ class Slices:
 
     def __init__(self, versions: Iterable[LayerVersion], *, means: Means = MappingProxyType({})) -> None:
         self.parameters: dict[str, Parameter] = {}
+        self._rows: dict[tuple[Kind, str, str], _Row] = {}
         self._means: dict[str, list[tuple[Slices, float]]] = {}
         for parts in means.values():
             found = [(Slices([_masters_of(version)]), weight) for version, weight in parts]
@@ -188,9 +186,35 @@ class Slices:
         """Return one slice; raises LayoutMismatch if the layer lacks it."""
         stored = self._stored.get((kind, name, state, shard))
         if stored is None:
-            what = f"{kind}{f' {state}' if state else ''}"
-            raise LayoutMismatch(f"no {what} of {name!r} for rank {shard} is stored in the chosen layers", name=name)
+            raise _not_stored(kind, name, state, f" for rank {shard}")
         return stored
+
+    def dtype(self, kind: Kind, name: str, *, state: str = "") -> str:
+        """Return the element type of a parameter's slices; raises LayoutMismatch if there are none."""
+        return self._row(kind, name, state).slices[0].tensor.dtype
+
+    def bounds(self, kind: Kind, name: str, *, state: str = "") -> tuple[int, ...]:
+        """Return the elements at which a parameter's slices begin, and at last their end."""
+        return self._row(kind, name, state).bounds
+
+    def _row(self, kind: Kind, name: str, state: str) -> "_Row":
+        """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
+        key = kind, name, state
+        if key not in self._rows:
+            of_rank = (self._stored.get((*key, shard)) for shard in range(self.shards(kind, name)))
+            slices = tuple(stored for stored in of_rank if stored is not None)
+            if not slices:
+                raise _not_stored(kind, name, state)
+            row = _Row(slices, tuple(accumulate((each.tensor.elements for each in slices), initial=0)))
+            expected = prod(self.parameter(name).shape)
+            if row.bounds[-1] != expected:
+                raise LayoutMismatch(
+                    f"{state or kind} of {name!r} is stored with {row.bounds[-1]} elements, its shape asks for "
+                    f"{expected}",
+                    name=name,
+                )
+            self._rows[key] = row
+        return self._rows[key]
 
     def pieces(
         self,
@@ -256,18 +280,14 @@ class Slices:
         Raises:
             LayoutMismatch: They are not stored.
         """
-        elements = prod(self.parameter(name).shape)
-        shards = self.shards(kind, name) or 1  # none stored: `find` raises for the first
-        for stretch in stretches(elements, shards, begin=begin, end=end):
-            stored = self.find(kind, name, shard=stretch.shard, state=state)
-            expected = valid_elements(elements, shards, stretch.shard)
-            if stored.tensor.elements != expected:
-                raise LayoutMismatch(
-                    f"slice {stretch.shard} of {shards} of {name!r} is stored with "
-                    f"{stored.tensor.elements} elements, its shape asks for {expected}",
-                    name=name,
-                )
-            yield stored, stretch
+        if begin == end:
+            return
+        row = self._row(kind, name, state)
+        at = bisect_right(row.bounds, begin) - 1
+        while begin < end:
+            stop = min(end, row.bounds[at + 1])
+            yield row.slices[at], Stretch(row.slices[at].object.shard, begin - row.bounds[at], stop - begin)
+            begin, at = stop, at + 1
 
     def shards(self, kind: Kind, name: str) -> int:
         """Return the number of slices of *name*; 0 if this kind is not stored."""
@@ -285,7 +305,7 @@ class Slices:
         # frozen parameter has nothing else; otherwise take the master, which is more precise.
         if not self.shards(Kind.WEIGHTS, name):
             return Kind.MASTER
-        is_wanted = self.find(Kind.WEIGHTS, name, shard=0).tensor.dtype == dtype
+        is_wanted = self.dtype(Kind.WEIGHTS, name) == dtype
         return Kind.WEIGHTS if is_wanted or not self.shards(Kind.MASTER, name) else Kind.MASTER
 
     def buffers(self) -> set[str]:

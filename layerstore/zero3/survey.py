@@ -1,5 +1,5 @@
 """
-Find every ZeRO-3 checkpoint below a folder, in step order.
+Find every ZeRO checkpoint below a folder, in step order.
 
 Incomplete checkpoints are listed too; ingesting one says what is wrong with it. Symbolic links are not followed.
 """
@@ -12,7 +12,14 @@ from pathlib import Path
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import SOURCE_FILES_MAX
 from layerstore.zero3.discovery import list_folder, step_of_trainer
-from layerstore.zero3.filenames import FIRST_SHARD, TRAINER_STATE, UNFINISHED_OUTPUT, ZERO3, folder_kind
+from layerstore.zero3.filenames import (
+    FIRST_SHARD,
+    MODEL_STATES,
+    READABLE,
+    TRAINER_STATE,
+    UNFINISHED_OUTPUT,
+    folder_kind,
+)
 from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.pt import read_pt
 from layerstore.zero3.sourcefile import real_path
@@ -48,7 +55,7 @@ class Survey:
 
 def checkpoints_below(tops: Iterable[Path]) -> Survey:
     """
-    Find every ZeRO-3 checkpoint below the folders *tops*, which may be checkpoints themselves.
+    Find every ZeRO checkpoint below the folders *tops*, which may be checkpoints themselves.
 
     Raises:
         SourceCheckpoint: One of them is not a folder, or there is no checkpoint below any of them.
@@ -59,7 +66,7 @@ def checkpoints_below(tops: Iterable[Path]) -> Survey:
     tags = dict.fromkeys(tag for top in tops for tag in _tag_folders(top, notes))
     if not tags:
         raise SourceCheckpoint(
-            f"there is no ZeRO-3 checkpoint below {', '.join(map(str, tops))}",
+            f"there is no ZeRO checkpoint below {', '.join(map(str, tops))}",
             hint=notes[0] if notes else "give a folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
         )
     found = [FoundTag(folder=tag.parent, tag=tag.name, step=_step(tag)) for tag in tags]
@@ -77,8 +84,8 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
         if count > SOURCE_FILES_MAX:
             raise InvalidInput(f"{top} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
         kind = folder_kind(names)
-        if kind == ZERO3:
-            pointer = read_pointer(folder / FIRST_SHARD)
+        if kind in READABLE:
+            pointer = read_pointer(_model_file(folder))
             if pointer is None:
                 yield folder
             else:
@@ -98,7 +105,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
 
 def _step(tag: Path) -> int | None:
     """Return the trainer's step, else the engine's from rank 0, which is good enough for sorting."""
-    state, model = tag.parent / TRAINER_STATE, tag / FIRST_SHARD
+    state, model = tag.parent / TRAINER_STATE, _model_file(tag)
     if state.is_symlink() or model.is_symlink():
         return None
     try:
@@ -107,6 +114,11 @@ def _step(tag: Path) -> int | None:
         return TreeView(read_pt(model).tree, path=model)["global_steps"].integer()
     except LayerstoreError:
         return None  # ingest will say what is wrong with it
+
+
+def _model_file(tag: Path) -> Path:
+    first = tag / FIRST_SHARD
+    return first if first.exists() or first.is_symlink() else tag / MODEL_STATES
 
 
 def _order(found: FoundTag) -> tuple[int, str]:

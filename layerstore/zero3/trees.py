@@ -8,8 +8,13 @@ from pathlib import PurePath, PurePosixPath
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.tree import Inert, Size, Tensor, Tree, changed
+from layerstore.zero3.filenames import SHARD_STEM
 
 STAGE_3 = 3
+
+# What DeepSpeed calls the masters, and what the optimizer itself saved: under stage 3, and under stages 1 and 2.
+_MASTERS = ("fp32_flat_groups", "single_partition_of_fp32_groups")
+_INNER = ("optimizer_state_dict", "base_optimizer_state")
 
 
 class TreeView:
@@ -31,7 +36,7 @@ class TreeView:
         found = self.get(key)
         if found is None:
             raise SourceCheckpoint(
-                f"{self.path} lacks {self._name(key)}, which every ZeRO-3 checkpoint has", hint="is it one?"
+                f"{self.path} lacks {self._name(key)}, which every ZeRO checkpoint has", hint="is it one?"
             )
         return found
 
@@ -105,9 +110,32 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
     return groups
 
 
+def stage_of(outer: TreeView) -> int:
+    """
+    Return the ZeRO stage, from what DeepSpeed saved of the optimizer.
+
+    The one that accumulates gradients in fp32 for weights in bf16, which is of stage 1, does not say it.
+    """
+    stage = outer.get("zero_stage")
+    if stage is not None and isinstance(stage.value, Inert):
+        found = next(iter(stage.value.arguments), None)
+        return found if isinstance(found, int) else 0
+    return 1 if stage is None and outer.get(_MASTERS[1]) is not None else 0
+
+
+def masters_in(outer: TreeView) -> TreeView:
+    """Return the flat buffers of masters, from what DeepSpeed saved of the optimizer."""
+    return outer.get(_MASTERS[1]) or outer[_MASTERS[0]]
+
+
+def inner_in(outer: TreeView) -> TreeView:
+    """Return what the optimizer itself saved, inside what DeepSpeed saved."""
+    return outer.get(_INNER[1]) or outer[_INNER[0]]
+
+
 def optimizer_states(optimizer: TreeView) -> TreeView:
     """Return the optimizer's states by sub-group, from the tree of ``optim_states``."""
-    return optimizer["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    return inner_in(optimizer["optimizer_state_dict"])["state"]
 
 
 def outer_optimizer(state: RankState) -> TreeView:
@@ -117,13 +145,13 @@ def outer_optimizer(state: RankState) -> TreeView:
 
 def inner_optimizer(state: RankState) -> TreeView:
     """Return what the optimizer itself saved, inside what DeepSpeed saved."""
-    return outer_optimizer(state)["optimizer_state_dict"]
+    return inner_in(outer_optimizer(state))
 
 
 def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
     """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
     within = changed(inner_optimizer(state).mapping(), inner)
-    around = changed(outer_optimizer(state).mapping(), {**outer, "optimizer_state_dict": within})
+    around = changed(outer_optimizer(state).mapping(), {**outer, **dict.fromkeys(_INNER, within)})
     return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
 
@@ -134,7 +162,7 @@ def members_of(state: RankState) -> list[tuple[int, list[int]]]:
         (number, [index for index in group["params"].sequence() if isinstance(index, int)])
         for number, (_, group) in enumerate(view.children())
     ]
-    flats = len(outer_optimizer(state)["fp32_flat_groups"].sequence())
+    flats = len(masters_in(outer_optimizer(state)).sequence())
     if sorted(index for _, own in found for index in own) != list(range(flats)):
         raise LayoutMismatch(
             f"{view.path}: the param groups do not share the {flats} sub-groups among them",
@@ -151,10 +179,14 @@ def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
 
 def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tuple[str, str]]:
     """Yield each unsupported setting, and how to train without it."""
-    stage = optimizer.get("zero_stage")
-    found = stage.value.arguments if stage is not None and isinstance(stage.value, Inert) else None
-    if found != (STAGE_3,):
-        yield f"was saved under ZeRO stage {found[0] if found else 'none'!r}", "train with zero_optimization.stage 3"
+    shapes = model.get("param_shapes")
+    stage = 0 if shapes is not None and shapes.value is None else stage_of(optimizer)
+    if stage not in {1, 2, 3}:
+        yield f"was saved under ZeRO stage {stage}", "train with zero_optimization.stage 1, 2 or 3"
+    if (stage == STAGE_3) != bool(SHARD_STEM.fullmatch(model.path.stem)):
+        yield f"was saved under ZeRO stage {stage}, but is named as of another", "train into a new folder"
+    if isinstance(inner_in(optimizer).value, list):
+        yield "was saved with elastic_checkpoint", "unset zero_optimization.elastic_checkpoint"
     for key, what in (("ds_zero_partition_groups", "AutoEP expert parallelism"), ("ds_autoep_layers", "AutoEP layers")):
         if any(part.value for view in (model, optimizer) if (part := view.get(key)) is not None):
             yield f"was saved with {what}", "train without expert parallelism"

@@ -18,7 +18,7 @@ from layerstore.ingest import is_still, sample_weight, sampled
 from layerstore.live.engine import Captured
 from layerstore.live.ranks import Exchange
 from layerstore.model import Kind
-from layerstore.zero3 import Share, SliceSource, slice_length, stretches
+from layerstore.zero3 import Share, SliceSource
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ class MovementWatch:
         for _, members in groupby(pairs, key=lambda pair: _paths(*pair[1:])):
             at, at_squares = list[int](), list[int]()
             for number, masters, squares in members:
-                own = _own_places(shapes[masters.name], share)
+                own = _own_places(shapes[masters.name], masters)
                 at += [_first(masters) + element for element in own]
                 at_squares += [_first(squares) + element for element in own] if squares else []
                 layer_of += [number] * len(own)
@@ -177,15 +177,8 @@ def _first(of: SliceSource) -> int:
     return of.offset_bytes // by_code(of.dtype).bytes
 
 
-def _own_places(shape: Sequence[int], share: Share) -> list[int]:
-    """Return which elements of this rank's slice of a parameter are sampled."""
-    elements = prod(shape)
-    length = slice_length(elements, share.world_size)
-    return [
-        part.start + step
-        for begin, end in sampled(elements)
-        if begin < (share.rank + 1) * length and end > share.rank * length
-        for part in stretches(elements, share.world_size, begin=begin, end=end)
-        if part.shard == share.rank
-        for step in range(part.elements)
-    ]
+def _own_places(shape: Sequence[int], of: SliceSource) -> list[int]:
+    """Return which elements of a slice of a parameter are sampled."""
+    first, last = of.begin, of.begin + of.elements
+    runs = (range(max(begin, first), min(end, last)) for begin, end in sampled(prod(shape)))
+    return [element - first for run in runs for element in run]

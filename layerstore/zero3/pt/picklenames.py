@@ -2,8 +2,8 @@
 The allow-list: every global that a checkpoint's pickle may name, and how it is read.
 
 These are only names; nothing is imported or called. Globals that are not on a list are refused.
-The names come from DeepSpeed's loss scalers and stages, torch's functions that rebuild tensors, the containers
-of learning-rate schedulers, and numpy, whose generator states DeepSpeed's data sampler keeps.
+The names come from DeepSpeed's loss scalers, stages and addresses of fragments, torch's functions that rebuild
+tensors, the containers of learning-rate schedulers, and numpy, whose generator states DeepSpeed's data sampler keeps.
 """
 
 import re
@@ -28,6 +28,7 @@ REBUILD_PARAMETER_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
 REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 ZERO_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+FRAGMENT_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
 
 # These rebuild a tensor.
 REBUILDS: Final = frozenset(
@@ -49,6 +50,7 @@ INERT: Final = frozenset(
         ZERO_STAGE,
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        FRAGMENT_ADDRESS,
         "collections.Counter",  # the milestones of torch's MultiStepLR
         "builtins.complex",
         "torch.device",

@@ -1,0 +1,204 @@
+"""
+Ranks' states of stages 1 and 2: for other numbers of ranks, and as stage 3 would have saved them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from layerstore.compose.sub_groups import path_of_rank, resized, sub_group_size
+from layerstore.errors import LayoutMismatch
+from layerstore.model import FlatContent, FragmentContent, RankState, TreeFile
+from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree, changed
+from layerstore.zero3 import (
+    FIRST_SHARD,
+    PartitionSharding,
+    TreeView,
+    dealt,
+    gathered_again,
+    inner_optimizer,
+    is_dealt,
+    masters_in,
+    outer_optimizer,
+    sharding_in,
+    stage_of,
+    sub_group_shapes,
+    with_optimizer,
+)
+
+_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+
+_OF_PARTITIONS = frozenset(
+    {
+        *("base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage", "partition_count", "clip_grad"),
+        *("group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version"),
+    }
+)
+"""What DeepSpeed keeps of an optimizer under stages 1 and 2, and not under stage 3, or in another form."""
+
+
+def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankState:
+    """Return the state of *rank* of *world_size*, made from *template*; files other than the trees stay the same."""
+    model, outer, inner = TreeView.of(template.model), outer_optimizer(template), inner_optimizer(template)
+    before = sharding_in(template)
+    assert isinstance(before, PartitionSharding)
+    groups, paddings = before.groups, before.paddings
+    if is_dealt(model):
+        groups = [_reordered(group, _dealt_again(list(group), before.world_size, world_size)) for group in groups]
+        if any(map(any, paddings)):
+            raise LayoutMismatch(
+                "with round_robin_gradients, the order of parameters depends on the number of ranks, and "
+                "parameter_alignment puts padding between them: where that would be is not known",
+                hint=f"compose at world size {before.world_size}, that of the base, or --format zero3",
+            )
+    after = PartitionSharding(groups, world_size, paddings)
+    numbers = range(len(groups))
+    masters = masters_in(outer)
+    is_lean = outer.get("zero_stage") is not None  # the one without pads its masters, too
+    flats: list[Tree] = [
+        _flat(
+            masters[group].tensor(),
+            after.lean(group, rank) if is_lean else after.elements(group, rank),
+            group=group,
+        )
+        for group in numbers
+    ]
+    states: dict[Tree, Tree] = {
+        group: {key: _state(value, after.elements(group, rank)) for key, value in kept.mapping().items()}
+        for group, kept in inner["state"].children()
+        if isinstance(group, int)
+    }
+    mappings: list[Tree] = [
+        OrderedMap((of.name, _address(of.elements, of.start)) for of in after.fragments(group, rank))
+        for group in numbers
+    ]
+    tree = with_optimizer(
+        template,
+        outer={
+            "single_partition_of_fp32_groups": flats,
+            "partition_count": [world_size for _ in numbers],
+            "group_paddings": [after.elements(group, rank) - after.lean(group, rank) for group in numbers],
+            "param_slice_mappings": mappings,
+        },
+        inner={"state": states},
+    )
+    shapes: list[Tree] = [OrderedMap((name, Size(shape)) for name, shape in group.items()) for group in groups]
+    return replace(
+        template,
+        rank=rank,
+        model=replace(
+            template.model, tree=changed(model.mapping(), {"dp_world_size": world_size, "param_shapes": shapes})
+        ),
+        optimizer=TreeFile(path=path_of_rank(template.optimizer.path, rank), tree=tree),
+    )
+
+
+def _dealt_again(names: Sequence[str], before: int, after: int) -> list[str]:
+    """Return the order for *after* ranks of *names*, which ``round_robin_gradients`` has dealt out to *before*."""
+    return dealt(gathered_again(names, before), after)
+
+
+def _reordered(group: Mapping[str, Sequence[int]], names: Sequence[str]) -> dict[str, Sequence[int]]:
+    return {name: group[name] for name in names}
+
+
+def _flat(sample: Tensor, elements: int, *, group: int, state: str = "") -> Tensor:
+    return resized(sample, elements, FlatContent(state=state, group=group))
+
+
+def _state(value: Tree, elements: int) -> Tree:
+    is_flat = isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)
+    return resized(value, elements) if isinstance(value, Tensor) and is_flat else value
+
+
+def _address(elements: int, start: int) -> Inert:
+    return Inert(name=_ADDRESS, made_by_new=True, state={"numel": elements, "start": start}, has_state=True)
+
+
+# -- as stage 3 ------------------------------------------------------------------------------------------------------
+
+
+def as_stage_3(state: RankState) -> RankState:
+    """
+    Return *state* as the only rank of a training under stage 3 would have saved it; each param group is a sub-group.
+
+    Groups have the order that the optimizer was given.
+    """
+    model, outer, inner = TreeView.of(state.model), outer_optimizer(state), inner_optimizer(state)
+    groups = sub_group_shapes(model)
+    if is_dealt(model):
+        world_size = model["dp_world_size"].integer()
+        groups = [{name: group[name] for name in gathered_again(list(group), world_size)} for group in groups]
+    lengths = [sum(map(prod, group.values())) for group in groups]
+    masters = masters_in(outer)
+    flats: list[Tree] = [_flat(masters[group].tensor(), count, group=group) for group, count in enumerate(lengths)]
+    kept: dict[Tree, Tree] = {
+        group: {key: _state(value, lengths[group]) for key, value in of.mapping().items()}
+        for group, of in inner["state"].children()
+        if isinstance(group, int)
+    }
+    of_all = {key: value for key, value in outer.mapping().items() if key not in _OF_PARTITIONS}
+    scaler = Inert(name=_SCALER, made_by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
+    tree: dict[Tree, Tree] = {
+        "zero_stage": Inert(name=_STAGE, arguments=(3,)),
+        **({} if "loss_scaler" in of_all else {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}),
+        **of_all,
+        "partition_count": 1,
+        "optimizer_state_dict": changed(inner.mapping(), {"state": kept}),
+        "fp32_flat_groups": flats,
+    }
+    optimizer = changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": tree})
+    folder = state.model.path.rpartition("/")[0]
+    shapes = model.get("frozen_param_shapes")  # stage 1 has none, and keeps frozen parameters in the module alone
+    leaves_out_frozen = stage_of(outer) == 2 and shapes is not None and shapes.value is None
+    return replace(
+        state,
+        model=TreeFile(path=f"{folder}/{FIRST_SHARD}", tree=_model(model, groups, leaves_out_frozen=leaves_out_frozen)),
+        optimizer=replace(state.optimizer, tree=_with_stage(optimizer)),
+    )
+
+
+def conversion_note(first: RankState) -> str:
+    """Say what a training must know to go on under stage 3."""
+    size = sub_group_size(TreeView.of(first.model))
+    return f"as ZeRO-3, for a sub_group_size of {size:.0f}: train with that, and with zero_optimization.stage 3"
+
+
+def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, leaves_out_frozen: bool) -> Tree:
+    """Return the tree of ``model_states``: placeholders in the module, and frozen parameters apart."""
+    module = model["module"].mapping()
+    trained = {name for group in groups for name in group}
+    frozen: dict[Tree, Tree] = {}
+    shapes: dict[Tree, Tree] = {}
+    placeholders: dict[Storage, Storage] = {}
+    for name, tensor in module.items():
+        content = tensor.storage.content if isinstance(tensor, Tensor) else None
+        if isinstance(tensor, Tensor) and isinstance(content, FragmentContent):
+            if name == content.parameter and name not in trained:
+                frozen[name], shapes[name] = resized(tensor, tensor.elements, content), tensor.shape
+            placeholders.setdefault(tensor.storage, replace(tensor.storage, elements=0, content=b""))
+    emptied: dict[Tree, Tree] = {
+        name: replace(tensor, storage=placeholders[tensor.storage], shape=Size((0,)), stride=(1,), offset=0)
+        if isinstance(tensor, Tensor) and tensor.storage in placeholders
+        else tensor
+        for name, tensor in module.items()
+    }
+    values: dict[Tree, Tree] = {
+        "module": changed(module, emptied),
+        "param_shapes": [OrderedMap(group) for group in groups],
+        "dp_world_size": 1,
+    }
+    if not leaves_out_frozen:
+        values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
+    return _with_stage(changed(model.mapping(), values))
+
+
+def _with_stage(tree: dict[Tree, Tree]) -> Tree:
+    """Return *tree* with stage 3 in DeepSpeed's config, if that is in it."""
+    config = tree.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(zero, dict):
+        return tree
+    return changed(tree, {"ds_config": changed(config, {"zero_optimization": {**zero, "stage": 3}})})
