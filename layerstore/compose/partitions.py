@@ -155,7 +155,10 @@ def as_stage_3(state: RankState) -> RankState:
     leaves_out_frozen = stage_of(outer) == 2 and shapes is not None and shapes.value is None
     return replace(
         state,
-        model=TreeFile(path=f"{folder}/{FIRST_SHARD}", tree=_model(model, groups, leaves_out_frozen=leaves_out_frozen)),
+        model=TreeFile(
+            path=f"{folder}/{FIRST_SHARD}",
+            tree=_model(model, groups, leaves_out_frozen=leaves_out_frozen),
+        ),
         optimizer=replace(state.optimizer, tree=_with_stage(optimizer)),
     )
 

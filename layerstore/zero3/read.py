@@ -26,7 +26,7 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
-from layerstore.tree import Located, Storage, Tensor, replace_tensors, with_content
+from layerstore.tree import Located, Storage, Tensor, changed, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
 from layerstore.zero3.filenames import TRAINER_STATE
 from layerstore.zero3.gathered import GatheredFileSource, GatheredSource, read_gathered
@@ -43,6 +43,7 @@ from layerstore.zero3.rank_files import (
 )
 from layerstore.zero3.slices import slice_length, valid_elements
 from layerstore.zero3.sourcefile import open_source
+from layerstore.zero3.trees import TreeView
 
 _KINDS = tuple(Kind)
 
@@ -246,9 +247,10 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
         path = source.path.relative_to(folder).as_posix()
         return TreeFile(path=path, tree=replace_tensors(source.tree, replacement))
 
-    return RankState(
-        rank=rank.rank, model=file(rank.model_file), optimizer=file(rank.optimizer_file), files=(), gathered=()
-    )
+    model = file(rank.model_file)
+    if rank.has_whole_model and rank.rank:  # as the rank itself has it: only the first knows what shares memory
+        model = replace(model, tree=changed(TreeView.of(model).mapping(), {"shared_params": {}}))
+    return RankState(rank=rank.rank, model=model, optimizer=file(rank.optimizer_file), files=(), gathered=())
 
 
 def _whole_weights(rank: RankSource) -> Iterator[GatheredSource]:

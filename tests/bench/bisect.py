@@ -80,6 +80,11 @@ def run(folder: Path, *, faults: int, saves: int) -> None:
             tally.trials += len(answer.trials)
             tally.most = max(tally.most, len(answer.trials))
             tally.bytes_written += answer.bytes_written
+            is_found = answer.bad == f"{fault.run}@{turn}" and sorted(answer.layers or ()) == fault.layers
+            print(
+                f"{fault.run} {fault.kind}: {'found' if is_found else 'missed'}, {len(answer.trials)} trials",
+                flush=True,
+            )
     print(f"{'':<10}{'faults':>8}{'step':>7}{'layers':>8}{'trials':>9}{'most':>6}{'written':>12}")
     for kind, tally in tallies.items():
         count = tally.planted

@@ -25,7 +25,7 @@ LAYERS = 12
 HIDDEN = 64
 BATCH = 4
 TRAINED_STEPS = 250
-GENTLE = 0.01
+GENTLE = 0.001
 """How much smaller the learning rate of a gentle run is."""
 RATE = 30.0
 DAMAGE, PAIR = 3.0, 1.5

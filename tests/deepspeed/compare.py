@@ -62,7 +62,7 @@ def checkpoint_differences(expected: Path, actual: Path) -> list[str]:
     if expected_names != actual_names:
         return [f"files: {expected_names} != {actual_names}"]
     differences = []
-    for rank in range(len([name for name in expected_names if name.endswith("model_states.pt")])):
+    for rank in range(rank_count(expected)):
         pair = [rank_trees(folder, rank) for folder in (expected, actual)]
         differences += tree_differences(pair[0], pair[1], f"rank {rank}")
     return differences
@@ -73,14 +73,21 @@ def shard_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def rank_count(folder: Path) -> int:
+    """Return how many ranks have saved *folder*."""
+    return len(list(folder.glob("*optim_states.pt")))
+
+
 def rank_trees(folder: Path, rank: int) -> dict[str, Tree]:
     """Return one rank's model and optimizer states from *folder*, what is padding set to zero."""
     prefix = f"zero_pp_rank_{rank}_mp_rank_"
-    trees = {
-        kind: load(next(path for path in sorted(folder.glob(f"*{prefix}*_{kind}.pt"))))
-        for kind in ("model_states", "optim_states")
-    }
-    blank_padding(trees["model_states"], trees["optim_states"], rank=rank)
+    one_for_all = folder / "mp_rank_00_model_states.pt"  # under stages 1 and 2
+    is_whole = one_for_all.exists()
+    [optimizer] = folder.glob(f"*{prefix}*_optim_states.pt")
+    [model] = [one_for_all] if is_whole else folder.glob(f"*{prefix}*_model_states.pt")
+    trees = {"model_states": load(model), "optim_states": load(optimizer)}
+    if not is_whole:  # there, padding begins with zeros
+        blank_padding(trees["model_states"], trees["optim_states"], rank=rank)
     return trees
 
 
@@ -189,7 +196,9 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def full_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return each trained parameter's master and sliced optimizer states, whole, in name order."""
-    ranks = len(list(folder.glob("*model_states.pt")))
+    if (folder / "mp_rank_00_model_states.pt").exists():
+        return full_partitions(folder)
+    ranks = rank_count(folder)
     parts: dict[str, dict[str, list[torch.Tensor]]] = {}
     for rank in range(ranks):
         trees = rank_trees(folder, rank)
@@ -202,6 +211,29 @@ def full_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         name: {kind: torch.cat(slices) for kind, slices in sorted(kinds.items())}
         for name, kinds in sorted(parts.items())
     }
+
+
+def full_partitions(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the same of stages 1 and 2, where ranks cut a whole group: put together, and cut by its parameters."""
+    ranks = [rank_trees(folder, rank) for rank in range(rank_count(folder))]
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for group, shapes in enumerate(ranks[0]["model_states"]["param_shapes"]):
+        by_kind: dict[str, list[torch.Tensor]] = {}
+        for trees in ranks:
+            states = trees["optim_states"]["optimizer_state_dict"]
+            by_kind.setdefault("master", []).append(states["single_partition_of_fp32_groups"][group].detach())
+            for kind, value in states["base_optimizer_state"]["state"].get(group, {}).items():
+                if getattr(value, "ndim", 0):
+                    by_kind.setdefault(kind, []).append(value)
+        paddings = ranks[0]["optim_states"]["optimizer_state_dict"].get("param_alignment_paddings")
+        for kind, flats in sorted(by_kind.items()):
+            rest = torch.cat(flats)
+            for (name, shape), padding in zip(
+                shapes.items(), paddings[group] if paddings else [0] * len(shapes), strict=True
+            ):
+                found.setdefault(name, {})[kind] = rest[: shape.numel()]
+                rest = rest[shape.numel() + padding :]
+    return dict(sorted((name, dict(sorted(kinds.items()))) for name, kinds in found.items()))
 
 
 def sliced_tensors(states: Tree, group: int) -> dict[str, torch.Tensor]:
@@ -221,7 +253,7 @@ def file_tree(folder: Path) -> dict[str, bytes]:
 
 def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the master of each trained parameter in *folder*, and the weights of each frozen one, in shape."""
-    ranks = len(list(folder.glob("*model_states.pt")))
+    ranks = rank_count(folder)
     trees = [rank_trees(folder, rank)["model_states"] for rank in range(ranks)]
     shapes = {name: shape for group in trees[0]["param_shapes"] for name, shape in group.items()}
     found = {name: kinds["master"].reshape(shapes[name]) for name, kinds in full_tensors(folder).items()}

@@ -78,6 +78,11 @@ class Scenario:
     resumes_alike: bool = True
     """Whether DeepSpeed itself, resumed from its own shards, goes on as the training that was never interrupted."""
 
+    @property
+    def stage(self) -> object:
+        """The ZeRO stage."""
+        return self.zero.get("stage", 3)
+
     def save_dir(self, root: Path, *, step: int) -> Path:
         """Return the folder that ``save_checkpoint`` is given after *step*."""
         if self.client_state == "lightning":
@@ -217,6 +222,85 @@ SCENARIOS: tuple[Scenario, ...] = (
                 "params": {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.75, 0.875]},
             },
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}},
+        },
+    ),
+    Scenario(
+        name="stage1",
+        why="whole weights in one file, partitions of groups, no frozen_*; a tied head",
+        model="tied_llama",
+        zero={"stage": 1},
+    ),
+    Scenario(
+        name="stage1_frozen",
+        why="frozen weights that only the module has, and partitions that end in padding",
+        model="odd",
+        zero={"stage": 1},
+        frozen=("embed", "layers.0"),
+    ),
+    Scenario(
+        name="stage1_fp32_gradients",
+        why="DeepSpeed's own optimizer for bf16: no stage in its state, masters with padding, no loss scaler",
+        model="odd",
+        zero={"stage": 1},
+        config={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    Scenario(
+        name="stage2_rank_buffers",
+        why="running statistics that differ between the ranks, of which the first one's are saved",
+        model="norm_statistics",
+        zero={"stage": 2},
+        precision="fp32",
+    ),
+    Scenario(
+        name="stage2_frozen",
+        why="whole frozen weights, twice: in the module and as fragments",
+        model="odd",
+        zero={"stage": 2},
+        frozen=("embed", "layers.0"),
+    ),
+    Scenario(
+        name="stage2_frozen_excluded",
+        why="frozen weights that are nowhere",
+        model="odd",
+        zero={"stage": 2},
+        frozen=("embed", "layers.0"),
+        exclude_frozen=True,
+    ),
+    Scenario(
+        name="stage2_fp32",
+        why="weights that are their masters, and a group of a single element",
+        model="odd",
+        zero={"stage": 2},
+        precision="fp32",
+        grouping="blocks_first",
+    ),
+    Scenario(
+        name="stage2_fp16",
+        why="a dynamic loss scaler, rounding to fp16",
+        model="odd",
+        zero={"stage": 2},
+        precision="fp16",
+        config={"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}},
+    ),
+    Scenario(
+        name="stage2_round_robin",
+        why="parameters dealt out to ranks, in another order for each number of ranks",
+        zero={"stage": 2, "round_robin_gradients": True},
+    ),
+    Scenario(
+        name="stage2_aligned",
+        why="padding between parameters",
+        model="odd",
+        zero={"stage": 2, "parameter_alignment": True},
+    ),
+    Scenario(
+        name="stage2_offloaded",
+        why="DeepSpeedCPUAdam on partitions, which counts in an integer",
+        model="odd",
+        optimizer="configured",
+        zero={"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        config={
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.75, 0.875]}},
         },
     ),
     Scenario(

@@ -27,6 +27,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,15 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=RESUME_STEP, help="of the checkpoints to resume from")
     parser.add_argument("--until", type=int, default=STEPS, help="the last step to train")
     parser.add_argument("--universal", action="store_true", help="resume from Universal Checkpoints")
+    parser.add_argument("--under-stage-3", action="store_true", help="train under it, whatever the scenario says")
     parser.add_argument("--scenario", action="append", choices=sorted(SCENARIO_OF))
     arguments = parser.parse_args()
 
     deepspeed.init_distributed(dist_backend="gloo")
     allow_fp16()
     chosen = [SCENARIO_OF[name] for name in arguments.scenario] if arguments.scenario else SCENARIOS
-    for scenario in chosen:
+    for each in chosen:
+        scenario = replace(each, zero={}, zero_init=False) if arguments.under_stage_3 else each
         if dist.get_rank() == 0:
             print(f"=== {scenario.name}", flush=True)
         with built_engine(scenario, universal=arguments.universal) as engine:
@@ -176,7 +179,9 @@ def built_engine(scenario: Scenario, *, universal: bool = False) -> Iterator[Eng
     Init.param_id = 0
     torch.manual_seed(0)
     config = engine_config(scenario) | ({"checkpoint": {"load_universal": True}} if universal else {})
-    partitioned: AbstractContextManager[Any] = Init(config_dict_or_path=config) if scenario.zero_init else nullcontext()
+    partitioned: AbstractContextManager[Any] = (
+        Init(config_dict_or_path=config) if scenario.zero_init and scenario.stage == 3 else nullcontext()
+    )
     with partitioned:
         module = models.build(scenario.model)
     for name, parameter in module.named_parameters():

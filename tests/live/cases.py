@@ -165,6 +165,9 @@ CASES: tuple[Case, ...] = (
         policy="parity",
     ),
     Case(scenario=SCENARIO_OF[RANK_BUFFERS], policy="parity"),
+    Case(scenario=SCENARIO_OF["stage1"], policy="parity"),
+    Case(scenario=SCENARIO_OF["stage1_fp32_gradients"]),
+    Case(scenario=SCENARIO_OF["stage2_frozen"], policy="drift"),
     *(
         Case(
             scenario=Scenario(name=f"policy_{policy}", why="layers fall due at different saves"),
@@ -262,6 +265,10 @@ _USUAL = (
     "offloaded",
     FUSED_ADAM,  # its step counter is an integer
     "client_numpy",
+    "stage1",
+    "stage2_frozen",
+    "stage2_fp16",
+    "stage2_round_robin",
 )
 
 RESUMPTIONS: tuple[Resumption, ...] = (
@@ -285,7 +292,7 @@ USUAL = tuple(each for each in RESUMPTIONS if each.is_usual)
 WHOLE = tuple(each for each in USUAL if each.name != COMPOSITE)
 """Resumed just as they were saved; the composite is mixed from two steps."""
 
-RESIZED = (ODD, FROZEN, RANK_BUFFERS, "grouped_blocks_first")
+RESIZED = (ODD, FROZEN, RANK_BUFFERS, "grouped_blocks_first", "stage2_frozen")
 """Those that are resumed at other world sizes, too."""
 
 FROM_CLONE = "grouped_blocks_first"

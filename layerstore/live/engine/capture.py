@@ -90,6 +90,8 @@ def _file(state: object, path: Path, memory: Memory) -> PtFile:
 def _slices(source: RankSource) -> set[Storage]:
     """Return the storages that hold slices of layers: flat buffers and frozen fragments."""
     found = {flat.tensor.storage for flat in source.flats}
+    if source.has_whole_model:  # trained weights are not copied: they are their rounded masters
+        return found | {weights.tensor().storage for weights in source.weights.values()}
     return found | {fragment.tensor().storage for fragment in source.fragments.values()}
 
 

@@ -41,6 +41,7 @@ class StoreCheckpointEngine:
         self._engine: Engine | None = None
         self._uninstall: Callable[[], None] = lambda: None
         self._held: dict[str, tuple[Any, Path]] = {}
+        self._hand_over_no_more: Callable[[], None] = lambda: None
         self._load: tuple[Pointer | None, Loaded] | None = None
         self._is_whole = True
         """Whether the current load includes the optimizer's state."""
@@ -57,6 +58,7 @@ class StoreCheckpointEngine:
 
     def detach(self, saver: AttachedSaver) -> None:
         """Restore the engine that *saver* was attached to."""
+        self._hand_over_no_more()
         OPEN_SAVERS.remove(saver)
         self.saver = None
         self._uninstall()
@@ -71,6 +73,9 @@ class StoreCheckpointEngine:
     def create(self, info: Any) -> None:
         """Begin a save."""
         self._held.clear()
+        self._hand_over_no_more()  # of a save that has failed
+        if self.saver is not None:
+            self._hand_over_no_more = self._known_engine().hand_over_model()
         self.real.create(info)
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -84,6 +89,7 @@ class StoreCheckpointEngine:
     def commit(self, info: Any) -> Any:
         """Save what is held once both halves are there, and write pointers in their place."""
         saver = self.saver
+        self._hand_over_no_more()
         if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
             (model, model_path), (optimizer, optimizer_path) = self._held[_MODEL], self._held[_OPTIMIZER]
             self._held.clear()
@@ -205,7 +211,7 @@ class StoreCheckpointEngine:
         store = self._store_of(pointer)
         composition = composition_of(store, pointer)
         with losses_told(store.repo, composition):
-            loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size)
+            loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, stage=engine.stage)
             notes = loaded.check_fits(engine, is_whole=self._is_whole)
         engine.warn(pointer.name, *notes)
         return pointer, loaded

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.live.log import LOG
 from layerstore.live.scratch import put, scratch
-from layerstore.zero3 import read_latest
+from layerstore.zero3 import STAGE_3, read_latest
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class LoadHandler(Protocol):
 
 
 class Engine:
-    """The parts of a DeepSpeed engine under ZeRO stage 3 that layerstore uses."""
+    """The parts of a DeepSpeed engine under ZeRO that layerstore uses."""
 
     def __init__(self, engine: Any) -> None:
         """Raise InvalidInput if *engine* is not such an engine, Unsupported if it keeps state out of reach."""
@@ -72,12 +72,13 @@ class Engine:
                 f"attach wants a DeepSpeed engine, found {type(engine).__name__}",
                 hint="pass what deepspeed.initialize returns first, or accelerator.prepare",
             )
-        if stage() != 3:
+        if stage() not in {1, 2, 3}:
             raise Unsupported(
-                f"the engine trains under ZeRO stage {stage()}; only stage 3 is supported",
-                hint="set zero_optimization.stage to 3",
+                f"the engine trains under ZeRO stage {stage()}; stages 1, 2 and 3 are supported",
+                hint="set zero_optimization.stage to 1, 2 or 3",
             )
         self.engine = engine
+        self.stage = int(stage())
         self._zero = engine.optimizer
         swapped = engine.zero_offload_param()
         self._swaps_parameters = swapped is not None and str(getattr(swapped, "device", "none")).endswith("nvme")
@@ -109,7 +110,8 @@ class Engine:
     @property
     def world_size(self) -> int:
         """The number of ranks that share the optimizer's state."""
-        return int(self._zero.partition_count)
+        count = self._zero.partition_count
+        return int(count if self.stage == STAGE_3 else count[0])
 
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all processes."""
@@ -174,6 +176,20 @@ class Engine:
 
         return undo
 
+    def hand_over_model(self) -> Callable[[], None]:
+        """
+        Make each rank hand the model's state to the checkpoint engine; return a function that undoes it.
+
+        Under stages 1 and 2, DeepSpeed does so on the first rank alone.
+        """
+        engine, before = self.engine, self.engine.save_non_zero_checkpoint
+        engine.save_non_zero_checkpoint = True
+
+        def undo() -> None:
+            engine.save_non_zero_checkpoint = before
+
+        return undo
+
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
         """Call *action* before each update of the optimizer; return a function that stops that."""
         if not hasattr(self._zero.optimizer, "register_step_pre_hook"):
@@ -189,6 +205,7 @@ class Engine:
         catcher = _Catcher()
         engine, real = self.engine, self.engine.checkpoint_engine
         engine.checkpoint_engine = catcher
+        undo = self.hand_over_model()
         try:
             with self._settled():
                 engine._save_checkpoint(
@@ -201,6 +218,7 @@ class Engine:
             }
         finally:
             engine.checkpoint_engine = real
+            undo()
         self._ungather(catcher.state["module"])
         return SavedStates(
             model=catcher.state,
@@ -275,7 +293,9 @@ class Engine:
     @property
     def state_bytes(self) -> int:
         """The bytes of this rank's masters and moments; Adam's moments are assumed until the optimizer has any."""
-        masters = sum(flat.numel() * flat.element_size() for flat in self._zero.fp32_partitioned_groups_flat)
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        flats = next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
+        masters = sum(flat.numel() * flat.element_size() for flat in flats)
         kept = self._zero.optimizer.state.values()
         moments = sum(of.numel() * of.element_size() for state in kept for of in state.values() if hasattr(of, "numel"))
         return int(masters + (moments or 2 * masters))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from layerstore.compose import AdamStep, Composition, RankLoad, Tensors
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
-from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
 from layerstore.live.engine.deepspeed import Engine, SavedStates
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.store import Store
 from layerstore.tree import Storage
+from layerstore.zero3 import STAGE_3
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +38,32 @@ class Loaded:
         *,
         rank: int,
         world_size: int,
+        stage: int | None = None,
         adam_step: AdamStep = "unify",
     ) -> None:
+        """
+        Plan it for *rank* of *world_size*, and for ZeRO *stage*; None for the one that saved it.
+
+        Raises:
+            Unsupported: It was saved under stage 3, and *stage* is another.
+        """
+        base = composition.base
+        if stage not in {None, STAGE_3} and base.stage == STAGE_3:
+            raise Unsupported(
+                f"{base.run}@{base.step} was saved under ZeRO stage 3, the engine trains under stage {stage}",
+                hint="set zero_optimization.stage to 3; or compose --format universal, which every stage loads",
+            )
         self.store = store
         self.composition = composition
         self.name = f"{composition.base.run}@{composition.base.step}"
-        self.load = RankLoad(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
+        self.load = RankLoad(
+            store.repo,
+            composition,
+            rank=rank,
+            world_size=world_size,
+            as_zero3=stage == STAGE_3,
+            adam_step=adam_step,
+        )
 
     def model(self) -> dict[str, Any]:
         """Return the content of ``model_states`` in a new dict; the tensors have their own memory."""
@@ -155,6 +176,8 @@ def check_fits(
         LayoutMismatch: Parameters, buffers, types or the optimizer's groups differ.
     """
     saved_frozen = model.get("frozen_param_shapes")
+    if saved_frozen is None:  # stage 1 has them in the module alone
+        saved_frozen = {name: model["module"][name].shape for name in frozen if name in model["module"]} or None
     # If they were not saved, the engine keeps its own.
     saved = _facts(model, optimizer, frozen=saved_frozen or {})
     own = _facts(states.model, states.optimizer, frozen={} if saved_frozen is None else frozen)
@@ -186,10 +209,12 @@ def _facts(
     """Return the facts that must be the same on both sides, by name, each with the hint for a mismatch."""
     module, groups = model["module"], model["param_shapes"]
     outer = optimizer["optimizer_state_dict"]
-    flats = outer["fp32_flat_groups"]
+    is_stage_3 = "fp32_flat_groups" in outer
+    flats = outer["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
+    inner = outer["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
     trained = {name: list(shape) for group in groups for name, shape in group.items()}
     buffers = {name: list(module[name].shape) for name in model["buffer_names"] if name in module}
-    counts = [len(group["params"]) for group in outer["optimizer_state_dict"]["param_groups"]]
+    counts = [len(group["params"]) for group in inner["param_groups"]]
     return {
         ("parameter", _MODEL_HINT): {name: list(shape) for name, shape in frozen.items()} | trained,
         ("trained parameter", _MODEL_HINT): trained,

@@ -25,7 +25,7 @@ from layerstore.policy import Policy
 from layerstore.storage import Files, RunView
 from layerstore.store import Store, StrPath, as_store
 from layerstore.tree import Tree
-from layerstore.zero3 import LATEST, TRAINER_STATE, Pointer, pointer_bytes
+from layerstore.zero3 import FIRST_SHARD, LATEST, TRAINER_STATE, Pointer, pointer_bytes
 
 
 def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
@@ -161,8 +161,10 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
     # A Trainer looks for folders of this name only.
     tag = layout.tag if layout.tag.startswith("global_step") else f"global_step{composition.base.step}"
     for state in ranks:
-        for path in (state.model.path, state.optimizer.path):
-            write_pointer(repo.files, target / tag / Path(path).name, pointer)
+        # The engine's stage is not known yet: what stages 1 and 2 have saved goes on under stage 3, too.
+        names = {Path(state.model.path).name, FIRST_SHARD.replace("rank_0", f"rank_{state.rank}", 1)}
+        for name in (*sorted(names), Path(state.optimizer.path).name):
+            write_pointer(repo.files, target / tag / name, pointer)
     _write(repo.files, target / LATEST, tag.encode())
     return str(target)
 

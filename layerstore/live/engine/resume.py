@@ -89,7 +89,14 @@ def resume(
             return None
         composition = composite.composition
         with exchange.together(), losses_told(opened.repo, composition):
-            loaded = Loaded(opened, composition, rank=known.rank, world_size=known.world_size, adam_step=adam_step)
+            loaded = Loaded(
+                opened,
+                composition,
+                rank=known.rank,
+                world_size=known.world_size,
+                stage=known.stage,
+                adam_step=adam_step,
+            )
             notes = loaded.check_fits(known)
             random_state = read_random_state(loaded.load.state, loaded.load.content)
     loader.fill(known, loaded)

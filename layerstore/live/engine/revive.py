@@ -105,11 +105,13 @@ def _makers() -> dict[str, Callable[..., Any]]:
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 
     return {
         "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
         "deepspeed.runtime.fp16.loss_scaler.LossScaler": lambda *_: LossScaler.__new__(LossScaler),
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": lambda *_: DynamicLossScaler.__new__(DynamicLossScaler),
+        "deepspeed.utils.tensor_fragment.fragment_address": lambda *_: fragment_address.__new__(fragment_address),
         "collections.Counter": Counter,
         "builtins.complex": complex,
         "torch.device": torch.device,
