@@ -292,6 +292,9 @@ USUAL = tuple(each for each in RESUMPTIONS if each.is_usual)
 WHOLE = tuple(each for each in USUAL if each.name != COMPOSITE)
 """Resumed just as they were saved; the composite is mixed from two steps."""
 
+TO_STAGE_3 = ("stage1", "stage2_frozen", "stage2_fp16", "stage2_round_robin")
+"""Those that are resumed under stage 3, too."""
+
 RESIZED = (ODD, FROZEN, RANK_BUFFERS, "grouped_blocks_first", "stage2_frozen")
 """Those that are resumed at other world sizes, too."""
 

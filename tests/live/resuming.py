@@ -16,7 +16,7 @@ import json
 import os
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tests.live.cases import (
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
+    TO_STAGE_3,
     USUAL,
     Resumption,
 )
@@ -64,6 +65,7 @@ def main() -> None:
     each_of(sample if is_other_size else RESUMPTIONS if asked.all else USUAL, act, asked.out)
     if asked.go_wrong:
         go_wrong(asked.out)
+        change_stage(asked.out)
     end()
 
 
@@ -103,6 +105,21 @@ def go_wrong(out: Path) -> None:
     with built_engine(each.scenario) as engine:
         facts = stumble(each, engine, out)
     (out / f"wrong.{dist.get_rank()}.json").write_text(json.dumps(facts))
+
+
+def change_stage(out: Path) -> None:
+    """Resume runs of stages 1 and 2 under stage 3, and one of stage 3 under stage 2."""
+    facts: Facts = {}
+    for name in TO_STAGE_3:
+        each = RESUMPTION_OF[name]
+        with built_engine(replace(each.scenario, zero={}, zero_init=False)) as engine:
+            found = layerstore.resume(engine, out / "store", run=name, step=each.at)
+            assert found is not None
+            facts[name] = [train_step(each.scenario, engine)["loss"] for _ in range(engine.global_steps, LAST)]
+    each = RESUMPTION_OF[ODD]
+    with built_engine(replace(each.scenario, zero={"stage": 2})) as engine:
+        facts[ODD] = attempt(engine, out / "store", run=ODD, step=each.at)
+    (out / f"stages.{dist.get_rank()}.json").write_text(json.dumps(facts))
 
 
 def attempt(engine: Any, store: Path, **named: Any) -> str:
@@ -217,7 +234,7 @@ def train_step(scenario: Scenario, engine: Any) -> Facts:
         "learning_rates": [float(rate).hex() for rate in engine.get_lr()],
         "skipped": engine.skipped_steps,
         "samples": engine.global_samples,
-        "scale": float(engine.optimizer.loss_scale).hex(),
+        "scale": float(getattr(engine.optimizer, "loss_scale", 1.0)).hex(),
     }
 
 

@@ -28,6 +28,7 @@ from tests.live.cases import (
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
+    TO_STAGE_3,
     WHOLE,
     Resumption,
 )
@@ -285,6 +286,23 @@ def test_what_does_not_fit_is_told(ranks: tuple[Launched, Launched], run: str) -
 
     assert first.startswith(f"LayoutMismatch: {MISFITS[run]}")
     assert others == [first] * (WORLD_SIZE - 1)
+
+
+@pytest.mark.parametrize("name", TO_STAGE_3)
+def test_what_stages_1_and_2_saved_goes_on_under_stage_3(both: tuple[Launched, Launched], name: str) -> None:
+    """With the losses that it would have had."""
+    first, second = both
+    each = RESUMPTION_OF[name]
+
+    for rank, found in enumerate(of_all(second, "stages")):
+        trace = seen(first, each, rank=rank)["trace"]
+        assert found[name] == [entry["loss"] for entry in trace[each.at :]]
+
+
+def test_what_stage_3_saved_does_not_go_on_under_stage_2(both: tuple[Launched, Launched]) -> None:
+    """It is refused, and the hint says which form of it would do."""
+    for found in of_all(both[1], "stages"):
+        assert found[ODD] == f"Unsupported: {ODD}@2 was saved under ZeRO stage 3, the engine trains under stage 2"
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
