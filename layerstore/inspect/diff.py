@@ -7,7 +7,7 @@ sizes can be compared.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -190,9 +190,13 @@ def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> Laye
         status = "only in b" if a is None else "only in a"
     elif a.version.id == b.version.id:
         status = "same"
-    of_a = () if a is None else repo.version_of(a).objects
-    of_b = of_a if status == "same" else () if b is None else repo.version_of(b).objects
-    kinds = {kind.value: _kind(_of_kind(of_a, kind), _of_kind(of_b, kind)) for kind in Kind}
+    version_a = None if a is None else repo.version_of(a)
+    version_b = version_a if status == "same" else None if b is None else repo.version_of(b)
+    is_cut_alike = version_a is None or version_b is None or version_a.cut == version_b.cut
+    kinds = {
+        kind.value: _kind(_of_kind(version_a, kind), _of_kind(version_b, kind), is_cut_alike=is_cut_alike)
+        for kind in Kind
+    }
     return LayerDiff(
         layer=entry.layer,
         status=status,
@@ -200,11 +204,11 @@ def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> Laye
     )
 
 
-def _of_kind(objects: Sequence[StoredObject], kind: Kind) -> list[StoredObject]:
-    return [stored for stored in objects if stored.kind is kind]
+def _of_kind(version: LayerVersion | None, kind: Kind) -> list[StoredObject]:
+    return [] if version is None else [stored for stored in version.objects if stored.kind is kind]
 
 
-def _kind(a: list[StoredObject], b: list[StoredObject]) -> KindDiff:
+def _kind(a: list[StoredObject], b: list[StoredObject], *, is_cut_alike: bool) -> KindDiff:
     ids_a, ids_b = ({stored.id for stored in side} for side in (a, b))
     status: Status = "changed"
     if ids_a == ids_b:
@@ -213,7 +217,7 @@ def _kind(a: list[StoredObject], b: list[StoredObject]) -> KindDiff:
         status = "only in a"
     elif not a:
         status = "only in b"
-    elif {stored.shards for stored in a} != {stored.shards for stored in b}:
+    elif not is_cut_alike or {stored.shards for stored in a} != {stored.shards for stored in b}:
         status = "re-sliced"
     return KindDiff(
         status=status,

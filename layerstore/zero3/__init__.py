@@ -5,6 +5,7 @@ This room knows nothing of stores. It maps the bytes of a checkpoint's files to 
 their positions in objects. ``.pt`` files have their own package, `layerstore.zero3.pt`.
 """
 
+from layerstore.zero3.counters import STEP, count_of, counter_like, number_of
 from layerstore.zero3.discovery import (
     FoundCheckpoint,
     beside_shards,
@@ -31,7 +32,7 @@ from layerstore.zero3.filenames import (
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
 from layerstore.zero3.means import mean
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
-from layerstore.zero3.rank_files import STEP, RankSource, count_of, counter_like, number_of, rank_source
+from layerstore.zero3.rank_files import RankSource, rank_source
 from layerstore.zero3.read import (
     Checkpoint,
     LayerSource,

@@ -1,5 +1,5 @@
 """
-Write DeepSpeed-shaped ZeRO-3 checkpoints of any size, without training and without torch.
+Write DeepSpeed-shaped ZeRO checkpoints of any size, without training and without torch.
 
 Only the numbers are made up; every file, key and byte that a reader could look at is where DeepSpeed puts it.
 Equal arguments give equal bytes. What is written streams to disk: memory does not grow with the size.
@@ -17,6 +17,7 @@ from layerstore.dtypes import by_code
 from layerstore.tree import OrderedMap, Storage, Tree
 from layerstore.zero3 import convert
 from layerstore.zero3.pt import layout_pt
+from tests.bench.partitioned import partition_states, whole_model_states
 from tests.bench.shapes import (
     Grouping,
     ModelShape,
@@ -62,6 +63,7 @@ def generate(
     tag: str | None = None,
     intermediate: int | None = None,
     precision: Precision = "bf16",
+    stage: int = 3,
     client_state: dict[Tree, Tree] | None = None,
 ) -> Path:
     """
@@ -85,9 +87,12 @@ def generate(
         shape=shape,
         trained=trained,
         frozen=tuple(parameter for parameter in parameters if parameter not in trained),
-        groups=group_parameters(trained, grouping=groups, sub_group_size=sub_group_size, world_size=world_size),
+        groups=group_parameters(
+            trained, grouping=groups, sub_group_size=sub_group_size if stage == 3 else 10**18, world_size=world_size
+        ),
         sub_group_size=sub_group_size,
         precision=precision,
+        stage=stage,
         step=step,
         owns_scheduler=layout in ("raw", "lightning"),
         client_state=_client_state(layout, step) | (client_state or {}),
@@ -152,8 +157,12 @@ class _Checkpoint:
         prefix = "bf16_" if self._job.precision == "bf16" else ""
         for rank in range(self._job.shape.world_size):
             name = f"zero_pp_rank_{rank}_mp_rank_00_"
-            self._write_pt(f"{self._tag}/{name}model_states.pt", model_states(self._job, rank=rank), rank=rank)
-            self._write_pt(f"{self._tag}/{prefix}{name}optim_states.pt", optim_states(self._job, rank=rank), rank=rank)
+            optimizer = (optim_states if self._job.stage == 3 else partition_states)(self._job, rank=rank)
+            self._write_pt(f"{self._tag}/{prefix}{name}optim_states.pt", optimizer, rank=rank)
+            if self._job.stage == 3:
+                self._write_pt(f"{self._tag}/{name}model_states.pt", model_states(self._job, rank=rank), rank=rank)
+        if self._job.stage != 3:
+            self._write_pt(f"{self._tag}/mp_rank_00_model_states.pt", whole_model_states(self._job), rank=0)
         self._write_text("latest", self._tag)
         for script in ("zero_to_fp32.py", "zero_to_torch.py"):
             self._write_text(script, f"# stands for DeepSpeed's {script}\n")

@@ -5,7 +5,7 @@ Nothing is read or written here.
 """
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,7 @@ class Job:
     groups: tuple[Group, ...]
     sub_group_size: int
     precision: Precision
+    stage: int
     step: int
     owns_scheduler: bool
     """Whether the engine has the learning rate scheduler: else the Trainer."""
@@ -151,7 +152,7 @@ def scheduler(job: Job) -> dict[Tree, Tree]:
 
 def _config(job: Job) -> dict[Tree, Tree]:
     zero: dict[Tree, Tree] = {
-        "stage": 3,
+        "stage": job.stage,
         "sub_group_size": job.sub_group_size,
         "stage3_gather_16bit_weights_on_model_save": not job.owns_scheduler,
     }
@@ -171,7 +172,10 @@ def _config(job: Job) -> dict[Tree, Tree]:
 def optim_states(job: Job, *, rank: int) -> Tree:
     """Return the tree of *rank*'s ``optim_states`` file."""
     sub_groups = job.sub_groups
-    states: dict[Tree, Tree] = {number: _adam(job, sub_group, rank) for number, sub_group in enumerate(sub_groups)}
+    states: dict[Tree, Tree] = {
+        number: adam(job, _flat(job, sub_group, EXP_AVG, rank), _flat(job, sub_group, EXP_AVG_SQ, rank))
+        for number, sub_group in enumerate(sub_groups)
+    }
     optimizer: dict[Tree, Tree] = {
         "zero_stage": Inert(name="deepspeed.runtime.zero.config.ZeroStageEnum", arguments=(3,)),
         "loss_scaler": _loss_scaler(job),
@@ -187,12 +191,13 @@ def optim_states(job: Job, *, rank: int) -> Tree:
     return {"optimizer_state_dict": optimizer, "ds_config": _config(job), "ds_version": _VERSION}
 
 
-def _adam(job: Job, sub_group: Sequence[Parameter], rank: int) -> dict[Tree, Tree]:
+def adam(job: Job, exp_avg: Tensor, exp_avg_sq: Tensor) -> dict[Tree, Tree]:
+    """Return what Adam keeps of a flat buffer."""
     step = Storage(dtype="F32", elements=1, device="cpu", content=struct.pack("<f", job.step))
     return {
         "step": Tensor(storage=step, offset=0, shape=Size(()), stride=()),
-        EXP_AVG: _flat(job, sub_group, EXP_AVG, rank),
-        EXP_AVG_SQ: _flat(job, sub_group, EXP_AVG_SQ, rank),
+        EXP_AVG: exp_avg,
+        EXP_AVG_SQ: exp_avg_sq,
     }
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore import Composite, Store
-from layerstore.compose.world_size import sub_groups
+from layerstore.compose.sub_groups import sub_groups
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
 from layerstore.storage import Repository

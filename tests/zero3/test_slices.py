@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.format import frame
 from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
-from layerstore.zero3 import Slices, slice_length, stretches, valid_elements
+from layerstore.zero3 import Slices, slice_length, valid_elements
 
 
 @given(st.integers(0, 10**12), st.integers(1, 4096))
@@ -30,12 +30,13 @@ def cut(values: list[int], world_size: int) -> list[list[int]]:
 
 def cut_again(slices: list[list[int]], elements: int, world_size: int) -> list[list[int]]:
     """Return the slices for *world_size* ranks, each put together from the *slices* that there are."""
+    stored = stored_slices(*map(len, slices), elements=elements)
     length = slice_length(elements, world_size)
     made = []
     for rank in range(world_size):
         begin, valid = rank * length, valid_elements(elements, world_size, rank)
-        parts = stretches(elements, len(slices), begin=begin, end=begin + valid) if valid else ()
-        made.append([value for part in parts for value in slices[part.shard][part.start :][: part.elements]])
+        parts = stored.stretches(Kind.MASTER, "a", begin=begin, end=begin + valid)
+        made.append([value for _, part in parts for value in slices[part.shard][part.start :][: part.elements]])
     return made
 
 
@@ -51,21 +52,26 @@ def test_slices_cut_again_are_those_that_were_cut_at_once(elements: int, before:
     assert cut(values, before) == back
 
 
-@given(st.integers(1, 10**12), st.integers(1, 4096), st.data())
-def test_stretches_are_few_whole_where_possible_and_never_padding(
-    elements: int, shards: int, data: st.DataObject
-) -> None:
-    """However large the parameter, only the slices that are needed are looked at, each once, within its bounds."""
-    begin = data.draw(st.integers(0, elements))
-    end = data.draw(st.integers(begin, min(elements, begin + 100 * slice_length(elements, shards))))
+lengths_of_ranks = st.lists(st.integers(0, 10**9), min_size=1, max_size=64).filter(any)
 
-    parts = list(stretches(elements, shards, begin=begin, end=end))
+
+@given(lengths_of_ranks, st.data())
+def test_stretches_are_few_whole_where_possible_and_in_order(lengths: list[int], data: st.DataObject) -> None:
+    """However ranks have cut it, only the slices that are needed are looked at, each once, within its bounds."""
+    elements = sum(lengths)
+    begin = data.draw(st.integers(0, elements))
+    end = data.draw(st.integers(begin, elements))
+    stored = stored_slices(*lengths, elements=elements)
+
+    parts = [part for _, part in stored.stretches(Kind.MASTER, "a", begin=begin, end=end)]
 
     assert sum(part.elements for part in parts) == end - begin
     assert [part.shard for part in parts] == sorted({part.shard for part in parts})
-    assert all(part.elements > 0 for part in parts)
-    assert all(part.start + part.elements <= valid_elements(elements, shards, part.shard) for part in parts)
+    assert all(0 < part.elements <= lengths[part.shard] - part.start for part in parts)
     assert all(part.start == 0 for part in parts[1:])
+    bounds = stored.bounds(Kind.MASTER, "a")
+    assert (bounds[0], bounds[-1]) == (0, elements)
+    assert len(bounds) == sum(length > 0 for length in lengths) + 1
 
 
 # -- slices of stored layers ---------------------------------------------------------------------------------------
@@ -75,6 +81,8 @@ def stored_slices(*lengths: int, elements: int = 9, dtype: str = "F32") -> Slice
     """Return the masters of one parameter, stored by as many ranks as there are *lengths*."""
     objects = []
     for shard, length in enumerate(lengths):
+        if not length:
+            continue
         tensor = StoredTensor(name="a", state="", dtype=dtype, elements=length, crc32=shard)
         objects.append(
             StoredObject(
@@ -95,10 +103,10 @@ def stored_slices(*lengths: int, elements: int = 9, dtype: str = "F32") -> Slice
 
 
 def test_elements_that_are_not_stored_so_are_refused() -> None:
-    """A slice of another length, one that is missing, a type without a way to the one asked for."""
-    with pytest.raises(LayoutMismatch, match="slice 1 of 2 of 'a' is stored with 3 elements, its shape asks for 4"):
+    """Slices of another length, ones that are missing, a type without a way to the one asked for."""
+    with pytest.raises(LayoutMismatch, match="master of 'a' is stored with 8 elements, its shape asks for 9"):
         list(stored_slices(5, 3).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
-    with pytest.raises(LayoutMismatch, match="no weights of 'a' for rank 0 is stored"):
+    with pytest.raises(LayoutMismatch, match="no weights of 'a' is stored"):
         list(stored_slices(5, 4).pieces(Kind.WEIGHTS, "a", dtype="F32", offset=0))
     with pytest.raises(Unsupported, match="stored as I64 and cannot be written as F16"):
         list(stored_slices(9, dtype="I64").pieces(Kind.MASTER, "a", dtype="F16", offset=0))
