@@ -178,7 +178,7 @@ def layerstore_(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """
-    Keep DeepSpeed ZeRO-3 checkpoints as versions of layers; compose checkpoints from them.
+    Keep DeepSpeed ZeRO checkpoints as versions of layers; compose checkpoints from them.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
+"""``layerstore compose``: a ZeRO checkpoint, or a folder for another library, from stored layers."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -59,7 +59,7 @@ ModelName = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A config.json or a folder with one, a ZeRO-3 checkpoint, or a REF: RUN@STEP of the store.",
+        help="A config.json or a folder with one, a ZeRO checkpoint, or a REF: RUN@STEP of the store.",
         show_default=False,
     ),
 ]

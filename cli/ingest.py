@@ -56,7 +56,7 @@ POLL_SECONDS = 2.0
 REST_SECONDS = 10.0
 """A checkpoint that has not changed for this long is complete: no writer pauses so long between its files."""
 
-Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
+Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
 Watch = Annotated[
     bool, typer.Option("--watch", help="Take every checkpoint below the folders, and each that comes, until Ctrl-C.")
@@ -119,7 +119,7 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """
-    Save ZeRO-3 checkpoints in the store.
+    Save ZeRO checkpoints in the store.
 
     They may come from DeepSpeed, the HF Trainer, Accelerate or Lightning; several go in the order of their numbers.
     Ingesting the same checkpoint again writes only what is missing or damaged in the store.

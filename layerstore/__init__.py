@@ -1,4 +1,4 @@
-"""layerstore: a layer-versioned, content-addressed checkpoint store for DeepSpeed ZeRO-3."""
+"""layerstore: a layer-versioned, content-addressed checkpoint store for DeepSpeed ZeRO."""
 
 from layerstore import errors
 from layerstore.errors import (

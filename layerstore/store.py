@@ -113,7 +113,7 @@ class Store:
         progress: Progress | None = None,
     ) -> "Ingested":
         """
-        Store the ZeRO-3 *checkpoint*: a folder written by DeepSpeed, the HF Trainer, Accelerate or Lightning.
+        Store the ZeRO *checkpoint*: a folder written by DeepSpeed, the HF Trainer, Accelerate or Lightning.
 
         Once this returns, the commit survives a power cut. Storing the same content again writes nothing. Only the
         layers that are due under *policy* are stored; the commit inherits the others. *rollback* says that training
@@ -731,7 +731,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
 
 
 def find_checkpoints(*folders: StrPath) -> "Survey":
-    """Return every ZeRO-3 checkpoint below *folders* in step order; ingest each by its folder and tag."""
+    """Return every ZeRO checkpoint below *folders* in step order; ingest each by its folder and tag."""
     from layerstore.zero3 import checkpoints_below
 
     return checkpoints_below(map(Path, folders))

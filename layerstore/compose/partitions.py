@@ -159,7 +159,7 @@ def as_stage_3(state: RankState) -> RankState:
             path=f"{folder}/{FIRST_SHARD}",
             tree=_model(model, groups, leaves_out_frozen=leaves_out_frozen),
         ),
-        optimizer=replace(state.optimizer, tree=_with_stage(optimizer)),
+        optimizer=replace(state.optimizer, tree=optimizer),
     )
 
 
@@ -173,6 +173,7 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, leaves_out_
     """Return the tree of ``model_states``: placeholders in the module, and frozen parameters apart."""
     module = model["module"].mapping()
     trained = {name for group in groups for name in group}
+    buffers = model["buffer_names"].sequence()
     frozen: dict[Tree, Tree] = {}
     shapes: dict[Tree, Tree] = {}
     placeholders: dict[Storage, Storage] = {}
@@ -182,6 +183,8 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, leaves_out_
             if name == content.parameter and name not in trained:
                 frozen[name], shapes[name] = resized(tensor, tensor.elements, content), tensor.shape
             placeholders.setdefault(tensor.storage, replace(tensor.storage, elements=0, content=b""))
+        elif isinstance(tensor, Tensor) and not tensor.elements and name not in buffers:
+            frozen[name], shapes[name] = resized(tensor, 0), tensor.shape  # a parameter without elements
     emptied: dict[Tree, Tree] = {
         name: replace(tensor, storage=placeholders[tensor.storage], shape=Size((0,)), stride=(1,), offset=0)
         if isinstance(tensor, Tensor) and tensor.storage in placeholders
@@ -195,13 +198,4 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, leaves_out_
     }
     if not leaves_out_frozen:
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
-    return _with_stage(changed(model.mapping(), values))
-
-
-def _with_stage(tree: dict[Tree, Tree]) -> Tree:
-    """Return *tree* with stage 3 in DeepSpeed's config, if that is in it."""
-    config = tree.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or not isinstance(zero, dict):
-        return tree
-    return changed(tree, {"ds_config": changed(config, {"zero_optimization": {**zero, "stage": 3}})})
+    return changed(model.mapping(), values)

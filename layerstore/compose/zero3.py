@@ -1,5 +1,5 @@
 """
-The format ``zero3``: a composite as a ZeRO-3 checkpoint that DeepSpeed resumes from, for any number of ranks.
+The formats ``shards`` and ``zero3``: a composite as a ZeRO checkpoint that DeepSpeed resumes from.
 
 A sibling of ``hf``: an output format plans its files, and ``assemble`` and ``target`` do the rest. Only the trees of
 the base's files are used. The engine's loader checks little, so we check every length. Padding is zeros. `RankLoad`

@@ -78,7 +78,7 @@ def model_of_shapes(name: str, shapes: Shapes, *, architecture: str | None = Non
 
 def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shapes]) -> Model:
     """
-    Return the model of *path*: a ``config.json``, a folder with ZeRO-3 shards, or one with a config and no shards.
+    Return the model of *path*: a ``config.json``, a folder with ZeRO shards, or one with a config and no shards.
 
     *ask_transformers* returns the parameters of the model that a config describes.
 
@@ -94,7 +94,7 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
     file = place / CONFIG if place.is_dir() else place
     if place.is_dir() and not file.is_file():
         raise InvalidInput(
-            f"{path} holds neither ZeRO-3 shards nor a {CONFIG} to estimate from",
+            f"{path} holds neither ZeRO shards nor a {CONFIG} to estimate from",
             hint=f"a checkpoint's folder, or a commit of a store; {INSTEAD}",
         )
     try:

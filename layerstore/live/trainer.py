@@ -17,7 +17,7 @@ from layerstore.zero3 import TRAINER_STATE
 
 class LayerstoreCallback(TrainerCallback):
     """
-    Makes a Trainer under DeepSpeed ZeRO-3 save to a store and resume from it, on its own schedule.
+    Makes a Trainer under DeepSpeed ZeRO save to a store and resume from it, on its own schedule.
 
     Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
     ``resume_from_checkpoint`` work as before. *settings* are those of ``layerstore.attach``.

@@ -1,5 +1,5 @@
 """
-Slices: how ZeRO-3 shards parameters and param groups, and where a composite's slices are stored.
+Slices: how ZeRO-3 cuts parameters, and where the slices of a composite are stored, however they were cut.
 
 Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
 Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.

@@ -162,7 +162,7 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         (["--params", "8B", "--layers", "1000000000"], "no model has"),
         ([*MODEL, "--step-seconds", "inf"], "some time"),
         (["none"], "no such file or folder: none, and no store at .layerstore"),
-        (["sub"], "sub holds neither ZeRO-3 shards nor a config.json to estimate from"),
+        (["sub"], "sub holds neither ZeRO shards nor a config.json to estimate from"),
         ([*MODEL, "--trainable", "none"], "no share"),
         ([*MODEL, "--trainable", "200%"], "cannot be trained"),
         ([*MODEL, "--bandwidth", "fast"], "is no size"),

@@ -57,7 +57,7 @@ MISTAKES = [
     Mistake(
         "ingest SOURCE/global_step2 SOURCE/global_step9 --run new",
         21,
-        "does not exist; a ZeRO-3 checkpoint is a folder; none of 2 checkpoints were taken",
+        "does not exist; a ZeRO checkpoint is a folder; none of 2 checkpoints were taken",
         "SOURCE/global_step2",
     ),
     # other tools' verbs

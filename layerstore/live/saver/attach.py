@@ -41,7 +41,7 @@ def attach(
     on_saved: Callable[[SaveTiming], None] | None = None,
 ) -> Saver:
     """
-    Return a saver of *engine*, a DeepSpeed engine under ZeRO stage 3, into *store* as run *run*.
+    Return a saver of *engine*, a DeepSpeed engine under ZeRO, into *store* as run *run*.
 
     Every rank calls it. *policy* says which layers are due at each save; see docs/guides/policies.md.
     With *mode* ``sync``, every ``save`` waits until it is durable. *host_buffer* limits the memory for copies on this
@@ -61,7 +61,7 @@ def attach(
     Raises:
         InvalidInput: *engine* is not a DeepSpeed engine, or the ranks do not see the same store.
         Conflict: *engine* already has a saver, or the ranks see different commits.
-        Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
+        Unsupported: It does not train under ZeRO, or keeps state where it cannot be saved.
     """
     settings = Settings(
         mode=mode,
