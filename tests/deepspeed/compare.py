@@ -255,8 +255,12 @@ def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the master of each trained parameter in *folder*, and the weights of each frozen one, in shape."""
     ranks = rank_count(folder)
     trees = [rank_trees(folder, rank)["model_states"] for rank in range(ranks)]
+    is_whole = (folder / "mp_rank_00_model_states.pt").exists()
     shapes = {name: shape for group in trees[0]["param_shapes"] for name, shape in group.items()}
     found = {name: kinds["master"].reshape(shapes[name]) for name, kinds in full_tensors(folder).items()}
+    if is_whole:
+        others = {*shapes, *trees[0]["buffer_names"], *trees[0]["shared_params"]}
+        return found | {name: of.detach() for name, of in trees[0]["module"].items() if name not in others}
     for name, shape in (trees[0]["frozen_param_shapes"] or {}).items():
         slices = [
             tree["frozen_param_fragments"][name].detach()[: valid_count(shape, ranks, rank)]

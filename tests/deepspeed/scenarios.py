@@ -353,6 +353,9 @@ class HuggingFaceScenario:
     tied: bool = False
     """Whether the embeddings are tied to the head."""
 
+    stage: int = 3
+    """The ZeRO stage."""
+
     max_shard_size: str = "50GB"
     """Size past which the gathered weights are split into several files."""
 
@@ -370,6 +373,7 @@ class HuggingFaceScenario:
 HUGGING_FACE_SCENARIOS: tuple[HuggingFaceScenario, ...] = (
     HuggingFaceScenario(name="trainer", library="trainer"),
     HuggingFaceScenario(name="trainer_tied_sharded", library="trainer", tied=True, max_shard_size="8KB"),
+    HuggingFaceScenario(name="trainer_stage2", library="trainer", tied=True, stage=2),
     HuggingFaceScenario(name="accelerate", library="accelerate"),
 )
 

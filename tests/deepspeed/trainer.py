@@ -75,7 +75,7 @@ def forget_state() -> None:
     Init.param_id = 0
 
 
-def zero_config() -> dict[str, Any]:
+def zero_config(stage: int = 3) -> dict[str, Any]:
     """Return DeepSpeed's config for both libraries."""
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -83,7 +83,7 @@ def zero_config() -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 3},
     }
 
 
@@ -179,7 +179,7 @@ def run_trainer(scenario: HuggingFaceScenario, *, out: Path, resume_from: Path |
     """Train with the Trainer's own AdamW and scheduler, saved by its own schedule."""
     folder = out / scenario.name
     arguments = training_arguments(
-        folder, deepspeed=zero_config(), learning_rate=1e-3, max_steps=STEPS, save_steps=SAVE_STEPS[0]
+        folder, deepspeed=zero_config(scenario.stage), learning_rate=1e-3, max_steps=STEPS, save_steps=SAVE_STEPS[0]
     )
     torch.manual_seed(0)
     tracer = Tracer(folder)
