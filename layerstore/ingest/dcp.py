@@ -5,7 +5,6 @@ It holds masters and moments. All else that DeepSpeed needs is the base's, count
 ``counted_on``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
 """
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -43,10 +42,8 @@ from layerstore.zero3 import (
     number_of,
     read_source_file,
     real_path,
-    slice_length,
     stamp_of,
     stat_source,
-    valid_elements,
 )
 
 _USUAL = ("model.", "optim.")
@@ -54,8 +51,6 @@ _USUAL = ("model.", "optim.")
 
 _SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
 """Where the Trainer and Accelerate keep a schedule of their own."""
-
-_KINDS = (Kind.WEIGHTS, Kind.MASTER, Kind.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,37 +370,38 @@ class _Reading:
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def _layer(self, version: LayerVersion, counts: Mapping[str, int | None]) -> LayerSource:
-        """Return a layer like *version* with the folder's tensors."""
-        shards = range(self._base.world_size)
-        objects: list[ObjectSource] = []
-        for kind, shard in itertools.product(_KINDS, shards):
-            slices = [part for of in version.parameters for part in self._slices_of(kind, of, shard)]
-            if slices:
-                objects.append(
-                    ObjectSource(kind=kind, shard=shard, shards=len(shards), slices=tuple(canonical_order(slices)))
-                )
+        """Return a layer like *version*, cut as that is, with the folder's tensors."""
+        found: dict[tuple[Kind, int, int], list[SliceSource]] = {}
+        for of in version.parameters:
+            for kind, state in self._kept(of):
+                begin = 0
+                for stored, part in self._slices.stretches(kind, of.name, state=state, begin=0, end=prod(of.shape)):
+                    place = kind, stored.object.shard, stored.object.shards
+                    found.setdefault(place, []).append(self._slice(kind, of, state, begin, part.elements))
+                    begin += part.elements
         buffers = [self._slice(Kind.BUFFERS, of, "", 0, prod(of.shape)) for of in version.buffers if prod(of.shape)]
         if buffers:
-            slices = canonical_order(buffers)
-            objects.append(ObjectSource(kind=Kind.BUFFERS, shard=0, shards=1, slices=tuple(slices)))
+            found[Kind.BUFFERS, 0, 1] = buffers
         steps = {counts[of.name] for of in version.parameters if of.name in counts}
         return LayerSource(
             layer=version.layer,
             parameters=version.parameters,
             buffers=version.buffers,
-            objects=tuple(objects),
+            objects=tuple(
+                ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(slices)))
+                for (kind, shard, shards), slices in found.items()
+            ),
             optimizer_step=steps.pop() if len(steps) == 1 else None,
+            cut=version.cut,
         )
 
-    def _slices_of(self, kind: Kind, of: Parameter, shard: int) -> Iterator[SliceSource]:
-        """Yield what one rank holds of a parameter: its master, or its weights if it has none, or its moments."""
-        shards, elements = self._base.world_size, prod(of.shape)
-        valid = valid_elements(elements, shards, shard)
-        is_trained = self._slices.shards(Kind.MASTER, of.name) > 0
-        if not valid or (kind is Kind.WEIGHTS) == is_trained:
+    def _kept(self, of: Parameter) -> Iterator[tuple[Kind, str]]:
+        """Yield what is kept of a parameter: its master and its moments, or its weights if it has none."""
+        if not self._slices.shards(Kind.MASTER, of.name):
+            yield Kind.WEIGHTS, ""
             return
-        for state in self._states.get(of.name, ()) if kind is Kind.OPTIMIZER else [""]:
-            yield self._slice(kind, of, state, shard * slice_length(elements, shards), valid)
+        yield Kind.MASTER, ""
+        yield from ((Kind.OPTIMIZER, state) for state in self._states.get(of.name, ()))
 
     def _slice(self, kind: Kind, of: Parameter | Buffer, state: str, first: int, elements: int) -> SliceSource:
         """Return *elements* of a tensor from the *first*, in the type that the base keeps."""

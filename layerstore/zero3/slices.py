@@ -190,21 +190,25 @@ class Slices:
         return stored
 
     def dtype(self, kind: Kind, name: str, *, state: str = "") -> str:
-        """Return the element type of a parameter's slices; raises LayoutMismatch if there are none."""
-        return self._row(kind, name, state).slices[0].tensor.dtype
+        """Return the element type of a parameter's slices, or a buffer's; raises LayoutMismatch if there are none."""
+        return self._of_ranks(kind, name, state)[0].tensor.dtype
 
     def bounds(self, kind: Kind, name: str, *, state: str = "") -> tuple[int, ...]:
         """Return the elements at which a parameter's slices begin, and at last their end."""
         return self._row(kind, name, state).bounds
 
+    def _of_ranks(self, kind: Kind, name: str, state: str) -> tuple[StoredSlice, ...]:
+        found = (self._stored.get((kind, name, state, shard)) for shard in range(self.shards(kind, name)))
+        slices = tuple(stored for stored in found if stored is not None)
+        if not slices:
+            raise _not_stored(kind, name, state)
+        return slices
+
     def _row(self, kind: Kind, name: str, state: str) -> "_Row":
         """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
         key = kind, name, state
         if key not in self._rows:
-            of_rank = (self._stored.get((*key, shard)) for shard in range(self.shards(kind, name)))
-            slices = tuple(stored for stored in of_rank if stored is not None)
-            if not slices:
-                raise _not_stored(kind, name, state)
+            slices = self._of_ranks(kind, name, state)
             row = _Row(slices, tuple(accumulate((each.tensor.elements for each in slices), initial=0)))
             expected = prod(self.parameter(name).shape)
             if row.bounds[-1] != expected:

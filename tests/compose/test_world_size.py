@@ -2,7 +2,7 @@
 
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "layout": "hf"},
     "fp32": {"precision": "fp32", "layout": "hf"},
     "accelerate": {"layout": "accelerate"},
+    "stage 1": {"stage": 1, "tied": True, "precision": "fp32"},
+    "stage 2": {"stage": 2, "layout": "hf", "frozen": ("model.layers.0", "model.norm")},
 }
 SIZES = [(2, 3), (2, 1), (2, 4), (1, 8), (8, 1), (3, 2), (1, 40)]
 """One for another, whole slices put together or halved, and some that leave whole ranks nothing but padding."""
@@ -49,7 +51,7 @@ def odd_checkpoint(folder: Path, **options: Any) -> Path:
     return checkpoint(folder, **{"hidden": 18, "vocab": 37} | options)
 
 
-def trees(folder: Path) -> dict[str, bytes]:
+def trees(folder: Path, leave_out: Collection[str] = ()) -> dict[str, bytes]:
     """Return every shard's tree below *folder* by path: shapes, scalars and small tensors, but no slices or marks."""
 
     def small(content: object) -> Plain:
@@ -58,9 +60,11 @@ def trees(folder: Path) -> dict[str, bytes]:
     def image(path: Path) -> bytes:
         tree: Tree = read_pt(path).tree
         assert isinstance(tree, dict)
-        kept: Tree = {key: value for key, value in tree.items() if key not in OF_THE_PAST}
-        # DeepSpeed's ds_id, which nothing reads, is left out at other world sizes.
-        unmarked = replace_tensors(kept, lambda tensor: replace(tensor, attributes=None))
+        kept: Tree = {key: value for key, value in tree.items() if key not in OF_THE_PAST.union(leave_out)}
+        # DeepSpeed's ds_id, which nothing reads, is left out at other world sizes; views get memory of their own.
+        unmarked = replace_tensors(
+            kept, lambda tensor: with_content(replace(tensor, attributes=None), tensor.storage.content)
+        )
         return pack(encode_tree(unmarked, content_to_plain=small))
 
     return {path.relative_to(folder).as_posix(): image(path) for path in sorted(folder.rglob("*_states.pt"))}
@@ -109,6 +113,28 @@ def test_a_composite_for_other_ranks_is_what_these_would_have_saved(
     assert trees(expected) == trees(written.out)
     beside = [{name: digest for name, digest in digests(of).items() if plain(name)} for of in (expected, written.out)]
     assert beside[0] == beside[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage", "after"), [("tied", 1, 2), ("frozen", 2, 2), ("fp16", 2, 3), ("fp32", 1, 1)]
+)
+def test_as_zero3_it_is_what_stage_3_would_have_saved(
+    store: Store, tmp_path: Path, shape: str, stage: int, after: int
+) -> None:
+    """The numbers of a generated checkpoint do not depend on its stage, either."""
+    expected = odd_checkpoint(tmp_path / "expected", world_size=after, **SHAPES[shape])
+    store.ingest(odd_checkpoint(tmp_path, stage=stage, **SHAPES[shape]))
+
+    written = store.compose("sft").write(tmp_path / "out" / "sft" / "checkpoint-2", world_size=after, as_zero3=True)
+
+    assert "as ZeRO-3, for a sub_group_size of 1000000000" in " ".join(written.notes)
+    store.ingest(expected, run="expected")
+    store.ingest(written.out, run="composite")
+    assert versions(store, "expected") == versions(store, "composite")
+    assert trees(expected, ["ds_config"]) == trees(written.out, ["ds_config"])
+    beside = [{name: digest for name, digest in digests(of).items() if plain(name)} for of in (expected, written.out)]
+    assert beside[0] == beside[1]
+    assert (written.out / "rng_state_1.pth").exists() == (after == 2)
 
 
 def test_archives_of_cut_slices_state_their_checksums(store: Store, tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ NOT_ADAM = {"sgd"}
 WITHOUT_MOMENTS = {"fp16_no_update_yet"}
 WITHOUT_FROZEN = {scenario.name for scenario in SCENARIOS if scenario.exclude_frozen}
 
-ROUND_TRIPS = [each for each in SCENARIOS if each.name not in NOT_ADAM | WITHOUT_MOMENTS | WITHOUT_FROZEN]
+LIKE_OTHERS = {"stage1_frozen", "stage2_frozen", "stage2_fp32", "stage2_aligned", "stage2_offloaded"}
+"""On the way out, stages make no difference; one or two of each are enough."""
+
+ROUND_TRIPS = [each for each in SCENARIOS if each.name not in NOT_ADAM | WITHOUT_MOMENTS | WITHOUT_FROZEN | LIKE_OTHERS]
 
 OTHERS_TOO = {"tied", "frozen", "odd_sizes", "fp32", "configured", "many_sub_groups"}
 """Scenarios that go on by one and by three ranks as well; three take turns on two processors."""

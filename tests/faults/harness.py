@@ -44,9 +44,21 @@ TIMEOUT_SECONDS = 120.0
 # -- what is broken ------------------------------------------------------------------------------------------------
 
 
-def tiny_checkpoint(folder: Path, *, step: int = 2, seed: int = 0, layout: Layout = "raw", world_size: int = 2) -> Path:
+def tiny_checkpoint(
+    folder: Path, *, step: int = 2, seed: int = 0, layout: Layout = "raw", world_size: int = 2, stage: int = 3
+) -> Path:
     """Write the smallest checkpoint that has everything, into *folder*."""
-    return generate(folder, layers=1, hidden=16, vocab=16, step=step, seed=seed, layout=layout, world_size=world_size)
+    return generate(
+        folder,
+        layers=1,
+        hidden=16,
+        vocab=16,
+        step=step,
+        seed=seed,
+        layout=layout,
+        world_size=world_size,
+        stage=stage,
+    )
 
 
 def snapshot(tree: Path) -> dict[str, str]:

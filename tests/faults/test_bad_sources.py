@@ -51,6 +51,7 @@ def originals(fast_module_path: Path) -> Path:
     tiny_checkpoint(fast_module_path / HF, layout="hf")
     tiny_checkpoint(fast_module_path / "later", step=4)
     tiny_checkpoint(fast_module_path / "three", world_size=3)
+    tiny_checkpoint(fast_module_path / "two", stage=2)
     generate(fast_module_path / "frozen", layers=1, hidden=8, vocab=16, frozen=("model.embed_tokens",))
     with init(fast_module_path / "store") as store:
         store.ingest(fast_module_path / "raw", run="other")
@@ -195,6 +196,20 @@ def _shortened(groups: slice) -> Callable[[Any], None]:
     return change
 
 
+def _address_of(tree: Any) -> Any:
+    return list(tree["param_slice_mappings"][0].values())[-1].state
+
+
+def _shorten_master(tree: Any) -> None:
+    master = tree["single_partition_of_fp32_groups"][0]
+    tree["single_partition_of_fp32_groups"][0] = replace(master, shape=Size((master.elements - 2,)))
+
+
+def _reshape(tree: Any) -> None:
+    weights = tree["module"]["model.norm.weight"]
+    tree["module"]["model.norm.weight"] = replace(weights, shape=Size((weights.elements // 2,)))
+
+
 def _in_two_sub_groups(tree: Any) -> None:
     first, second = tree["param_shapes"]
     names = [next(iter(first)), *list(second)[1:]]
@@ -224,13 +239,15 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_shard("model", lambda data: torch_like()), "model_states.pt", SourceCheckpoint),
     (lambda place: (place / "raw" / TAG / "l").symlink_to("x"), "is a symbolic link", SourceCheckpoint),
     # Checkpoints of another kind.
-    (_only("mp_rank_00_model_states.pt"), "only ZeRO stage 3 is supported", Unsupported),
+    (_only("mp_rank_00_model_states.pt"), "a ZeRO stage 0 checkpoint; ZeRO stages 1, 2 and 3 are", Unsupported),
     (_only("layer_01-model_00-model_states.pt"), "pipeline-parallel", Unsupported),
     (_only("layer_0_expert_0_mp_rank_00_model_states.pt"), "mixture-of-experts", Unsupported),
     (_only("zero"), "universal", Unsupported),
     (_only(".metadata"), "torch.distributed.checkpoint", SourceCheckpoint),
     (_only("__0_0.distcp"), "torch.distributed.checkpoint", SourceCheckpoint),
-    (_optimizer(zero_stage=_stage(2)), "was saved under ZeRO stage 2", Unsupported),
+    (_optimizer(zero_stage=_stage(2)), "was saved under ZeRO stage 2, but is named as of another", Unsupported),
+    (_optimizer(zero_stage=_stage(4)), "was saved under ZeRO stage 4", Unsupported),
+    (_model(param_shapes=None), "was saved under ZeRO stage 0", Unsupported),
     (_model(mp_world_size=2), "tensor parallelism of degree 2", Unsupported),
     (_renamed("model", "mp_rank_00", "mp_rank_01"), "tensor parallelism of degree 2", Unsupported),
     (_model(ds_autoep_layers=["x"]), "AutoEP layers", Unsupported),
@@ -268,6 +285,25 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_edited("optim", _shortened(slice(1))), "exp_avg_sq", LayoutMismatch),
     (_edited("optim", _shortened(slice(None))), "exp_avg_sq", LayoutMismatch),
     (_edited("model", _in_two_sub_groups), "two places", LayoutMismatch),
+]
+
+STAGE_2: list[tuple[Callable[[Any], object], str, str, type[LayerstoreError]]] = [
+    # What is changed, in the files of what, the words, the kind.
+    (lambda tree: tree.update(partition_count=[2, 3]), "optim", "was cut for 3 ranks, the model for 2", LayoutMismatch),
+    (lambda tree: _address_of(tree).update(start=1), "optim", "by the order of its parameters at", LayoutMismatch),
+    (lambda tree: tree["param_slice_mappings"][0].popitem(), "optim", "by the order of its param", LayoutMismatch),
+    (_shorten_master, "optim", "its parameters need", LayoutMismatch),
+    (lambda tree: tree["param_alignment_paddings"][0].pop(), "optim", "does not fit the parameters", LayoutMismatch),
+    (lambda tree: tree["param_alignment_paddings"][0].insert(0, -1), "optim", "does not fit", LayoutMismatch),
+    (lambda tree: tree["single_partition_of_fp32_groups"].pop(), "optim", "has 1 flat groups", LayoutMismatch),
+    (lambda tree: tree.update(base_optimizer_state=[]), "optim", "was saved with elastic_checkpoint", Unsupported),
+    (lambda tree: tree.update(zero_stage=_stage(3)), "optim", "is named as of another", Unsupported),
+    (lambda tree: tree.pop("base_optimizer_state"), "optim", "lacks optimizer_state_dict", SourceCheckpoint),
+    (lambda tree: tree.update(param_shapes=None), "model", "was saved under ZeRO stage 0", Unsupported),
+    (lambda tree: tree.update(dp_world_size=3), "model", "", LayoutMismatch),
+    (_reshape, "model", "the shape of parameter 'model.norm.weight' is", LayoutMismatch),
+    (lambda tree: tree["module"].pop("model.norm.weight"), "model", "which the module does not have", LayoutMismatch),
+    (lambda tree: tree["param_shapes"].reverse(), "model", "", LayoutMismatch),
 ]
 
 FROZEN: list[tuple[Edit, str]] = [
@@ -325,6 +361,30 @@ def test_what_does_not_add_up_is_refused(
 
     with refused(place / "store", kind, naming=words):
         ingest(place, source)
+
+
+@pytest.mark.fault(62, 63, 66)
+@pytest.mark.parametrize(("change", "what", "words", "kind"), STAGE_2)
+def test_what_does_not_add_up_under_stage_2_is_refused(
+    place: Path, change: Callable[[Any], object], what: str, words: str, kind: type[LayerstoreError]
+) -> None:
+    """Partitions are where the order of parameters puts them, or nowhere."""
+    _edited(what, change, of="two")(place)
+
+    with refused(place / "store", kind, naming=words):
+        ingest(place, "two")
+
+
+@pytest.mark.fault(62)
+def test_every_missing_file_of_stage_2_is_named(place: Path) -> None:
+    """The model's one file, and every rank's."""
+    for path in shards(place, of="two"):
+        aside = path.rename(place / "aside")
+
+        with refused(place / "store", SourceCheckpoint, naming="is incomplete: "):
+            ingest(place, "two")
+
+        aside.rename(path)
 
 
 @pytest.mark.full
