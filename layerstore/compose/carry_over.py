@@ -10,7 +10,7 @@ from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, Kind, LayerVersion, RankState, TensorSource
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, replace_tensors
-from layerstore.zero3 import RANDOM_STATE, Slices, TreeView, config_of
+from layerstore.zero3 import RANDOM_STATE, Slices, TreeView, config_of, leaves_out_frozen
 
 # What ranks have for themselves: only the first one's file has some of these.
 _OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
@@ -47,8 +47,7 @@ def _fate(before: int, after: int) -> str:
 def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
     """Say what the export may lack."""
     model = TreeView.of(state.model)
-    fragments = model.get("frozen_param_fragments")
-    if fragments is not None and fragments.value is None:
+    if leaves_out_frozen(state):
         yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
     buffers = [buffer.name for version in versions for buffer in version.buffers]
     differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]

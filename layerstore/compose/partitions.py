@@ -18,10 +18,10 @@ from layerstore.zero3 import (
     gathered_again,
     inner_optimizer,
     is_dealt,
+    leaves_out_frozen,
     masters_in,
     outer_optimizer,
     sharding_in,
-    stage_of,
     sub_group_shapes,
     with_optimizer,
 )
@@ -151,13 +151,10 @@ def as_stage_3(state: RankState) -> RankState:
     }
     optimizer = changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": tree})
     folder = state.model.path.rpartition("/")[0]
-    shapes = model.get("frozen_param_shapes")  # stage 1 has none, and keeps frozen parameters in the module alone
-    leaves_out_frozen = stage_of(outer) == 2 and shapes is not None and shapes.value is None
     return replace(
         state,
         model=TreeFile(
-            path=f"{folder}/{FIRST_SHARD}",
-            tree=_model(model, groups, leaves_out_frozen=leaves_out_frozen),
+            path=f"{folder}/{FIRST_SHARD}", tree=_model(model, groups, has_frozen=not leaves_out_frozen(state))
         ),
         optimizer=replace(state.optimizer, tree=optimizer),
     )
@@ -169,7 +166,7 @@ def conversion_note(first: RankState) -> str:
     return f"as ZeRO-3, for a sub_group_size of {size:.0f}: train with that, and with zero_optimization.stage 3"
 
 
-def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, leaves_out_frozen: bool) -> Tree:
+def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, has_frozen: bool) -> Tree:
     """Return the tree of ``model_states``: placeholders in the module, and frozen parameters apart."""
     module = model["module"].mapping()
     trained = {name for group in groups for name in group}
@@ -196,6 +193,6 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, leaves_out_
         "param_shapes": [OrderedMap(group) for group in groups],
         "dp_world_size": 1,
     }
-    if not leaves_out_frozen:
+    if has_frozen:
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
     return changed(model.mapping(), values)

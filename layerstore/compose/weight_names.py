@@ -76,7 +76,8 @@ class ExportTensors:
         known = suppliers_of(self.parameters.values(), self.buffers.values())
         unlike, others = [], []
         has_saved = False
-        for tensor in saved:
+        aliases = {alias for of in self.parameters.values() for alias in of.aliases}
+        for tensor in sorted(saved, key=lambda tensor: tensor.name in aliases):  # under its own name, if under several
             of = supplier_of(tensor.name, known)
             supplier = tensor.layer_name or (None if of is None else of.name)
             fits = self._fits(tensor, supplier)

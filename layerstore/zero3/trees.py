@@ -148,6 +148,12 @@ def inner_optimizer(state: RankState) -> TreeView:
     return inner_in(outer_optimizer(state))
 
 
+def leaves_out_frozen(state: RankState) -> bool:
+    """Whether the save was told to leave frozen parameters out; stage 1 has them in the module, or does not say."""
+    shapes = TreeView.of(state.model).get("frozen_param_shapes")
+    return shapes is not None and shapes.value is None and stage_of(outer_optimizer(state)) != 1
+
+
 def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
     """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
     within = changed(inner_optimizer(state).mapping(), inner)

@@ -95,10 +95,14 @@ def test_an_export_equals_what_the_trainer_gathered(
 
     files = {path.name for path in source.glob("*.safetensors")}
     assert files == {path.name for path in out.glob("*.safetensors")}
-    assert all(not differing(load_file(source / file), load_file(out / file)) for file in files)
+    for file in files:
+        expected = load_file(source / file)
+        if scenario.stage != 3 and scenario.tied:  # there, the Trainer writes tied weights under both names
+            del expected["lm_head.weight"]
+        assert not differing(expected, load_file(out / file))
     beside = {"config.json", "generation_config.json", "model.safetensors.index.json"}
-    expected = {"layerstore.json"} | beside & {path.name for path in source.iterdir()}
-    assert {path.name for path in out.iterdir()} - files == expected
+    kept = {"layerstore.json"} | beside & {path.name for path in source.iterdir()}
+    assert {path.name for path in out.iterdir()} - files == kept
     assert all((source / file).read_bytes() == (out / file).read_bytes() for file in beside if (out / file).exists())
 
 
