@@ -35,6 +35,7 @@ from layerstore.zero3 import (
     TreeView,
     can_convert,
     inner_optimizer,
+    is_dealt,
     outer_optimizer,
 )
 
@@ -84,6 +85,11 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
         *export_notes(state, ranks.versions, slices),
     ]
     notes += [*optimizer.notes, *_notes(slices, optimizer)]
+    if is_dealt(TreeView.of(state.model)):
+        notes.append(
+            "DeepSpeed loads it into the wrong places under round_robin_gradients, which the base was trained with: "
+            "unset it, or compose --format shards --world-size N"
+        )
     own_names = composition.own_parameters(ranks.versions)
     beside = [
         plan_beside(repo, file, slices, own=own_names)

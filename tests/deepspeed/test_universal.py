@@ -23,8 +23,11 @@ NOT_KNOWN = {"sgd": "momentum_buffer", "amsgrad": "exp_avg, exp_avg_sq, max_exp_
 OTHERS_TOO = {"tied", "frozen", "odd_sizes", "fp32", "configured", "many_sub_groups"}
 """Scenarios that one rank loads as well."""
 
-OF_OTHER_STAGES = {"stage1_fp32_gradients", "stage2_round_robin"}
-"""Those of stages 1 and 2 that are odd; the others are shards of stage 3 on their way."""
+OF_OTHER_STAGES = {"stage1_fp32_gradients", "stage2_frozen"}
+"""One of each; on their way out they are shards of stage 3 as all others."""
+
+DEALT = "stage2_round_robin"
+"""DeepSpeed's loader takes parameters for where they would be without."""
 
 LOADED = [
     scenario
@@ -76,9 +79,10 @@ def test_deepspeed_loads_masters_moments_and_settings(
     assert expected.keys() == found.keys()
     assert not [name for name in expected if differing(expected[name], found[name])]
     before, after = (rank_trees(folder, 0)["optim_states"]["optimizer_state_dict"] for folder in (saved, loaded))
-    groups = [tree["optimizer_state_dict"]["param_groups"] for tree in (before, after)]
+    inner = "optimizer_state_dict" if scenario.stage == 3 else "base_optimizer_state"
+    groups = [tree[inner]["param_groups"] for tree in (before, after)]
     assert settings(groups[0]) == settings(groups[1])
-    counts = [{int(of["step"]) for of in tree["optimizer_state_dict"]["state"].values()} for tree in (before, after)]
+    counts = [{int(of["step"]) for of in tree[inner]["state"].values()} for tree in (before, after)]
     assert counts[0] == counts[1]
 
 
@@ -109,6 +113,13 @@ def test_frozen_and_tied_parameters_are_in_it(trained: Launch, written: Path) ->
     assert shards
     for alias, of in shards.items():
         assert (zero / alias / "exp_avg.pt").samefile(zero / of / "exp_avg.pt")
+
+
+def test_what_deepspeed_would_misplace_is_told(stored: Store, tmp_path: Path) -> None:
+    """With what would do instead."""
+    written = stored.compose(f"{DEALT}@{RESUME_STEP}").write_universal(tmp_path / "out")
+
+    assert "round_robin_gradients" in " ".join(written.notes)
 
 
 @pytest.mark.parametrize(("name", "kept"), NOT_KNOWN.items())
