@@ -72,7 +72,7 @@ def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, 
     [
         (["--dtype", "bf16"], "--dtype is for --format hf only"),
         (["--max-shard-size", "1GB"], "--max-shard-size is for --format hf only"),
-        (["--format", "gguf"], "--format: 'gguf' is not one of 'zero3', 'hf', 'dcp', 'universal'"),
+        (["--format", "gguf"], "--format: 'gguf' is not one of 'shards', 'zero3', 'hf', 'dcp', 'universal'"),
         (["--format", "hf", "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
         (["--format", "hf", "--max-shard-size", "big"], "'big' is no size"),
         (["--format", "hf", "--max-shard-size", "0"], "a size needs at least one byte"),

@@ -91,7 +91,7 @@ def test_the_help_of_compose_is_in_groups_and_has_defaults(run: Run) -> None:
     ]
     assert re.search(r"^Policy settings.*:$", out, re.MULTILINE)
     assert "drift, filter:every=10. [default: latest]" in words
-    assert "DeepSpeed's Universal Checkpoint. [default: zero3]" in words
+    assert "DeepSpeed's Universal Checkpoint. [default: shards]" in words
     assert "instead of REF. [at least 0]" in words
 
 

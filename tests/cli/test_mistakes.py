@@ -80,7 +80,12 @@ MISTAKES = [
     # numbers and words of options
     Mistake("gc --keep 3", 2, "no such option: --keep", "--keep-last"),
     Mistake("gc --keep-within 3", 2, "'3' is no duration", "36h"),
-    Mistake("compose --format safetensors -o out", 2, "'safetensors' is not one of 'zero3', 'hf'", "compose --help"),
+    Mistake(
+        "compose --format safetensors -o out",
+        2,
+        "'safetensors' is not one of 'shards', 'zero3', 'hf'",
+        "compose --help",
+    ),
     Mistake("verify --read-data-subset 200%", 2, "'200%' is no sample", "10%"),
 ]
 

@@ -110,22 +110,24 @@ def test_wrappers_are_stripped_where_no_file_tells_the_names() -> None:
 
 
 def test_the_bases_own_files_lend_their_names() -> None:
-    """Also the alias of a tied parameter; a second name of the same memory is left out, and so are other buffers."""
-    file = gathered(
+    """Also the alias of a tied parameter, unless they have its own name, too; other buffers are left out."""
+    alias, rotary = (
         derived("lm_head.weight", "embed.weight"),
-        derived("embed.weight"),
         derived("rotary", "model.rotary", source=TensorSource.BUFFER),
     )
+    for saved, name in (
+        ((alias, rotary), "lm_head.weight"),
+        ((alias, derived("embed.weight"), rotary), "embed.weight"),
+    ):
+        choice = chosen(
+            parameter("embed.weight", aliases=("lm_head.weight",)),
+            buffer("model.rotary"),
+            buffer("model.other"),
+            files=(gathered(*saved),),
+        )
 
-    choice = chosen(
-        parameter("embed.weight", aliases=("lm_head.weight",)),
-        buffer("model.rotary"),
-        buffer("model.other"),
-        files=(file,),
-    )
-
-    assert names(choice) == {"lm_head.weight": "embed.weight", "rotary": "model.rotary"}
-    assert choice.notes == []
+        assert names(choice) == {name: "embed.weight", "rotary": "model.rotary"}
+        assert choice.notes == []
 
 
 @pytest.mark.parametrize(("elements", "is_asked"), [(0, False), (1, True), (4, True)])

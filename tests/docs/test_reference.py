@@ -54,7 +54,7 @@ def test_words_to_choose_from_are_those_that_are_taken() -> None:
                 taken[place] = words
 
     assert said == taken
-    assert taken["compose form"] == ["zero3", "hf", "dcp", "universal"]
+    assert taken["compose form"] == ["shards", "zero3", "hf", "dcp", "universal"]
 
 
 @pytest.mark.parametrize(("policy", "setting"), [(Parity, "fresh"), (Filter, "aux"), (Drift, "by")])
