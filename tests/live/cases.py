@@ -314,7 +314,10 @@ MISFITS = {
 
 # -- loading a folder through DeepSpeed ------------------------------------------------------------------------------
 
-LOADED = ("tied", "frozen", "many_sub_groups", "bf16_master", "rank_buffers", "empty_parameter")
+LOADED = (
+    *("tied", "frozen", "many_sub_groups", "bf16_master", "rank_buffers", "empty_parameter"),
+    *("stage1_frozen", "stage2_fp32"),
+)
 """Scenarios of which folders are loaded."""
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -74,6 +74,8 @@ def train_all(out: Path) -> None:
         mode = "async" if gather else "sync"
         job(out, f"stored-{gather}", gather=gather, store=out / "store", limit=1, mode=mode)
     job(out, "left", store=out / "store", leave_at=LEFT_AT)
+    job(out, "files-stage2", stage=2)
+    job(out, "left-stage2", store=out / "store", leave_at=LEFT_AT, stage=2)
     job(out, "every", store=out / "store", every=1)
     job(out, "terminated", store=out / "store", terminate_at=LEFT_AT)
     job(out, "terminated-in-step", store=out / "store", terminate_in=LEFT_AT)
@@ -88,6 +90,9 @@ def resume_all(out: Path) -> None:
     job(out, "left", store=store, resume=True, trace="left-resumed")
     job(out, "from-signal", store=store, run="terminated", resume=str(out / "terminated" / "checkpoint-3"))
     job(out, "terminated-in-step", store=store, resume=True, trace="terminated-in-step-resumed")
+    # The best state so far is in a folder of stage 2, which the Trainer would load in the end.
+    job(out, "to-stage3", store=store, resume=checkpoint(store, "left-stage2@2"), load_best=False)
+    job(out, "left-stage2", store=store, resume=True, trace="left-stage2-resumed", stage=2)
     assert checkpoint(store, "referenced") is None
     job(out, "referenced", store=store, resume=checkpoint(store, "stored-False@2"))
     job(out, "from-every", store=store, resume=checkpoint(store, "every@3"))
@@ -154,10 +159,12 @@ def job(
     name: str,
     *,
     gather: bool = True,
+    stage: int = 3,
     store: Path | None = None,
     run: str | None = None,
     resume: str | bool | None = None,
     limit: int | None = None,
+    load_best: bool = True,
     leave_at: int | None = None,
     terminate_at: int | None = None,
     terminate_in: int | None = None,
@@ -173,7 +180,14 @@ def job(
         callbacks.append(LayerstoreCallback(store, run=run or name, **settings))  # the one line of layerstore
     trainer = StepTrainer(
         model=models.llama(tied=False, dropout=DROPOUT),
-        args=arguments_of(out / name, gather=gather, limit=limit, jit=bool(terminate_at or terminate_in)),
+        args=arguments_of(
+            out / name,
+            gather=gather,
+            stage=stage,
+            limit=limit,
+            load_best=load_best,
+            jit=bool(terminate_at or terminate_in),
+        ),
         train_dataset=Batches(),
         eval_dataset=torch.utils.data.Subset(Batches(), range(40, 48)),
         callbacks=callbacks,
@@ -191,10 +205,16 @@ def job(
 
 
 def arguments_of(
-    folder: Path, *, gather: bool = True, limit: int | None = None, jit: bool = False
+    folder: Path,
+    *,
+    gather: bool = True,
+    stage: int = 3,
+    limit: int | None = None,
+    load_best: bool = True,
+    jit: bool = False,
 ) -> TrainingArguments:
     """Return the arguments of all jobs; the best state is the first, so that loading it changes the weights."""
-    config = zero_config()
+    config = zero_config(stage)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gather
     return training_arguments(
         folder,
@@ -204,7 +224,7 @@ def arguments_of(
         save_steps=SAVE_STEPS,
         eval_strategy="steps",
         eval_steps=SAVE_STEPS,
-        load_best_model_at_end=True,
+        load_best_model_at_end=load_best,
         metric_for_best_model="eval_loss",
         greater_is_better=True,
         save_total_limit=limit,

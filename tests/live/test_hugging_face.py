@@ -14,6 +14,7 @@ import torch
 
 import layerstore
 from layerstore.format import encode_state
+from layerstore.history import resolve
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
@@ -183,6 +184,20 @@ def test_a_reference_resumes(resumed: Path) -> None:
     """No folder of the job is needed: the Trainer's own files come from the store, its random numbers too."""
     assert trace(resumed, "referenced") == trace(resumed, "files-True")[2:]
     assert history(resumed, "referenced") == history(resumed, "files-True")
+
+
+def test_a_trainer_under_stage_2_goes_on_as_if_it_had_never_stopped(
+    trained: Path, resumed: Path, store_as_left: dict[str, list[int]], store: Store
+) -> None:
+    """Under the same stage to the last bit; under stage 3 with the same losses."""
+    assert store_as_left["left-stage2"] == [2]
+    expected = trace(trained, "files-stage2")
+    assert trace(trained, "left-stage2") == expected[:3]
+    assert trace(resumed, "left-stage2-resumed") == expected[2:]
+    assert weights(resumed, "left-stage2-resumed") == weights(trained, "files-stage2")
+    assert [entry["losses"] for entry in trace(resumed, "to-stage3")] == [entry["losses"] for entry in expected[2:]]
+    stages = {resolve(store.repo, f"{run}@4").record.stage for run in ("left-stage2", "to-stage3")}
+    assert stages == {2, 3}
 
 
 def test_the_checkpoint_of_a_signal_is_in_the_store(

@@ -11,6 +11,7 @@ import torch
 import layerstore
 from layerstore.store import Store
 from tests.deepspeed.compare import checkpoint_differences, full_tensors, load, tree_differences
+from tests.deepspeed.scenarios import SCENARIO_OF
 from tests.forked import Launch, Nursery
 from tests.live.cases import LOADED, WAYS
 from tests.live.launched import due, losses, one
@@ -57,7 +58,7 @@ def test_pointers_load_as_shards_do(loaded: Launch, scenario: str, way: str) -> 
         assert not tree_differences(expected, actual)
 
 
-@each_scenario
+@pytest.mark.parametrize("scenario", [name for name in LOADED if SCENARIO_OF[name].stage == 3])
 def test_what_deepspeed_loads_by_load_module_only(loaded: Launch, scenario: str) -> None:
     """No trained weight; the masters become those that the weights in the engine round to. We say so."""
     root = loaded.log.parent / scenario
@@ -71,6 +72,11 @@ def test_what_deepspeed_loads_by_load_module_only(loaded: Launch, scenario: str)
     text = loaded.log.read_text()
     assert text.count(f"{scenario}@2: under ZeRO stage 3 DeepSpeed's load_module_only=True loads buffers") == 1
     assert text.count(f"they are those of {scenario}@2, all else is of {scenario}@1") == 1
+
+
+def test_stages_1_and_2_load_the_weights_of_the_module(loaded: Launch) -> None:
+    """Nothing has to be told."""
+    assert not re.findall(r"stage\d_\w+@2: under ZeRO stage 3", loaded.log.read_text())
 
 
 def test_a_load_of_weights_alone_begins_an_attempt(attempts: Launch) -> None:

@@ -326,7 +326,8 @@ def _announced(engine: Any, own: LoadHandler) -> Callable[..., Any]:
         asked = signature.bind(*arguments, **named).arguments
         has_optimizer = bool(asked.get("load_optimizer_states", True))
         is_module_only = bool(asked.get("load_module_only", False))
-        note = _MODULE_ONLY if is_module_only and has_optimizer else ""
+        is_told = is_module_only and has_optimizer and engine.zero_optimization_stage() == STAGE_3
+        note = _MODULE_ONLY if is_told else ""
         with own.loading(is_whole=has_optimizer and not is_module_only, note=note), _asking(engine, own):
             return load(*arguments, **named)
 
