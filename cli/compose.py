@@ -343,13 +343,14 @@ def _plan_shards(
     """Print which save each layer comes from."""
     notes = composite.notes(**options)
     world_size = options.get("world_size", composite.world_size)
-    fields |= {"world_size": world_size, "bytes_written": 0, "seconds": 0.0}
+    stage = 3 if options.get("as_zero3") else composite.stage
+    fields |= {"world_size": world_size, "stage": stage, "bytes_written": 0, "seconds": 0.0}
     if not _tell_programs(composite, notes, fields, as_json=as_json):
         _say_layers(composite)
         say()
         _say_mixture(composite, adam_step=options.get("adam_step"))
         base = f"base {shown(composite.name)}, policy {composite.policy}"
-        say_paragraph(f"{base}, {counted(world_size, 'rank')}; {outcome}", indent=2)
+        say_paragraph(f"{base}, {counted(world_size, 'rank')}, ZeRO stage {stage}; {outcome}", indent=2)
 
 
 def _plan_export(
@@ -389,9 +390,9 @@ def _say_written(
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
         how = shown(written.how_to_load)
     else:
-        fields |= {"world_size": written.world_size}
+        fields |= {"world_size": written.world_size, "stage": written.stage}
         ranks = counted(written.world_size, "rank")
-        what = f"{counted(len(composite.layers), 'layer')}, {ranks}"
+        what = f"{counted(len(composite.layers), 'layer')}, {ranks}, ZeRO stage {written.stage}"
         load = f"engine.load_checkpoint({folder}), or trainer.train(resume_from_checkpoint={folder})"
         how = f"resume on {ranks}: {load}"
     if _tell_programs(composite, written.notes, fields, as_json=as_json):

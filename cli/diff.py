@@ -91,7 +91,8 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     say_paragraph(_total(found), indent=2)
     say_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(found.same_state)}", indent=2)
     if not stat and any(kind.status == "re-sliced" for layer in found.layers for kind in layer.kinds.values()):
-        say(f"re-sliced: {found.a.world_size} ranks in a, {found.b.world_size} in b; --stat compares the numbers")
+        ours, theirs = (f"{counted(side.world_size, 'rank')} of stage {side.stage}" for side in (found.a, found.b))
+        say(f"re-sliced: {ours} in a, {theirs} in b; --stat compares the numbers")
 
 
 def _sameness(is_same: bool) -> str:

@@ -62,7 +62,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "pins": ", ".join(view.pins),
         "mixture": f"{_policy(view)} chose the layers; everything else is from {name}" if view.is_mixture else "",
         "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
-        "world size": str(view.world_size),
+        "world size": f"{view.world_size}, ZeRO stage {view.stage}",
         "layout": f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",

@@ -122,6 +122,11 @@ class Composite:
         return self._composition.base.world_size
 
     @property
+    def stage(self) -> int:
+        """The ZeRO stage that the base was saved under."""
+        return self._composition.base.stage
+
+    @property
     def name(self) -> str:
         """The reference to the base: ``RUN@STEP``, or ``RUN~1@STEP`` if its attempt was abandoned."""
         return reference_to(self._repo, self._composition.base)

@@ -10,7 +10,7 @@ from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, Kind, LayerVersion, RankState, TensorSource
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, replace_tensors
-from layerstore.zero3 import RANDOM_STATE, Slices, TreeView, config_of, leaves_out_frozen
+from layerstore.zero3 import RANDOM_STATE, STAGE_3, Slices, TreeView, config_of, leaves_out_frozen
 
 # What ranks have for themselves: only the first one's file has some of these.
 _OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
@@ -99,7 +99,7 @@ def notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, w
     if odd:
         names = ", ".join(map(repr, odd))
         yield f"the ranks saved different values of {names}: {_fate(base.world_size, world_size)}"
-    if config_of(TreeView.of(first.model)) is None:
+    if base.stage == STAGE_3 and config_of(TreeView.of(first.model)) is None:
         yield "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size"
     yield (
         "the learning rate schedule and global_samples continue where they were; a Trainer that skips what it has seen "

@@ -18,7 +18,6 @@ from layerstore.zero3 import (
     gathered_again,
     inner_optimizer,
     is_dealt,
-    leaves_out_frozen,
     masters_in,
     outer_optimizer,
     sharding_in,
@@ -45,8 +44,9 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
     before = sharding_in(template)
     assert isinstance(before, PartitionSharding)
     groups, paddings = before.groups, before.paddings
-    if is_dealt(model):
-        groups = [_reordered(group, _dealt_again(list(group), before.world_size, world_size)) for group in groups]
+    if is_dealt(model, outer):
+        orders = [dealt(gathered_again(list(group), before.world_size), world_size) for group in groups]
+        groups = [{name: group[name] for name in order} for group, order in zip(groups, orders, strict=True)]
         if any(map(any, paddings)):
             raise LayoutMismatch(
                 "with round_robin_gradients, the order of parameters depends on the number of ranks, and "
@@ -95,15 +95,6 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
     )
 
 
-def _dealt_again(names: Sequence[str], before: int, after: int) -> list[str]:
-    """Return the order for *after* ranks of *names*, which ``round_robin_gradients`` has dealt out to *before*."""
-    return dealt(gathered_again(names, before), after)
-
-
-def _reordered(group: Mapping[str, Sequence[int]], names: Sequence[str]) -> dict[str, Sequence[int]]:
-    return {name: group[name] for name in names}
-
-
 def _flat(sample: Tensor, elements: int, *, group: int, state: str = "") -> Tensor:
     return resized(sample, elements, FlatContent(state=state, group=group))
 
@@ -128,7 +119,7 @@ def as_stage_3(state: RankState) -> RankState:
     """
     model, outer, inner = TreeView.of(state.model), outer_optimizer(state), inner_optimizer(state)
     groups = sub_group_shapes(model)
-    if is_dealt(model):
+    if is_dealt(model, outer):
         world_size = model["dp_world_size"].integer()
         groups = [{name: group[name] for name in gathered_again(list(group), world_size)} for group in groups]
     lengths = [sum(map(prod, group.values())) for group in groups]
@@ -153,9 +144,7 @@ def as_stage_3(state: RankState) -> RankState:
     folder = state.model.path.rpartition("/")[0]
     return replace(
         state,
-        model=TreeFile(
-            path=f"{folder}/{FIRST_SHARD}", tree=_model(model, groups, has_frozen=not leaves_out_frozen(state))
-        ),
+        model=TreeFile(path=f"{folder}/{FIRST_SHARD}", tree=_model(model, groups)),
         optimizer=replace(state.optimizer, tree=optimizer),
     )
 
@@ -163,10 +152,10 @@ def as_stage_3(state: RankState) -> RankState:
 def conversion_note(first: RankState) -> str:
     """Say what a training must know to go on under stage 3."""
     size = sub_group_size(TreeView.of(first.model))
-    return f"as ZeRO-3, for a sub_group_size of {size:.0f}: train with that, and with zero_optimization.stage 3"
+    return f"converted to ZeRO-3 with sub_group_size {size:.0f}: the training needs the same"
 
 
-def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, has_frozen: bool) -> Tree:
+def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
     """Return the tree of ``model_states``: placeholders in the module, and frozen parameters apart."""
     module = model["module"].mapping()
     trained = {name for group in groups for name in group}
@@ -193,6 +182,7 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]], *, has_frozen:
         "param_shapes": [OrderedMap(group) for group in groups],
         "dp_world_size": 1,
     }
-    if has_frozen:
+    told = model.get("frozen_param_shapes")
+    if shapes or (told is not None and told.value is not None):  # else they were left out, or there are none
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
     return changed(model.mapping(), values)

@@ -61,7 +61,8 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     base = composition.base
     ranks = plan_ranks(repo, composition, world_size=1, as_zero3=True)
     slices, state = ranks.slices, ranks.state(0)
-    optimizer = optimizer_of(repo, composition, ranks.versions, repo.state(base.states[0]), adam_step="unify")
+    base_state = repo.state(base.states[0])
+    optimizer = optimizer_of(repo, composition, ranks.versions, base_state, adam_step="unify")
     _check_adam(repo, composition, optimizer)
     tag = f"{base.layout.tag}_universal"
     folder = f"{tag}/zero"
@@ -85,7 +86,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
         *export_notes(state, ranks.versions, slices),
     ]
     notes += [*optimizer.notes, *_notes(slices, optimizer)]
-    if is_dealt(TreeView.of(state.model)):
+    if is_dealt(TreeView.of(base_state.model), outer_optimizer(base_state)):
         notes.append(
             "DeepSpeed loads it into the wrong places under round_robin_gradients, which the base was trained with: "
             "unset it, or compose --format shards --world-size N"

@@ -56,6 +56,7 @@ from layerstore.zero3 import (
     LATEST_BYTES_MAX,
     RANDOM_STATE,
     SHARD_STEM,
+    STAGE_3,
     SUMMARY,
     Piece,
     Slices,
@@ -77,6 +78,8 @@ class Written:
     step: int
     policy: str
     world_size: int
+    stage: int
+    """The ZeRO stage."""
     out: Path
     bytes_written: int
     seconds: float
@@ -149,6 +152,7 @@ def execute_compose(
         step=base.step,
         policy=composition.policy,
         world_size=ranks.world_size,
+        stage=STAGE_3 if as_zero3 else base.stage,
         out=target.path,
         bytes_written=assembly.bytes_written,
         seconds=time.monotonic() - started,

@@ -74,6 +74,8 @@ class DcpCheckpoint:
     """Files of the folder that take the place of the base's, by their path there."""
     _done: Since
     _base: CommitRecord
+    _world_sizes: Mapping[str, int]
+    """By layer: how many ranks it is cut for, as in the base."""
 
     def transfer(
         self,
@@ -104,7 +106,7 @@ class DcpCheckpoint:
             progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
             staged = [run_all(pool, staging.object, of) for of in sources]
             versions = {
-                layer.layer: stage_version(writer, layer, objects, world_size=checkpoint.world_size)
+                layer.layer: stage_version(writer, layer, objects, world_size=self._world_sizes[layer.layer])
                 for layer, objects in zip(layers, staged, strict=True)
             }
             states, stale = self._states(staging, writer, versions)
@@ -273,6 +275,7 @@ class _Reading:
             _files=files,
             _done=done,
             _base=base,
+            _world_sizes={version.layer: version.world_size for version in self._versions},
         )
 
     def _has_its_own(self, of: SourceFile) -> bool:

@@ -57,8 +57,8 @@ _HOW_TO_FIND_A_BASE = (
     "--onto the commit that the folder was composed from or trained from; --replace, or --run NAME to keep both"
 )
 _HOW_TO_KEEP_A_COMPOSITE = (
-    "layerstore compose wrote this folder: compose --pin NAME keeps a mixture in the store, --run NAME stores this as "
-    "another run"
+    "layerstore compose wrote this folder from what a store has: compose --pin NAME keeps a mixture there, "
+    "--run NAME stores this as another run"
 )
 
 

@@ -1,5 +1,6 @@
 """Select which layers of a checkpoint to store: those that are due, and those that cannot be inherited."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -93,11 +94,12 @@ def _slices(layer: LayerSource, kind: Kind, *, state: str = "") -> dict[str, lis
 def _read(reader: SourceReader, slices: Sequence[SliceSource], begin: int, end: int) -> Numbers:
     """Return the elements *begin* to *end* of the parameter that *slices* make up."""
     found, item_bytes = b"", by_code(slices[0].dtype).bytes
-    for of in slices:
-        first, last = max(begin, of.begin), min(end, of.begin + of.elements)
-        if first < last:
-            place = of.offset_bytes + (first - of.begin) * item_bytes
-            found += b"".join(map(bytes, reader.chunks(of.path, place, (last - first) * item_bytes)))
+    at = bisect_right(slices, begin, key=lambda of: of.begin) - 1
+    while begin < end:
+        of = slices[at]
+        last, place = min(end, of.begin + of.elements), of.offset_bytes + (begin - of.begin) * item_bytes
+        found += b"".join(map(bytes, reader.chunks(of.path, place, (last - begin) * item_bytes)))
+        begin, at = last, at + 1
     return Numbers(memoryview(found), slices[0].dtype)
 
 

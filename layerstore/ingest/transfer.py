@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from layerstore.errors import LayoutMismatch
 from layerstore.format import canonical_order
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
@@ -186,6 +187,7 @@ class _Transfer:
         for (name, _), each in zip(sources, stored, strict=True):
             objects[name].append(each)
         # Only now is it known which gathered weights follow from their masters.
+        notes = tuple(self._doubts(layers))
         for layer in layers:
             objects[layer.layer].extend(self._own_weights(layer))
         gathered = list(self._gathered())
@@ -201,7 +203,22 @@ class _Transfer:
             states=tuple(states),
             bytes_derived=self.readers.check.bytes_derived,
             has_moments=self.moments,
+            notes=notes,
         )
+
+    def _doubts(self, layers: Sequence[LayerSource]) -> Iterator[str]:
+        """Note if all weights in the model's file differ from their masters; raise if it is of another save."""
+        names = {of.name for layer in layers for of in layer.parameters}
+        whole = [of for of in self.checkpoint.whole if of.supplier in names]
+        if not whole or any(map(self.readers.check.is_derived, whole)):
+            return
+        differ = f"{whole[0].file}: none of its weights is its rounded master"
+        if self.checkpoint.is_doubted:
+            raise LayoutMismatch(
+                f"{differ}, and engine and optimizer have counted otherwise: it is another save's",
+                hint="put the files of one save together, or ingest another checkpoint",
+            )
+        yield f"{differ}; they are stored besides, and compose writes them as they are"
 
     def _objects(self, sources: list[ObjectSource], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""

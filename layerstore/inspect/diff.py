@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
-"""``re-sliced``: cut for another world size, so ids say nothing about equality."""
+"""``re-sliced``: cut for another world size or stage, so ids say nothing about equality."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class DiffSide:
     reference: str
     """The reference that means this commit."""
     world_size: int
+    stage: int
+    """The ZeRO stage."""
 
     @property
     def name(self) -> str:
@@ -176,6 +178,7 @@ def _side(repo: Repository, resolved: Resolved) -> DiffSide:
         pin=resolved.pin,
         reference=reference_to(repo, record),
         world_size=record.world_size,
+        stage=record.stage,
     )
 
 

@@ -54,6 +54,8 @@ class CommitView:
     time_ns: int
     """When it was written, by its writer's clock."""
     world_size: int
+    stage: int
+    """The ZeRO stage."""
     flavour: str
     tag: str
     policy: str
@@ -119,6 +121,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         pin=resolved.pin,
         time_ns=resolved.time_ns,
         world_size=record.world_size,
+        stage=record.stage,
         flavour=record.layout.flavour,
         tag=record.layout.tag,
         policy=record.policy.name,

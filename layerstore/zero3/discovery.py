@@ -315,16 +315,20 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
                 f"{folder} has two {match['what']}_states files of rank {rank}: {files[rank].name}, {match[0]}"
             )
         files[rank] = folder / match[0]
-    if not found["model"] and MODEL_STATES in names:
+    is_whole = not found["model"] and MODEL_STATES in names
+    if is_whole:
         found["model"] = dict.fromkeys(found["optim"], folder / MODEL_STATES)
     ranks = sorted(found["model"].keys() | found["optim"].keys())
-    if not found["optim"] and ranks:
+    if not found["optim"] and (ranks or MODEL_STATES in names):
         raise Unsupported(
             f"{folder} has no optim_states files: the fp32 weights and the optimizer's state are not in it",
-            hint="layerstore needs a checkpoint that training could resume from",
+            hint="layerstore needs a checkpoint that training could resume from, of ZeRO stage 1, 2 or 3",
         )
+    if not found["model"]:
+        _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in found if rank not in found[kind]]
-    gaps = [f"both files of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
+    what = "optim_states" if is_whole else "both files"
+    gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in found["optim"].values()}) > 1:
         raise LayoutMismatch(

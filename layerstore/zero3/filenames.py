@@ -35,6 +35,7 @@ ZERO3 = "ZeRO-3"
 ZERO12 = "ZeRO-1 or ZeRO-2"
 READABLE = frozenset({ZERO3, ZERO12})
 """The kinds of checkpoints that are ingested as they are."""
+UNIVERSAL = "universal"
 DCP = "torch.distributed.checkpoint"
 WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
 """Such a file, of any degree of tensor parallelism."""
@@ -42,7 +43,7 @@ WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
 _FOREIGN = (
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
     (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), "mixture-of-experts (stages 1 and 2)"),
-    (re.compile(r"zero"), "universal"),
+    (re.compile(r"zero"), UNIVERSAL),
     (re.compile(r"__\d+_\d+\.distcp|\.metadata"), DCP),
 )
 
@@ -58,11 +59,11 @@ def folder_kind(names: Iterable[str]) -> str | None:
     """Return ``ZeRO-3`` or another kind of checkpoint, from the *names* in its folder; None if it is not one."""
     names = list(names)
     shards = {match["what"] for name in names if (match := SHARD.fullmatch(name))}
-    if "model" in shards:
-        return ZERO3
     foreign = next((kind for name in names for pattern, kind in _FOREIGN if pattern.fullmatch(name)), None)
+    if "model" in shards and not (foreign == UNIVERSAL and "optim" not in shards):
+        return ZERO3
     if foreign is None and any(map(WHOLE_MODEL.fullmatch, names)):
-        return ZERO12 if shards else "ZeRO stage 0"
+        return ZERO12
     return foreign or (ZERO3 if shards else None)
 
 

@@ -93,14 +93,14 @@ class RankSource:
         """The tree of ``optim_states``."""
         return TreeView(self.optimizer_file.tree, path=self.optimizer_file.path)
 
-    @property
+    @cached_property
     def frozen_shapes(self) -> dict[str, Tree]:
         """The shapes of frozen parameters, by name."""
         if self.has_whole_model:
             return {name: weights.tensor().shape for name, weights in self.fragments.items()}
         return {str(name): shape for name, shape in self.model.optional("frozen_param_shapes").items()}
 
-    @property
+    @cached_property
     def fragments(self) -> dict[str, TreeView]:
         """
         This rank's slices of frozen parameters; empty if they were left out of the checkpoint.
@@ -108,7 +108,7 @@ class RankSource:
         Under stages 1 and 2, they are whole: whatever the module has that is neither trained nor a buffer.
         """
         if self.has_whole_model:
-            return {name: weights for name, weights in self.weights.items() if not self._is_trained(name)}
+            return {name: weights for name, weights in self.weights.items() if name not in self._trained}
         found = self.model.get("frozen_param_fragments")
         return {} if found is None else {str(name): fragment for name, fragment in found.children()}
 
@@ -119,25 +119,28 @@ class RankSource:
 
         Only the first rank says which names share memory, but they view the same elements.
         """
-        module, names = self.model["module"], self.model.get("buffer_names")
-        left_out = {*self.model.optional("shared_params"), *(names.sequence() if names is not None else ())}
         found: dict[object, tuple[str, TreeView]] = {}
-        for name, weights in module.children():
-            tensor = weights.value
-            if not isinstance(tensor, Tensor) or not isinstance(name, str) or name.endswith(_EXTRA_STATE):
-                continue
-            if name not in left_out and tensor.is_contiguous and tensor.elements:
-                place = tensor.storage, tensor.offset
-                if place not in found or self._is_trained(name):
-                    found[place] = name, weights
+        for name, weights in self._of_module():
+            tensor = weights.tensor()
+            place = tensor.storage, tensor.offset
+            if tensor.elements and (place not in found or name in self._trained):
+                found[place] = name, weights
         return dict(found.values())
+
+    def _of_module(self) -> Iterator[tuple[str, TreeView]]:
+        """Yield the module's parameters; under stage 1, which does not name the frozen ones, all but its buffers."""
+        names, frozen = self.model.get("buffer_names"), self.model.get("frozen_param_shapes")
+        left_out = {*self.model.optional("shared_params"), *(names.sequence() if names is not None else ())}
+        known = None if frozen is None or frozen.value is None else frozen.mapping().keys() | self._trained
+        for name, weights in self.model["module"].children():
+            if not isinstance(name, str) or not isinstance(weights.value, Tensor) or name.endswith(_EXTRA_STATE):
+                continue
+            if name not in left_out and (known is None or name in known):
+                yield name, weights
 
     @cached_property
     def _trained(self) -> set[str]:
         return {name for group in self.sharding.groups for name in group}
-
-    def _is_trained(self, name: str) -> bool:
-        return name in self._trained
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -244,8 +247,8 @@ def agreed(ranks: list[RankSource]) -> Common:
     world_size = first.dp_world_size
     if len(ranks) < world_size:
         raise SourceCheckpoint(
-            f"{folder} is incomplete: it was saved by {world_size} ranks; "
-            f"missing: {len(ranks)}{f' to {world_size - 1}' if world_size - len(ranks) > 1 else ''}",
+            f"{folder} is incomplete: it was saved by {world_size} ranks; missing: "
+            f"{f'ranks {len(ranks)} to {world_size - 1}' if world_size - len(ranks) > 1 else f'rank {len(ranks)}'}",
             hint="copy the missing files from the nodes that wrote them, or ingest another checkpoint",
         )
     if len(ranks) > world_size:
@@ -337,6 +340,7 @@ def check_rank(rank: RankSource, common: Common) -> None:
     _check_flats(rank, common)
     _check_states(rank)
     _check_addresses(rank)
+    _check_blocks(rank)
 
 
 def _check_flats(rank: RankSource, common: Common) -> None:
@@ -382,6 +386,17 @@ def _check_states(rank: RankSource) -> None:
                 )
 
 
+def _check_blocks(rank: RankSource) -> None:
+    """Raise unless whole weights lie as their shapes say."""
+    for name, weights in rank._of_module() if rank.has_whole_model else ():
+        if not weights.tensor().is_contiguous:
+            raise Unsupported(
+                f"{rank.model.path}: the weights of {name!r} lie in another order than their shape's (channels_last, "
+                "or transposed), which is not supported",
+                hint="make them contiguous before training, or train under stage 3",
+            )
+
+
 def _check_addresses(rank: RankSource) -> None:
     """
     Raise unless the fragments are where the file itself says, under stages 1 and 2.
@@ -389,7 +404,7 @@ def _check_addresses(rank: RankSource) -> None:
     With round_robin_gradients, DeepSpeed notes where they would be without.
     """
     mappings = rank.optimizer["optimizer_state_dict"].get("param_slice_mappings")
-    if mappings is None or is_dealt(rank.model):
+    if mappings is None or is_dealt(rank.model, rank.optimizer["optimizer_state_dict"]):
         return
     for group, mapping in mappings.children():
         expected = {repr(of.name): {"numel": of.elements, "start": of.start} for of in rank.fragments_of(group)}
@@ -399,7 +414,8 @@ def _check_addresses(rank: RankSource) -> None:
             raise LayoutMismatch(
                 f"{rank.optimizer_file.path}: {odd} is at {found.get(odd)!r} of flat group {group!r}, by the order of "
                 f"its parameters at {expected.get(odd)}",
-                hint="the file is damaged, or its optimizer is not supported",
+                hint="the file is damaged; or round_robin_gradients reordered them, which only ds_config in the "
+                "checkpoint tells: pass DeepSpeed its config as a dictionary",
             )
 
 

@@ -126,6 +126,8 @@ class Checkpoint:
     """What was left out or looks odd, for the user."""
     layer_pattern: str | None
     """The rule that names layers, if it is not the built-in one."""
+    is_doubted: bool = False
+    """Whether engine and optimizer have counted otherwise, as they might in files of two saves."""
 
     @property
     def source(self) -> Path:
@@ -178,6 +180,7 @@ def read_checkpoint(
     check_companions(found, common.dp_world_size)
     parameters = parameters_of(ranks[0], common.param_shapes)
     gathered, files = read_gathered(found.others, parameters=parameters, buffers=common.buffers)
+    doubts = tuple(_doubts(ranks[0], common.optimizer_steps))
     return Checkpoint(
         found=found,
         step=_trainer_step(found, default=checked_step(common.global_steps, ranks[0].model.path)),
@@ -189,8 +192,9 @@ def read_checkpoint(
         whole=tuple(_whole_weights(ranks[0])),
         files=files,
         checks=tuple(_storage_checks(ranks)),
-        notes=(*found.notes, *_doubts(ranks[0], common.optimizer_steps)),
+        notes=(*found.notes, *doubts),
         layer_pattern=None if layer_pattern is None else layer_pattern.pattern,
+        is_doubted=bool(doubts),
     )
 
 
@@ -230,7 +234,12 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     whole: dict[object, Storage] = {}
     for name, weights in rank.weights.items() if rank.has_whole_model else ():
         tensor = weights.tensor()
-        whole[tensor.storage, tensor.offset] = with_content(tensor, FragmentContent(parameter=name)).storage
+        shared = with_content(tensor, FragmentContent(parameter=name)).storage
+        whole[tensor.storage, tensor.offset] = shared
+        # Stage 2 saves frozen weights again, as copies if they are on a device.
+        again = rank.model.optional("frozen_param_fragments").get(name)
+        if isinstance(again, Tensor) and _is_copy(again, of=tensor):
+            whole[again.storage, again.offset] = shared
     for name, fragment in rank.fragments.items() if not rank.has_whole_model else ():
         contents[id(fragment.value)] = FragmentContent(parameter=name)
     for name in buffers:
@@ -253,9 +262,19 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     return RankState(rank=rank.rank, model=model, optimizer=file(rank.optimizer_file), files=(), gathered=())
 
 
+def _is_copy(tensor: Tensor, *, of: Tensor) -> bool:
+    """Whether both are all of their storages, with the same bytes as far as checksums tell."""
+    ours, theirs = tensor.storage.content, of.storage.content
+    assert isinstance(ours, Located), "trees that were just read point into their files"
+    assert isinstance(theirs, Located), "trees that were just read point into their files"
+    are_whole = tensor.elements == tensor.storage.elements == of.storage.elements == of.elements
+    is_same = (ours.size_bytes, ours.crc32) == (theirs.size_bytes, theirs.crc32)
+    return are_whole and is_same and tensor.storage.dtype == of.storage.dtype
+
+
 def _whole_weights(rank: RankSource) -> Iterator[GatheredSource]:
     for name, weights in rank.weights.items() if rank.has_whole_model else ():
-        if name not in rank.frozen_shapes:
+        if name not in rank.fragments:
             for _, part in _slice(Kind.WEIGHTS, weights.tensor(), 0, weights.tensor().elements, name=name):
                 yield GatheredSource(
                     file=part.path,

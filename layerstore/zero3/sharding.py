@@ -5,8 +5,10 @@ Stage 3 splits every parameter evenly among the ranks. Stages 1 and 2 put the pa
 another, and split the whole group: a rank's partition begins and ends inside of parameters.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Protocol
@@ -83,7 +85,7 @@ class EvenSharding:
         return self.elements(group, rank)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PartitionSharding:
     """Stages 1 and 2: every rank has an equal partition of each param group, which is padded at its end."""
 
@@ -95,12 +97,15 @@ class PartitionSharding:
 
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
         """Yield what *rank* has of the flat buffer *group*, in order."""
-        first = rank * self.elements(group, rank)
-        last = first + self.elements(group, rank)
-        for (name, shape), at in zip(self.groups[group].items(), self._starts(group), strict=False):
-            begin, end = max(first, at), min(last, at + prod(shape))
+        size, starts, members = self.elements(group, rank), self._starts(group), self._members[group]
+        first, last = rank * size, (rank + 1) * size
+        number = max(bisect_right(starts, first) - 1, 0)
+        while number < len(members) and starts[number] < last:
+            (name, elements), at = members[number], starts[number]
+            begin, end = max(first, at), min(last, at + elements)
             if begin < end:
                 yield Fragment(name=name, begin=begin - at, elements=end - begin, start=begin - first)
+            number += 1
 
     def elements(self, group: int, rank: int) -> int:
         """Return the length of the flat buffers of *group*, padding included."""
@@ -111,11 +116,23 @@ class PartitionSharding:
         size = self.elements(group, rank)
         return max(0, min(size, self._starts(group)[-1] - rank * size))
 
+    @cached_property
+    def _members(self) -> list[list[tuple[str, int]]]:
+        """The name and length of each parameter, by group."""
+        return [[(name, prod(shape)) for name, shape in group.items()] for group in self.groups]
+
+    @cached_property
+    def _starts_of(self) -> list[list[int]]:
+        found = []
+        for number, members in enumerate(self._members):
+            paddings = self.paddings[number] if self.paddings else [0] * len(members)
+            taken = (elements + padding for (_, elements), padding in zip(members, paddings, strict=True))
+            found.append(list(accumulate(taken, initial=0)))
+        return found
+
     def _starts(self, group: int) -> list[int]:
         """Return where each parameter starts in the group, and at last where the group ends."""
-        lengths = [prod(shape) for shape in self.groups[group].values()]
-        paddings = self.paddings[group] if self.paddings else [0] * len(lengths)
-        return list(accumulate(map(sum, zip(lengths, paddings, strict=True)), initial=0))
+        return self._starts_of[group]
 
 
 def sharding_in(state: RankState) -> Sharding:
@@ -136,7 +153,8 @@ def _paddings(outer: TreeView, groups: Groups) -> list[list[int]]:
     if found is None:
         return []
     paddings = [[count.integer() for _, count in group.children()] for _, group in found.children()]
-    if [len(group) for group in paddings] != [len(group) for group in groups] or min(map(min, paddings), default=0) < 0:
+    lengths = [len(group) for group in groups]
+    if [len(group) for group in paddings] != lengths or any(count < 0 for group in paddings for count in group):
         raise LayoutMismatch(
             f"{outer.path}: param_alignment_paddings does not fit the parameters of param_shapes",
             hint="the file is damaged: ingest another checkpoint",
@@ -147,10 +165,15 @@ def _paddings(outer: TreeView, groups: Groups) -> list[list[int]]:
 # -- the order of parameters -----------------------------------------------------------------------------------------
 
 
-def is_dealt(model: TreeView) -> bool:
-    """Whether the parameters of each group were reordered by ``round_robin_gradients``."""
+def is_dealt(model: TreeView, outer: TreeView) -> bool:
+    """
+    Whether the parameters of each group were reordered by ``round_robin_gradients``.
+
+    The optimizer that does not state its stage ignores that setting.
+    """
     zero = (config_of(model) or {}).get("zero_optimization")
-    return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    is_set = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    return is_set and outer.get("zero_stage") is not None
 
 
 def dealt(names: Sequence[str], world_size: int) -> list[str]:

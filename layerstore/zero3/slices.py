@@ -162,6 +162,7 @@ class Slices:
 
     def __init__(self, versions: Iterable[LayerVersion], *, means: Means = MappingProxyType({})) -> None:
         self.parameters: dict[str, Parameter] = {}
+        self._by_name: dict[tuple[Kind, str, str], list[StoredSlice]] = {}
         self._rows: dict[tuple[Kind, str, str], _Row] = {}
         self._means: dict[str, list[tuple[Slices, float]]] = {}
         for parts in means.values():
@@ -175,6 +176,7 @@ class Slices:
             for each in (part for stored in version.objects for part in slices_in(stored)):
                 kind, name = each.object.kind, each.tensor.name
                 self._stored[kind, name, each.tensor.state, each.object.shard] = each
+                self._by_name.setdefault((kind, name, each.tensor.state), []).append(each)
                 self._shards[kind, name] = each.object.shards
 
     @property
@@ -197,18 +199,17 @@ class Slices:
         """Return the elements at which a parameter's slices begin, and at last their end."""
         return self._row(kind, name, state).bounds
 
-    def _of_ranks(self, kind: Kind, name: str, state: str) -> tuple[StoredSlice, ...]:
-        found = (self._stored.get((kind, name, state, shard)) for shard in range(self.shards(kind, name)))
-        slices = tuple(stored for stored in found if stored is not None)
-        if not slices:
+    def _of_ranks(self, kind: Kind, name: str, state: str) -> list[StoredSlice]:
+        found = self._by_name.get((kind, name, state))
+        if found is None:
             raise _not_stored(kind, name, state)
-        return slices
+        return found
 
     def _row(self, kind: Kind, name: str, state: str) -> "_Row":
         """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
         key = kind, name, state
         if key not in self._rows:
-            slices = self._of_ranks(kind, name, state)
+            slices = tuple(sorted(self._of_ranks(kind, name, state), key=lambda each: each.object.shard))
             row = _Row(slices, tuple(accumulate((each.tensor.elements for each in slices), initial=0)))
             expected = prod(self.parameter(name).shape)
             if row.bounds[-1] != expected:

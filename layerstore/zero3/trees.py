@@ -190,7 +190,11 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     if stage not in {1, 2, 3}:
         yield f"was saved under ZeRO stage {stage}", "train with zero_optimization.stage 1, 2 or 3"
     if (stage == STAGE_3) != bool(SHARD_STEM.fullmatch(model.path.stem)):
-        yield f"was saved under ZeRO stage {stage}, but is named as of another", "train into a new folder"
+        named = "stages 1 and 2" if stage == STAGE_3 else "stage 3"
+        yield (
+            f"is named as of {named}, but the optimizer was saved under ZeRO stage {stage}",
+            "remove what an earlier save has left in the folder",
+        )
     if isinstance(inner_in(optimizer).value, list):
         yield "was saved with elastic_checkpoint", "unset zero_optimization.elastic_checkpoint"
     for key, what in (("ds_zero_partition_groups", "AutoEP expert parallelism"), ("ds_autoep_layers", "AutoEP layers")):

@@ -1,7 +1,7 @@
 """
 Print the figures of docs/reference/measured.md.
 
-    python -m tests.bench ingest|reingest|compose|dcp|universal|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5]
+    python -m tests.bench ingest|reingest|compose|dcp|universal|all [--gb 2] [--stage 2] [--odd] [--runs 5]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench worlds [--gb 1.5] [--world 32 128] [--runs 5]    # by many ranks: small objects
     python -m tests.bench query [--commits 10000] [--layers 80]
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
     parser.add_argument("--world", type=int, nargs="+", default=[32, 128], help="of worlds (default: 32 and 128)")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="of ZeRO (default: 3)")
     parser.add_argument("--policy", default="latest", help="compose two saves, mixed by this policy (default: one)")
     parser.add_argument("--dir", type=Path, help="folder for the data, four times --gb (default: the system's)")
     parser.add_argument("--runs", type=int, default=5)
@@ -155,16 +156,16 @@ def _run_peers(options: argparse.Namespace) -> None:
 
 def _run_verbs(folder: Path, options: argparse.Namespace) -> None:
     layout: Layout = options.layout or "hf"
-    odd, gb = options.odd, options.gb or 2.0
+    odd, gb, stage = options.odd, options.gb or 2.0, options.stage
     warm_up(folder / "tiny", lambda path: generate(path, layout=layout))
-    source = generate_size(folder / "run/checkpoint-2", gb, layout=layout, odd=odd)
+    source = generate_size(folder / "run/checkpoint-2", gb, layout=layout, odd=odd, stage=stage)
     older = None
     if options.policy != "latest":
-        older = generate_size(folder / "run/checkpoint-1", gb, layout=layout, odd=odd, step=1, seed=1)
+        older = generate_size(folder / "run/checkpoint-1", gb, layout=layout, odd=odd, stage=stage, step=1, seed=1)
     os.sync()
     place = Workplace(folder, source, older=older, policy=options.policy)
     kind = "odd sizes, three ranks" if odd else "page-filling, two ranks"
-    print(f"{place.size_bytes / 2**30:.2f} GiB, {layout}, {kind}; page cache warm", flush=True)
+    print(f"{place.size_bytes / 2**30:.2f} GiB, stage {stage}, {layout}, {kind}; page cache warm", flush=True)
     for verb in VERBS if options.verb == "all" else [options.verb]:
         timings = alternate(place.contenders(verb), rounds=options.runs, tell=lambda line: print(f"  {line}"))
         print("\n".join(["", *_table(timings), ""]), flush=True)

@@ -108,6 +108,7 @@ def generate_size(
     layout: Layout = "raw",
     odd: bool = False,
     world_size: int | None = None,
+    stage: int = 3,
     step: int = 2,
     seed: int = 0,
 ) -> Path:
@@ -121,6 +122,7 @@ def generate_size(
         vocab=shape.vocab,
         world_size=shape.world_size,
         layout=layout,
+        stage=stage,
         step=step,
         seed=seed,
     )

@@ -127,11 +127,13 @@ def test_as_zero3_it_is_what_stage_3_would_have_saved(
 
     written = store.compose("sft").write(tmp_path / "out" / "sft" / "checkpoint-2", world_size=after, as_zero3=True)
 
-    assert "as ZeRO-3, for a sub_group_size of 1000000000" in " ".join(written.notes)
+    assert "converted to ZeRO-3 with sub_group_size 1000000000" in " ".join(written.notes)
     store.ingest(expected, run="expected")
     store.ingest(written.out, run="composite")
     assert versions(store, "expected") == versions(store, "composite")
-    assert trees(expected, ["ds_config"]) == trees(written.out, ["ds_config"])
+    # Stage 1 does not say whether frozen parameters were left out or there are none: the former loads as the latter.
+    odd = {"ds_config", *(("frozen_param_shapes", "frozen_param_fragments") if stage == 1 else ())}
+    assert trees(expected, odd) == trees(written.out, odd)
     beside = [{name: digest for name, digest in digests(of).items() if plain(name)} for of in (expected, written.out)]
     assert beside[0] == beside[1]
     assert (written.out / "rng_state_1.pth").exists() == (after == 2)

@@ -28,7 +28,7 @@ def written(stored: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
         out = scenario.save_dir(root, step=RESUME_STEP)
         out.parent.mkdir(parents=True, exist_ok=True)
         result = stored.compose(f"{scenario.name}@{RESUME_STEP}").write(out, as_zero3=True)
-        assert any("sub_group_size of 1000000000" in note for note in result.notes)
+        assert any("sub_group_size 1000000000" in note for note in result.notes)
     return root
 
 

@@ -229,7 +229,7 @@ _INDEX = "model.safetensors.index.json"
 RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     # Files.
     (_removed("rank_1_mp_rank_00_optim"), "is incomplete: optim_states of rank 1", SourceCheckpoint),
-    (_removed("rank_1"), "missing: 1", SourceCheckpoint),
+    (_removed("rank_1"), "missing: rank 1", SourceCheckpoint),
     (_removed("optim"), "has no optim_states files", Unsupported),
     (_copies("", of="raw", to="rank_2"), "holds files of 3 ranks", LayoutMismatch),
     (_shard("optim", lambda data: data[:-100]), "truncated: ", SourceCheckpoint),
@@ -239,13 +239,17 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_shard("model", lambda data: torch_like()), "model_states.pt", SourceCheckpoint),
     (lambda place: (place / "raw" / TAG / "l").symlink_to("x"), "is a symbolic link", SourceCheckpoint),
     # Checkpoints of another kind.
-    (_only("mp_rank_00_model_states.pt"), "a ZeRO stage 0 checkpoint; ZeRO stages 1, 2 and 3 are", Unsupported),
+    (_only("mp_rank_00_model_states.pt"), "has no optim_states files", Unsupported),
     (_only("layer_01-model_00-model_states.pt"), "pipeline-parallel", Unsupported),
     (_only("layer_0_expert_0_mp_rank_00_model_states.pt"), "mixture-of-experts", Unsupported),
     (_only("zero"), "universal", Unsupported),
     (_only(".metadata"), "torch.distributed.checkpoint", SourceCheckpoint),
     (_only("__0_0.distcp"), "torch.distributed.checkpoint", SourceCheckpoint),
-    (_optimizer(zero_stage=_stage(2)), "was saved under ZeRO stage 2, but is named as of another", Unsupported),
+    (
+        _optimizer(zero_stage=_stage(2)),
+        "is named as of stage 3, but the optimizer was saved under ZeRO stage 2",
+        Unsupported,
+    ),
     (_optimizer(zero_stage=_stage(4)), "was saved under ZeRO stage 4", Unsupported),
     (_model(param_shapes=None), "was saved under ZeRO stage 0", Unsupported),
     (_model(mp_world_size=2), "tensor parallelism of degree 2", Unsupported),
@@ -297,7 +301,12 @@ STAGE_2: list[tuple[Callable[[Any], object], str, str, type[LayerstoreError]]] =
     (lambda tree: tree["param_alignment_paddings"][0].insert(0, -1), "optim", "does not fit", LayoutMismatch),
     (lambda tree: tree["single_partition_of_fp32_groups"].pop(), "optim", "has 1 flat groups", LayoutMismatch),
     (lambda tree: tree.update(base_optimizer_state=[]), "optim", "was saved with elastic_checkpoint", Unsupported),
-    (lambda tree: tree.update(zero_stage=_stage(3)), "optim", "is named as of another", Unsupported),
+    (
+        lambda tree: tree.update(zero_stage=_stage(3)),
+        "optim",
+        "is named as of stages 1 and 2, but the optimizer was",
+        Unsupported,
+    ),
     (lambda tree: tree.pop("base_optimizer_state"), "optim", "lacks optimizer_state_dict", SourceCheckpoint),
     (lambda tree: tree.update(param_shapes=None), "model", "was saved under ZeRO stage 0", Unsupported),
     (lambda tree: tree.update(dp_world_size=3), "model", "", LayoutMismatch),
@@ -373,6 +382,17 @@ def test_what_does_not_add_up_under_stage_2_is_refused(
 
     with refused(place / "store", kind, naming=words):
         ingest(place, "two")
+
+
+@pytest.mark.fault(63)
+def test_a_model_of_another_save_is_refused(place: Path) -> None:
+    """Under stages 1 and 2, its weights are not those of the masters, and its counter is not the optimizer's."""
+    tiny_checkpoint(place / "two", step=4, stage=2)
+    name = "mp_rank_00_model_states.pt"
+    shutil.copy(place / "two" / "global_step4" / name, place / "two" / TAG / name)
+
+    with refused(place / "store", LayoutMismatch, naming="it is another save's"):
+        ingest(place, "two", tag=TAG)
 
 
 @pytest.mark.fault(62)

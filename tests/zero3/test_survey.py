@@ -88,7 +88,7 @@ def test_what_is_no_checkpoint_of_ours_to_take_is_left_out_with_a_note(tmp_path:
     checkpoint(tmp_path)
     shutil.copytree(checkpoint(tmp_path, step=4), tmp_path / "resume.partial-0123abcd")
     (tmp_path / "other" / "global_step1").mkdir(parents=True)
-    (tmp_path / "other" / "global_step1" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "other" / "global_step1" / "layer_01-model_00-model_states.pt").touch()
     layerstore.init(tmp_path / "store").close()
 
     survey = layerstore.find_checkpoints(tmp_path)
@@ -97,7 +97,7 @@ def test_what_is_no_checkpoint_of_ours_to_take_is_left_out_with_a_note(tmp_path:
     assert sorted(note.split(": ")[1] for note in survey.notes) == [
         "a compose writes it, or has left it unfinished",
         "it is a store",
-        "it looks like a ZeRO stage 0 checkpoint",
+        "it looks like a pipeline-parallel checkpoint",
     ]
 
 

@@ -21,6 +21,8 @@ class Captured:
     """One rank's share, and the memory that its paths refer to."""
 
     share: Share
+    states: int
+    """How many numbers there are for each element that is trained: the master and its moments."""
     model: Memory
     optimizer: Memory
 
@@ -31,11 +33,9 @@ class Captured:
     @property
     def bytes_by_layer(self) -> dict[str, int]:
         """The bytes of each layer on all ranks together, the same on every rank."""
-        layers = self.share.layers
-        states = 1 + len({part.state for layer in layers for of in layer.objects for part in of.slices if part.state})
         return {
-            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * states) for of in layer.parameters)
-            for layer in layers
+            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * self.states) for of in layer.parameters)
+            for layer in self.share.layers
         }
 
     @property
@@ -79,7 +79,12 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
                 memory.keep_copy(_place(storage))
             elif storage not in slices:
                 _settle(storage, memory)
-    return Captured(share=share_of(source, folder=folder, pattern=pattern), model=model, optimizer=optimizer)
+    return Captured(
+        share=share_of(source, folder=folder, pattern=pattern),
+        states=len({flat.state for flat in source.flats}),
+        model=model,
+        optimizer=optimizer,
+    )
 
 
 def _file(state: object, path: Path, memory: Memory) -> PtFile:

@@ -14,7 +14,7 @@ from layerstore.compose import losses_told
 from layerstore.errors import Conflict, IntegrityError, Unsupported
 from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
 from layerstore.live.engine.load import Loaded, whole_weights
-from layerstore.live.engine.pointer_files import composition_of, write_pointer
+from layerstore.live.engine.pointer_files import composition_of, first_shard_of, write_pointer
 from layerstore.live.engine.savers import (
     OPEN_SAVERS,
     AttachedSaver,
@@ -100,7 +100,9 @@ class StoreCheckpointEngine:
                 tag=model_path.parent.name,
             )
             with saver.exchange.together():
-                for path in (model_path, optimizer_path):
+                # Under another name too: what stages 1 and 2 have saved goes on under stage 3.
+                for_stage_3 = model_path.with_name(first_shard_of(self._known_engine().rank))
+                for path in {model_path, for_stage_3, optimizer_path}:
                     write_pointer(saver.store.repo.files, path, pointer)
         return self.real.commit(info)
 

@@ -92,7 +92,10 @@ class Engine:
         device, ratio = str(getattr(offload, "device", "none")), getattr(offload, "ratio", 1.0)
         kind = type(self._zero).__name__
         why = hint = ""
-        if device.endswith("nvme"):
+        if getattr(self.engine, "has_moe_layers", False):
+            why = "of DeepSpeed's own mixture of experts, whose experts are in files of their own"
+            hint = "mixtures of Transformers, such as Mixtral, can be saved"
+        elif device.endswith("nvme"):
             why = "offloaded to NVMe: its state is in files of its own"
             hint = "set offload_optimizer.device to 'cpu' or 'none'"
         elif ratio < 1.0:
@@ -376,7 +379,8 @@ def _engine_where(is_it: Callable[[Any], bool]) -> Any:
     found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
     if not found:
         raise InvalidInput(
-            "the Trainer does not train under DeepSpeed", hint="pass TrainingArguments(deepspeed=CONFIG) with stage 3"
+            "the Trainer does not train under DeepSpeed",
+            hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3",
         )
     return found[-1]
 

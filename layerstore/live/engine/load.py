@@ -134,7 +134,8 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
-    model = Loaded(store, composition, rank=0, world_size=composition.base.world_size).model()
+    # DeepSpeed asks for these under stage 3 alone.
+    model = Loaded(store, composition, rank=0, world_size=composition.base.world_size, stage=STAGE_3).model()
     found = {
         name: value.float() if value.is_floating_point() else value
         for name, value in model["module"].items()
@@ -222,7 +223,8 @@ def _facts(
         ("the type of", _PRECISION_HINT): {name: module[name].dtype for name in trained if name in module},
         ("the sub-groups of param group", _GROUPS_HINT): dict(enumerate(counts)),
         ("the parameters of sub-group", _GROUPS_HINT): dict(enumerate(map(list, groups))),
-        ("the elements of sub-group", _GROUPS_HINT): dict(enumerate(flat.numel() for flat in flats)),
+        # Under stages 1 and 2 the same parameters make the same partitions; one optimizer's masters have padding.
+        ("the elements of sub-group", _GROUPS_HINT): dict(enumerate(flat.numel() for flat in flats if is_stage_3)),
         ("the type of sub-group", _PRECISION_HINT): dict(enumerate(flat.dtype for flat in flats)),
     }
 

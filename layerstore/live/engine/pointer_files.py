@@ -25,12 +25,17 @@ from layerstore.policy import Policy
 from layerstore.storage import Files, RunView
 from layerstore.store import Store, StrPath, as_store
 from layerstore.tree import Tree
-from layerstore.zero3 import FIRST_SHARD, LATEST, TRAINER_STATE, Pointer, pointer_bytes
+from layerstore.zero3 import LATEST, MODEL_STATES, TRAINER_STATE, Pointer, pointer_bytes
 
 
 def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
     """Make *path* a pointer file."""
     _write(files, path, pointer_bytes(pointer, stem=path.stem))
+
+
+def first_shard_of(rank: int) -> str:
+    """Return what *rank*'s file of the model is called under stage 3."""
+    return f"zero_pp_rank_{rank}_{MODEL_STATES}"
 
 
 def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:
@@ -161,9 +166,8 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
     # A Trainer looks for folders of this name only.
     tag = layout.tag if layout.tag.startswith("global_step") else f"global_step{composition.base.step}"
     for state in ranks:
-        # The engine's stage is not known yet: what stages 1 and 2 have saved goes on under stage 3, too.
-        names = {Path(state.model.path).name, FIRST_SHARD.replace("rank_0", f"rank_{state.rank}", 1)}
-        for name in (*sorted(names), Path(state.optimizer.path).name):
+        # The engine's stage is not known yet. What does not go on under it is refused once it is loaded.
+        for name in (MODEL_STATES, first_shard_of(state.rank), Path(state.optimizer.path).name):
             write_pointer(repo.files, target / tag / name, pointer)
     _write(repo.files, target / LATEST, tag.encode())
     return str(target)
