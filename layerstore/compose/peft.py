@@ -222,7 +222,7 @@ def plan_adapters(
         raise Unsupported(
             f"{trained[0]!r}{more} is trained and belongs to no adapter with a config: PEFT's folder has no place for "
             "it",
-            hint="compose --format zero3 keeps it; PEFT keeps whole modules that modules_to_save names",
+            hint="compose --format shards keeps it; PEFT keeps whole modules that modules_to_save names",
         )
     left = len(slices.parameters.keys() - used)
     note = f"{left} frozen weights are left out: PeftModel.from_pretrained takes them from the base model"

@@ -120,7 +120,7 @@ def _check_adam(repo: Repository, composition: Composition, optimizer: Optimizer
             raise LayoutMismatch(
                 f"the optimizer of {called} keeps {', '.join(states) or 'no moments'} of {name!r}: DeepSpeed's loader "
                 f"of universal checkpoints knows {' and '.join(_MOMENTS)}",
-                hint="--format zero3 --world-size N fits any number of ranks",
+                hint="--format shards --world-size N fits any number of ranks",
             )
 
 

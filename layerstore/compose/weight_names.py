@@ -140,7 +140,7 @@ class ExportTensors:
         if lost := self._plain_rest():
             raise Unsupported(
                 f"the base's own weights files have other names than the layers, and no tensor there is {lost[0]!r}",
-                hint="compose --format zero3 keeps every name",
+                hint="compose --format shards keeps every name",
             )
 
     def _names_in_memory(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -205,7 +205,7 @@ class ExportTensors:
         if self._by_name.setdefault(tensor.name, tensor) != tensor:
             raise Unsupported(
                 f"two tensors would be called {tensor.name!r}",
-                hint="compose --format zero3 keeps every name",
+                hint="compose --format shards keeps every name",
             )
 
     def _note(self, names: list[str], text: str) -> None:
@@ -239,7 +239,7 @@ def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[WeightTensor]:
 # -- asking Transformers -------------------------------------------------------------------------------------------
 
 _PROGRAM = "layerstore.live.saved_names"
-_INSTEAD = "compose --format zero3 needs no names"
+_INSTEAD = "compose --format shards needs no names"
 # Download nothing, and do not initialize a GPU.
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -128,5 +128,5 @@ def test_other_optimizers_are_refused(name: str, kept: str, stored: Store, tmp_p
     with pytest.raises(LayoutMismatch, match=f"keeps {kept}.*DeepSpeed's loader") as refused:
         stored.compose(f"{SCENARIO_OF[name].name}@{RESUME_STEP}").write_universal(tmp_path / "out")
 
-    assert "--format zero3 --world-size N" in str(refused.value.hint)
+    assert "--format shards --world-size N" in str(refused.value.hint)
     assert not (tmp_path / "out").exists()

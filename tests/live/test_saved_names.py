@@ -66,7 +66,7 @@ def test_what_it_does_not_know_is_refused(
         ask_transformers(config, shapes, expected)
 
     assert "\n" not in str(refused.value)
-    assert "compose --format zero3" in str(refused.value.hint)
+    assert "compose --format shards" in str(refused.value.hint)
 
 
 def test_nothing_of_the_folder_that_somebody_stands_in_is_imported(
