@@ -21,11 +21,11 @@ _FIELDS = {
     "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins pushed has_moments",
     "SaveTiming": "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued",
     "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
-    "CommitView": "run step attempt fork save_number commit pin time=time_ns world_size flavour tag policy "
+    "CommitView": "run step attempt fork save_number commit pin time=time_ns world_size stage flavour tag policy "
     "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
     "has_moments metrics",
     "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
-    "DiffSide": "run step commit pin world_size",
+    "DiffSide": "run step commit pin world_size stage",
     "LayerDiff": "layer same=is_same status kinds bytes_changed",
     "Stats": "run commits pins logical_bytes unique_bytes physical_bytes saved_ratio unneeded missing runs kinds "
     "layers left_out",

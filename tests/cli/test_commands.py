@@ -279,7 +279,7 @@ def test_compose_for_other_ranks_says_what_does_not_carry_over(run: Run, store: 
     notes = written.fields["notes"]
     assert [f"warning: {note}" for note in notes] == planned.err.splitlines() == written.err.splitlines()
     assert "with 3 ranks instead of 2 it is 1.5 times what it was" in notes[-1]
-    assert planned.out.splitlines()[-1] == "base sft@2, policy latest, 3 ranks; nothing was written"
+    assert planned.out.splitlines()[-1] == "base sft@2, policy latest, 3 ranks, ZeRO stage 3; nothing was written"
     assert written.fields["world_size"] == 3
     assert len(list((tmp_path / "out" / "global_step2").glob("*optim_states.pt"))) == 3
 

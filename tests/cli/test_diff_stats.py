@@ -52,7 +52,10 @@ def test_diff_of_other_world_sizes_points_at_stat(run: Run, store: Path, tmp_pat
     outcome = run("diff", "sft@2", "three", "--store", store)
 
     assert "re-sliced" in outcome.out
-    assert outcome.out.splitlines()[-1] == "re-sliced: 2 ranks in a, 3 in b; --stat compares the numbers"
+    assert (
+        outcome.out.splitlines()[-1]
+        == "re-sliced: 2 ranks of stage 3 in a, 3 ranks of stage 3 in b; --stat compares the numbers"
+    )
 
 
 def test_diff_warns_of_numbers_that_are_none(run: Run, store: Path, tmp_path: Path) -> None:
