@@ -1,18 +1,39 @@
 """Layers that stages 1, 2 and 3 have cut in their own ways: mixed, compared, averaged and exported all the same."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from layerstore import Store
+from layerstore.errors import Unsupported
 from layerstore.history import resolve
+from layerstore.model import FragmentContent
 from layerstore.tree import with_content
+from layerstore.zero3 import TreeView, is_dealt
 from layerstore.zero3.pt import read_pt
+from tests.bench.trees import flat_tensor
 from tests.compose.test_world_size import odd_checkpoint, versions
 from tests.deepspeed.compare import load
 from tests.unit.checkpoints import checkpoint, tensors_of
 from tests.zero3.ptfiles import held, write_pt
+
+
+def changed(folder: Path, change: Callable[[Any], object]) -> Path:
+    """Let *change* alter the tree of the model's file in *folder*."""
+    path = folder / "global_step2" / "mp_rank_00_model_states.pt"
+    tree: Any = read_pt(path).tree
+    change(tree)
+    write_pt(path.with_name("aside"), tree).rename(path)
+    return folder
+
+
+def model_of(store: Store, ref: str) -> Any:
+    """Return the tree of the model's file of a commit, as it is stored."""
+    repo = store.repo
+    return repo.state(resolve(repo, ref).record.states[0]).model.tree
 
 
 def masters(store: Store, ref: str) -> dict[str, bytes]:
@@ -104,18 +125,78 @@ def test_a_policy_weighs_what_has_moved(store: Store, tmp_path: Path) -> None:
 
 def test_weights_that_are_not_their_rounded_masters_come_back(store: Store, tmp_path: Path) -> None:
     """As somebody's own code may leave them: they are stored with their layer."""
-    source = checkpoint(tmp_path, stage=2)
-    path = source / "global_step2" / "mp_rank_00_model_states.pt"
-    tree: Any = read_pt(path).tree
-    tensor = tree["module"]["model.norm.weight"]
-    data = bytearray(held(tensor.storage)[2 * tensor.offset :][: 2 * tensor.elements])
-    data[0] ^= 1
-    tree["module"]["model.norm.weight"] = with_content(tensor, bytes(data))
-    write_pt(path.with_name("aside"), tree).rename(path)
+
+    def flip(tree: Any) -> None:
+        tensor = tree["module"]["model.norm.weight"]
+        data = bytearray(held(tensor.storage)[2 * tensor.offset :][: 2 * tensor.elements])
+        data[0] ^= 1
+        tree["module"]["model.norm.weight"] = with_content(tensor, bytes(data))
+
+    source = changed(checkpoint(tmp_path, stage=2), flip)
     store.ingest(source, run="odd")
 
     out = store.compose("odd").write(tmp_path / "out").out
 
-    before, after = (load(folder / "global_step2" / path.name)["module"] for folder in (source, out))
+    before, after = (load(of / "global_step2" / "mp_rank_00_model_states.pt")["module"] for of in (source, out))
     assert all(before[name].equal(after[name]) for name in before)
     assert dict(store.compose("odd").tensors("weights")).keys() == {"model.norm.weight"}
+
+
+def test_what_is_no_parameter_stays_as_it_is(store: Store, tmp_path: Path) -> None:
+    """Stage 2 says which parameters are frozen; what else a module saves is neither frozen nor emptied."""
+    stray = flat_tensor("F32", 3, bytes(range(12)))
+    source = changed(checkpoint(tmp_path, stage=2), lambda tree: tree["module"].update({"quantized.absmax": stray}))
+    store.ingest(source, run="r")
+
+    out = store.compose("r").write(tmp_path / "out", as_zero3=True).out
+
+    module = load(out / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt")["module"]
+    assert module["quantized.absmax"].numpy().tobytes() == bytes(range(12))
+    assert "quantized" not in {line.layer for line in store.ls("r")}
+
+
+def test_frozen_weights_that_were_copied_are_stored_once(store: Store, tmp_path: Path) -> None:
+    """DeepSpeed copies them from a device when it saves them for the second time."""
+    name = "model.norm.weight"
+
+    def copy(tree: Any) -> None:
+        tensor = tree["frozen_param_fragments"][name]
+        tree["frozen_param_fragments"][name] = with_content(tensor, held(tensor.storage))
+
+    store.ingest(changed(checkpoint(tmp_path, stage=2, frozen=("model.norm",)), copy), run="r")
+
+    tree = model_of(store, "r")
+    assert tree["module"][name].storage is tree["frozen_param_fragments"][name].storage
+    assert isinstance(tree["module"][name].storage.content, FragmentContent)
+
+
+def test_frozen_weights_that_stage_1_left_out_are_left_out_under_stage_3(store: Store, tmp_path: Path) -> None:
+    """DeepSpeed would look for each of them in a map that has none."""
+    source = checkpoint(tmp_path, stage=1, frozen=("model.norm",))
+    store.ingest(changed(source, lambda tree: tree["module"].pop("model.norm.weight")), run="r")
+
+    out = store.compose("r").write(tmp_path / "out", as_zero3=True).out
+
+    model = load(out / "global_step2" / "zero_pp_rank_1_mp_rank_00_model_states.pt")
+    assert (model["frozen_param_shapes"], model["frozen_param_fragments"]) == (None, None)
+
+
+def test_weights_in_another_order_are_refused(store: Store, tmp_path: Path) -> None:
+    """Nothing says how their bytes are to be cut."""
+
+    def turn(tree: Any) -> None:
+        tensor = tree["module"]["lm_head.weight"]
+        tree["module"]["lm_head.weight"] = replace(tensor, stride=tuple(reversed(tensor.stride)))
+
+    source = changed(checkpoint(tmp_path, stage=1, frozen=("lm_head",)), turn)
+
+    with pytest.raises(Unsupported, match=r"lm_head\.weight' lie in another order"):
+        store.ingest(source)
+
+
+def test_only_one_optimizer_deals_parameters_out() -> None:
+    """The other one of stage 1 has no stage in its state, and does not look at the setting."""
+    model = TreeView({"ds_config": {"zero_optimization": {"round_robin_gradients": True}}}, path=Path("model"))
+
+    assert is_dealt(model, TreeView({"zero_stage": 2}, path=Path("optimizer")))
+    assert not is_dealt(model, TreeView({}, path=Path("optimizer")))
