@@ -8,7 +8,7 @@ from typing import get_args
 
 from layerstore.bisect.judges import Judged
 from layerstore.bisect.log import OWN, Log, Question, Trial
-from layerstore.bisect.search import Contradiction, Verdict, bad_alone, bad_together, first_bad
+from layerstore.bisect.search import Contradiction, Verdict, bad_together, first_bad, suspect
 from layerstore.bisect.trials import Trials, key_of
 from layerstore.compose import Composition, compose_latest
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput
@@ -16,7 +16,7 @@ from layerstore.history import Resolved, references_to, resolve, saves_below
 from layerstore.storage import Repository, lock
 
 _LATER = 4
-"""How many saves after the first bad one a layer is looked at that is not bad by itself there."""
+"""The layers are first searched in the versions of so many saves after the first bad one."""
 _NAMES_MAX = 3
 
 
@@ -208,12 +208,13 @@ def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None,
     whole = first(first.differing) if first.differing else "good"
     if whole != "bad":
         return (() if whole == "good" else None), False
-    alone = bad_alone(first.differing, first)
-    if alone is not None:
-        return alone, False
-    # What goes wrong slowly passes a threshold with a little of every layer. Soon it is past it by itself.
-    alone = bad_alone(later.differing, later) if later.is_possible else None
-    return (alone, True) if alone is not None else (bad_together(first.differing, first), False)
+    # What goes wrong slowly passes a threshold with a little of every layer; soon the one to blame does so by itself.
+    for searched in (later, first) if later.is_possible else (first,):
+        blamed = suspect(searched.differing, searched)
+        for contrast in (first, later):
+            if blamed is not None and contrast.is_possible and contrast((blamed,)) == "bad":
+                return (blamed,), contrast is later
+    return bad_together(first.differing, first), False
 
 
 @dataclass(slots=True)
@@ -248,6 +249,6 @@ class _Judging:
             seconds=time.monotonic() - started,
         )
         self.log.add(trial)
-        self.trials.keep(plan, judged.verdict)
+        self.trials.keep(plan, f"{composition.policy} {judged.verdict}")  # mixtures do not displace their saves
         self.on_trial(trial)
         return judged.verdict

@@ -61,21 +61,21 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
     return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
 
 
-def bad_alone(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> Item | None:
     """
-    Return the one of *items* that is bad by itself, where all of them are, and none are good; None if none was found.
+    Return the one of *items* that is to blame if one is, where all of them are bad, and none are good.
 
-    About log2 questions: what is not in one half is taken to be in the other, and the last one is asked about.
+    In log2 questions, for what is not in one half is taken to be in the other. None if a half could not be judged, or
+    if there are no items.
     """
-    rest, is_sure = list(items), len(items) == 1
+    rest = list(items)
     while len(rest) > 1:
         half = rest[: len(rest) // 2]
         verdict = judge(frozenset(half))
         if verdict == "skip":
             return None
-        is_sure = verdict == "bad"
-        rest = half if is_sure else rest[len(rest) // 2 :]
-    return tuple(rest) if is_sure or judge(frozenset(rest)) == "bad" else None
+        rest = half if verdict == "bad" else rest[len(rest) // 2 :]
+    return rest[0] if rest else None
 
 
 def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
