@@ -22,7 +22,7 @@ from layerstore.format import combine_crc32, crc32, crc32_of_zeros
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
-from layerstore.storage import NewFile, OpenFile, Repository, Syncing
+from layerstore.storage import Hashing, NewFile, OpenFile, Repository, Syncing
 from layerstore.zero3 import Piece, convert, mean, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
@@ -137,9 +137,10 @@ def written_bytes(piece: Piece) -> int:
     return piece.size_bytes // source.bytes * target.bytes
 
 
-def read_mean(repo: Repository, piece: Piece) -> Iterator[memoryview]:
-    """Yield the mean that *piece* is, as fp32 and unverified; thousands of objects may take part."""
+def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
+    """Yield the mean that *piece* is, as fp32; thousands of objects may take part, which *hashing* sees."""
     assert piece.rounding is not None
+    hashing = hashing or Hashing(())
     dtype, _ = piece.rounding
     buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
     with ExitStack() as stack:
@@ -149,7 +150,7 @@ def read_mean(repo: Repository, piece: Piece) -> Iterator[memoryview]:
         def parts(start: int, into: memoryview) -> Iterator[tuple[memoryview, float]]:
             for number, of in enumerate(piece.mean_of):
                 with nullcontext(held[number]) if are_few else repo.objects.open(of.object) as file:
-                    file.read_into(into, of.object_offset + start)
+                    hashing.read_into(of.object, file, into, of.object_offset + start)
                 yield into, of.weight
 
         for start in range(0, piece.size_bytes, _MEAN_BYTES):
@@ -336,22 +337,27 @@ class Assembly:
                 future.cancel()
 
     def _prepare(self, task: _Task) -> None:
-        """Verify the object, and convert what is to be converted while its pages are warm."""
-        for ref in task.objects if self.verify else ():
-            if ref.id not in self._verified:
+        """Verify the objects, and convert what is to be converted while their pages are warm."""
+        unverified = {ref for ref in task.objects if self.verify and ref.id not in self._verified}
+        if len(task.objects) > 1:
+            hashing = Hashing(unverified)
+            for file, piece in sorted(task.conversions, key=lambda each: each[1].object_offset):
+                self._convert(read_mean(self.repo, piece, hashing), "F32", file, piece)
+            hashing.check(self.repo.objects)
+        else:
+            for ref in unverified:
                 self.repo.objects.verify(ref)
-                self._verified.add(ref.id)
-        if task.conversions:
-            with self.repo.objects.open(task.objects[0]) as source:
-                for file, piece in task.conversions:
-                    self._convert(source, file, piece)
+            if task.conversions:
+                with self.repo.objects.open(task.objects[0]) as source:
+                    for file, piece in task.conversions:
+                        assert piece.rounding is not None
+                        self._convert(chunks_of(source, piece), piece.rounding[0], file, piece)
+        self._verified.update(ref.id for ref in unverified)
 
-    def _convert(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+    def _convert(self, chunks: Iterable[bytes | memoryview], of: str, file: NewFile, piece: Piece) -> None:
+        """Write *chunks*, which are *piece* as the type *of*."""
         assert piece.rounding is not None
-        of, target = piece.rounding
-        chunks: Iterable[bytes | memoryview] = chunks_of(source, piece)
-        if piece.mean_of:
-            of, chunks = "F32", read_mean(self.repo, piece)
+        _, target = piece.rounding
         offset, checksum, infinite = piece.offset, 0, 0
         for data in chunks:
             converted = convert(data, source=of, target=target)

@@ -8,7 +8,7 @@ from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_e
 from layerstore.storage.locks import alone, host_name, hosts_seen, lock, open_lock_file, try_flock
 from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
 from layerstore.storage.object_writer import ObjectWriter, Staged
-from layerstore.storage.objects import ObjectStore, Stretch, check_hash, read_chunks
+from layerstore.storage.objects import Hashing, ObjectStore, Stretch, check_hash, read_chunks
 from layerstore.storage.repository import Repository, make_store, open_repository
 from layerstore.storage.syncing import Syncing
 from layerstore.storage.trash import Trash
@@ -16,6 +16,7 @@ from layerstore.storage.trash import Trash
 __all__ = [
     "MANIFEST_DIR_VARIABLE",
     "Files",
+    "Hashing",
     "Hook",
     "IndexNotice",
     "Mount",

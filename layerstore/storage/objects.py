@@ -61,6 +61,36 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
         )
 
 
+class Hashing:
+    """Hashes objects while they are read, so that what is verified and used is read once."""
+
+    def __init__(self, refs: Iterable[BlobRef]) -> None:
+        """Prepare to hash *refs*; others are only read."""
+        self._hashers = {ref: NameHasher() for ref in refs}
+
+    def read_into(self, ref: BlobRef, file: OpenFile, buffer: memoryview, offset: int) -> None:
+        """Fill *buffer* from *offset* of *ref*, which *file* is; in order, or bytes are read again."""
+        hasher = self._hashers.get(ref)
+        if hasher is not None:
+            _hash_until(offset, file, hasher)
+        file.read_into(buffer, offset)
+        if hasher is not None and hasher.size_bytes == offset:
+            hasher.update(buffer)
+
+    def check(self, objects: "ObjectStore") -> None:
+        """Read what is left of the objects; raise IntegrityError if one is damaged."""
+        for ref, hasher in self._hashers.items():
+            with objects.open(ref) as file:
+                _hash_until(ref.size_bytes, file, hasher)
+            check_hash(ref, hasher)
+
+
+def _hash_until(end: int, file: OpenFile, hasher: NameHasher) -> None:
+    if hasher.size_bytes < end:
+        for data in read_chunks(file, hasher.size_bytes, end - hasher.size_bytes):
+            hasher.update(data)
+
+
 def _missing(ref: BlobRef) -> IntegrityError:
     """Return the error for a missing object."""
     return IntegrityError(

@@ -220,12 +220,13 @@ def test_what_is_no_average_is_none(store: Store) -> None:
     assert (some.mixture or "").startswith("the mean of sft@6 and sft@8 in 1 of 5 layers, everything else of step 8")
 
 
-def test_a_damaged_save_is_named(store: Store, tmp_path: Path) -> None:
-    """Each of the averaged objects is verified."""
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.7, 0.99])
+def test_a_damaged_save_is_named(store: Store, tmp_path: Path, share: float) -> None:
+    """Each of the averaged objects is verified, header, padding and all."""
     of_base = {path.name for path in objects_of(store, "sft@8", Kind.MASTER)}
     victim = next(path for path in objects_of(store, "sft@4", Kind.MASTER) if path.name not in of_base)
     data = bytearray(victim.read_bytes())
-    data[-3] ^= 1
+    data[int(share * len(data))] ^= 1
     victim.chmod(0o644)
     victim.write_bytes(data)
     for form in ("export", "write"):

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format import ref_of
 from layerstore.limits import SYNCING_MAX
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage import Files, ObjectStore, ObjectWriter, Repository
+from layerstore.storage import Files, Hashing, ObjectStore, ObjectWriter, Repository
 from tests.faults.harness import Call, Refuser, descriptors, flip
 from tests.unit import samples
 
@@ -285,3 +286,20 @@ def test_nothing_is_linked_where_a_draft_could_not_be_synced(repo: Repository) -
     assert list(repo.objects.ids()) == []
     assert leftovers(repo) == []
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("starts", [[0, 1000], [3000, 1000], [1000, 1000], [4000], []])
+@pytest.mark.parametrize("place", [None, 0, 2999, -1])
+def test_what_is_hashed_while_it_is_read(repo: Repository, starts: list[int], place: int | None) -> None:
+    """Whatever is read of it, in any order: what was asked for comes, and a flipped bit anywhere is found."""
+    ref, buffer = publish(repo), memoryview(bytearray(1000))
+    hashing, path = Hashing([ref]), repo.layout.object(ref.id)
+    if place is not None:
+        path.chmod(0o644)
+        flip(path, place)
+    with repo.objects.open(ref) as file:
+        for start in starts:
+            hashing.read_into(ref, file, buffer, start)
+            assert buffer == path.read_bytes()[start : start + 1000]
+    with nullcontext() if place is None else pytest.raises(IntegrityError, match="is damaged"):
+        hashing.check(repo.objects)
