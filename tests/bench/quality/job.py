@@ -22,7 +22,7 @@ import layerstore
 from layerstore.live.demo.launch import tell
 from layerstore.live.demo.training import tag_of
 from layerstore.policy import Policy
-from tests.bench.quality import trial
+from tests.bench.quality import means, trial
 from tests.bench.quality.arms import FULL, RARE, Arm, arms
 from tests.bench.quality.data import digest_of, task_data
 from tests.bench.quality.settings import SIZES, TASKS, Settings, TaskName
@@ -69,22 +69,25 @@ class Job:
 
     def run(self) -> None:
         """Do what the rows lack; the stores are removed when nothing is, but for a history for the trial."""
-        missing = lacking(self._settings, self._rows, self._of)
-        if missing:
+        missing, counts = lacking(self._settings, self._rows, self._of), means.lacking(self._rows, self._of)
+        if missing or counts:
             self._trainer = self._begun()
-            self._do(missing)
+            self._do(missing, counts)
         if self._seed == 0 and (self._folder / FULL).exists():
             kept = self._work / trial.history_name(self._task)
             shutil.rmtree(kept, ignore_errors=True)
             (self._folder / FULL).rename(kept)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _do(self, missing: list[tuple[int, Arm]]) -> None:
+    def _do(self, missing: list[tuple[int, Arm]], counts: list[int]) -> None:
         wanted = {FULL, *(arm.store for _, arm in missing)}
         if not self._rows.find(kind="trunk", **self._of) or not all((self._folder / of).exists() for of in wanted):
             self._train_trunk(wanted)
         for failure, arm in missing:
             self._resume(arm, failure)
+        found = means.run(self._settings, self._task, store=self._folder / FULL, counts=counts, work=self._work)
+        for row in found:
+            self._rows.add({**self._of, **row})
 
     def _begun(self) -> Trainer:
         settings = self._settings

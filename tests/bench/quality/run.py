@@ -28,7 +28,8 @@ def run(settings: Settings, *, folder: Path | None, rows: Path | None, seeds: in
     """
     work = _work(settings, folder)
     rows = (rows or work / "rows").absolute()
-    _show(settings, _of_one(_read(rows), _make(settings, work=work, rows=rows, seeds=seeds)), plots=plots)
+    made_by = _make(settings, work=work, rows=rows, seeds=seeds)
+    _show(settings, _of_one(_read(rows), made_by), plots=plots)
 
 
 def try_policies(settings: Settings, *, folder: Path | None, rows: Path | None) -> None:
@@ -39,7 +40,6 @@ def try_policies(settings: Settings, *, folder: Path | None, rows: Path | None) 
         if not (work / trial.history_name(task)).exists():
             raise SystemExit(f"{work} has no history of {task}: python -m tests.bench quality --dir DIR makes one")
         trial.run(settings, task, work=work, rows=Rows(rows / f"trial-{task}.jsonl"))
-        means.run(settings, task, work=work, rows=Rows(rows / f"mean-{task}.jsonl"))
     _show(settings, _of_one(_read(rows)), plots=None)
 
 
@@ -84,7 +84,7 @@ def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
             pool.submit(_job, settings, task, seed, work, rows)
             for seed in range(seeds)
             for task in TASKS
-            if lacking(settings, _rows_of(rows, task, seed), {"made_by": made_by, "task": task, "seed": seed})
+            if _is_lacking(settings, _rows_of(rows, task, seed), {"made_by": made_by, "task": task, "seed": seed})
         ]
         try:
             for job in as_completed(jobs):
@@ -92,6 +92,10 @@ def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
         finally:
             pool.shutdown(cancel_futures=True)
     return made_by
+
+
+def _is_lacking(settings: Settings, rows: Rows, of: Row) -> bool:
+    return bool(lacking(settings, rows, of) or means.lacking(rows, of))
 
 
 def _job(settings: Settings, task: TaskName, seed: int, work: Path, rows: Path) -> None:
