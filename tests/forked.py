@@ -116,7 +116,8 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forked"],
             cwd=REPOSITORY,
-            env=cpu_environment(),
+            # Arrow, which Ray brings and DeepSpeed then imports, would start a thread of its allocator.
+            env=cpu_environment() | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
