@@ -15,8 +15,8 @@ from layerstore.errors import AlreadyExists, Conflict, InvalidInput
 from layerstore.history import Resolved, references_to, resolve, saves_below
 from layerstore.storage import Repository, lock
 
-_LATER = 4
-"""The layers are first searched in the versions of so many saves after the first bad one."""
+_SAVES_LATER = 4
+"""How many saves after the first bad one to take layers from first."""
 _NAMES_MAX = 3
 
 
@@ -159,7 +159,7 @@ def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> 
         ) from exc
     layers, origin = None, None
     if has_layers:
-        later = min(found.bad + _LATER, len(row) - 1)
+        later = min(found.bad + _SAVES_LATER, len(row) - 1)
         contrasts = (
             _Contrast(judging, row[found.good], row[at], names[found.good], names[at]) for at in (found.bad, later)
         )
@@ -209,11 +209,16 @@ def _layers(first: _Contrast, later: _Contrast) -> tuple[tuple[str, ...] | None,
     if whole != "bad":
         return (() if whole == "good" else None), False
     # What goes wrong slowly passes a threshold with a little of every layer; soon the one to blame does so by itself.
-    for searched in (later, first) if later.is_possible else (first,):
-        blamed = suspect(searched.differing, searched)
-        for contrast in (first, later):
-            if blamed is not None and contrast.is_possible and contrast((blamed,)) == "bad":
-                return (blamed,), contrast is later
+    blamed = suspect(first.differing, later) if later.is_possible else None
+    if blamed is not None:
+        if first((blamed,)) == "bad":
+            return (blamed,), False
+        others = [layer for layer in first.differing if layer != blamed]  # another fault may have come in between
+        if later((blamed,)) == "bad" and first(others) == "good":
+            return (blamed,), True
+    blamed = suspect(first.differing, first)
+    if blamed is not None and first((blamed,)) == "bad":
+        return (blamed,), False
     return bad_together(first.differing, first), False
 
 

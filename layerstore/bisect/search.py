@@ -63,7 +63,7 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
 
 def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> Item | None:
     """
-    Return the one of *items* that is to blame if one is, where all of them are bad, and none are good.
+    Return the only one of *items* that can be bad alone, where all of them together are bad, and none are good.
 
     In log2 questions, for what is not in one half is taken to be in the other. None if a half could not be judged, or
     if there are no items.

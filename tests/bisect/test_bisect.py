@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import layerstore
 from layerstore import Keep, Store
 from layerstore.bisect import Judged, Trial
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, Locked
@@ -221,6 +222,38 @@ def test_what_goes_wrong_slowly_is_found_a_little_later(store: Store, tmp_path: 
     found = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "b")
     assert (found.bad, found.layers, found.layers_from) == ("sft@5", ("model.layers.3",), "sft@8")
     assert str(found) == "bad since sft@5; model.layers.3 alone suffices as of sft@8"
+
+
+def from_step(layers: dict[str, int]) -> Callable[[Path], Judged]:
+    """Return a judge to whom a model is bad that has any of these *layers* from a step on."""
+
+    def judge(folder: Path) -> Judged:
+        used = json.loads((folder / "layerstore.json").read_text())["layers"]
+        is_bad = any(used[layer]["step"] >= step for layer, step in layers.items())
+        return Judged(verdict="bad" if is_bad else "good")
+
+    return judge
+
+
+def test_a_second_fault_soon_after_is_not_blamed(store: Store, tmp_path: Path) -> None:
+    """Whichever of the two the later save leads to."""
+    for number, (first, second) in enumerate([("model.layers.4", "model.layers.0"), ("model.norm", "model.layers.1")]):
+        judge = from_step({first: 5, second: 7})
+        found = store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / f"b{number}")
+        assert (found.bad, found.layers, found.layers_from) == ("sft@5", (first,), "sft@5")
+
+
+def test_only_what_the_first_bad_save_changed_is_blamed(tmp_path: Path) -> None:
+    """Under a policy a save changes half of the layers; a later one has changed all."""
+    with layerstore.init(tmp_path / "halves") as store:
+        for step in range(1, 11):
+            store.ingest(checkpoint(tmp_path / "in", step=step, **LAYERS), policy="parity")
+        judge = from_step({"model.layers.3": 5, "model.layers.0": 6})
+        found = store.bisect("sft@1", "sft@10", judge, name="judge", folder=tmp_path / "b")
+        before, after = (store.compose(f"sft@{step}").layers for step in (5, 6))
+
+    assert before["model.layers.0"] == after["model.layers.0"]
+    assert str(found) == "bad since sft@6; model.layers.3 alone suffices"
 
 
 def test_one_bisection_at_a_time(store: Store, tmp_path: Path) -> None:
