@@ -258,7 +258,8 @@ class Assembly:
     _stack: ExitStack
     _shared: list[NewFile] = field(default_factory=list)
     """Files that stay open until the end."""
-    _verified: set[str] = field(default_factory=set)
+    _claimed: set[BlobRef] = field(default_factory=set)
+    """Objects that a task has verified or is about to: if one is damaged, that task fails, and all with it."""
     _measured: dict[Path, dict[int, int]] = field(default_factory=dict)
     """Checksum of each part of a slice that was copied, by file and offset."""
 
@@ -270,7 +271,8 @@ class Assembly:
 
     def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
         """
-        Write *outputs*, and the *shared* pieces of files that stay open; each object is read once for all of them.
+        Write *outputs*, and the *shared* pieces of files that stay open. All that is copied from an object is
+        copied at once, while its pages are warm.
 
         Raises:
             IntegrityError: An object is damaged or missing; the folder is of no use then.
@@ -338,7 +340,8 @@ class Assembly:
 
     def _prepare(self, task: _Task) -> None:
         """Verify the objects, and convert what is to be converted while their pages are warm."""
-        unverified = {ref for ref in task.objects if self.verify and ref.id not in self._verified}
+        unverified = {*task.objects} - self._claimed if self.verify else set()
+        self._claimed |= unverified
         if len(task.objects) > 1:
             hashing = Hashing(unverified)
             for file, piece in sorted(task.conversions, key=lambda each: each[1].object_offset):
@@ -352,7 +355,6 @@ class Assembly:
                     for file, piece in task.conversions:
                         assert piece.rounding is not None
                         self._convert(chunks_of(source, piece), piece.rounding[0], file, piece)
-        self._verified.update(ref.id for ref in unverified)
 
     def _convert(self, chunks: Iterable[bytes | memoryview], of: str, file: NewFile, piece: Piece) -> None:
         """Write *chunks*, which are *piece* as the type *of*."""
@@ -416,7 +418,7 @@ def inside(path: str) -> str:
 
 
 def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
-    """Gather the pieces of all files by object, so that each is opened, verified and read once."""
+    """Gather the pieces of all files by object, or by all objects of a mean."""
     tasks: dict[tuple[BlobRef, ...], _Task] = {}
     for file, pieces in supplies:
         for piece in pieces:
