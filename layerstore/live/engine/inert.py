@@ -5,6 +5,7 @@ Nothing is written and no tensor is copied: storages point at the memory that ho
 """
 
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -192,6 +193,8 @@ def _object(value: object, memory: Memory, where: str) -> Tree:
         raise NotPlain.at(where, value)
     if isinstance(value, complex):
         return Inert(name=name, arguments=(value.real, value.imag))
+    if isinstance(value, Enum):  # early releases of Python 3.11 would reduce it to a call of getattr
+        return Inert(name=name, arguments=(value.value,))
     call, arguments, *rest = cast("tuple[Any, ...]", value.__reduce_ex__(_PROTOCOL))
     state, listed, mapped = (*rest, None, None, None)[:3]
     made_by_new = call.__name__ == "__newobj__"

@@ -17,7 +17,10 @@ from layerstore.zero3.pt import picklenames as names
 from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, view_end
 
 # Early releases of Python 3.11 (including 3.11.2) pickle an enum by member name, all others by value.
-_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+_MEMBERS = {
+    names.ZERO_STAGE: {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
+    names.MEMORY_FORMAT: {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2},
+}
 
 # torch counts in signed 64-bit integers.
 _TORCH_INT_MAX = 2**63 - 1
@@ -172,8 +175,8 @@ def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911
                 return text.encode("latin-1")
             except UnicodeEncodeError as exc:
                 raise MalformedPickleError("it has bytes that are not bytes") from exc
-        case names.GETATTR, (Global(names.ZERO_STAGE), str(member)) if member in _ZERO_STAGES:
-            return Inert(name=names.ZERO_STAGE, arguments=(_ZERO_STAGES[member],))
+        case names.GETATTR, (Global(kind), str(member)) if member in _MEMBERS.get(kind, ()):
+            return Inert(name=kind, arguments=(_MEMBERS[kind][member],))
     raise MalformedPickleError(f"it calls {name} with other arguments than torch.save writes")
 
 

@@ -28,6 +28,7 @@ REBUILD_PARAMETER_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
 REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 ZERO_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+MEMORY_FORMAT = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
 FRAGMENT_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
 
 # These rebuild a tensor.

@@ -51,7 +51,7 @@ def scalers() -> object:
     return {"static": LossScaler(scale=128.0), "dynamic": DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 2, False)}
 
 
-def zero_stage() -> object:
+def zero_stage() -> dict[str, Any]:
     """Return the enumeration that DeepSpeed's checkpoints name their stage by."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -145,6 +145,15 @@ def test_live_objects_are_what_their_file_says_and_come_back(name: str, tmp_path
 
     assert as_it_is(value) == read_back(value, tmp_path)
     assert as_it_is(revived(value)) == as_it_is(value)
+
+
+def test_an_enumeration_is_what_every_python_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early releases of Python 3.11 pickle it by its member's name."""
+    kind = type(zero_stage()["zero_stage"])
+    of_this_python = as_it_is(zero_stage())
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self.name)))
+
+    assert as_it_is(zero_stage()) == read_back(zero_stage(), tmp_path) == of_this_python
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
