@@ -126,7 +126,7 @@ def test_deepspeed_saves_what_the_composite_holds(resized: Resized, scenario: Sc
     differences = checkpoint_differences(*folders)
     # DeepSpeed marks its own buffers, and reads no mark: composites for other ranks have none.
     differences = [text for text in differences if not text.endswith("[] != [\"'ds_id'\"]")]
-    if "round_robin_gradients" in scenario.zero:  # DeepSpeed notes places as if they were not dealt
+    if "round_robin_gradients" in scenario.zero:  # DeepSpeed notes the places that they would have without
         differences = [text for text in differences if "['param_slice_mappings']" not in text]
     assert differences == []
 

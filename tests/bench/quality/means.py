@@ -31,7 +31,7 @@ def lacking(rows: Rows, of: Row) -> list[int]:
 def run(settings: Settings, task: TaskName, *, store: Path, counts: Iterable[int], work: Path) -> Iterator[Row]:
     """Yield what the mean of the last *counts* saves gains, at steps of the history of *task* in *store*."""
     steps = range(settings.save_every, settings.steps + 1, settings.save_every)
-    looked_at = [step for number, step in enumerate(steps, start=1) if number % _EVERY == 0]
+    looked_at = [step for number, step in enumerate(steps, start=1) if number % _EVERY == 0 or step == settings.steps]
     judge = _Judge(settings, work=work, task=task)
     with layerstore.open(store) as history:
         plain = {step: judge.loss(history.compose(f"{RUN}@{step}")) for step in looked_at}
