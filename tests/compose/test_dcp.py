@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -241,6 +242,17 @@ def test_updates_since_count_on(stored: Store, folder: Path, tmp_path: Path) -> 
     assert {group["lr"] for group in inner["param_groups"]} == {0.25}
     model = torch.load(next(tag.glob("*model_states.pt")), weights_only=False)
     assert model["global_steps"] == 5
+
+
+def test_what_early_releases_of_python_3_11_saved_is_read(
+    stored: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They pickle an enumeration by its member's name."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    other = changed(folder, tmp_path / "other", lambda _: None)
+
+    assert b"getattr" in (other / ".metadata").read_bytes()
+    assert not stored.ingest(other, onto="sft").is_new
 
 
 def test_model_and_optimizer_may_lie_in_folders_of_their_own(stored: Store, folder: Path, tmp_path: Path) -> None:
