@@ -4,7 +4,7 @@ A judge that shared its reader with the accused would share its blind spots: so 
 with ``torch.load``, walks the trees and reports every difference by its path. Nothing unknown passes: a type
 that it cannot look into is an error, not an equal. ``test_compare.py`` shows that it can fail.
 
-DeepSpeed's two classes are replaced by stand-ins while loading, which spares pytest the import of deepspeed.
+DeepSpeed's classes are replaced by stand-ins while loading, which spares pytest the import of deepspeed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ class StandIn:
         self.arguments = arguments
 
 
+class Stage(Enum):
+    """DeepSpeed's ZeroStageEnum, whose members early releases of Python 3.11 pickle by name, and others by value."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
 class _Unpickler(pickle.Unpickler):
     """Unpickle with stand-ins for whatever deepspeed defines."""
 
@@ -42,6 +51,8 @@ class _Unpickler(pickle.Unpickler):
         """Return the class *name* of *module*, or its stand-in."""
         if not module.startswith("deepspeed."):
             return super().find_class(module, name)
+        if name == "ZeroStageEnum":
+            return Stage
         qualified = f"{module}.{name}"
         return self.classes.setdefault(qualified, type(qualified, (StandIn,), {}))
 
