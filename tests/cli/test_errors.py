@@ -5,7 +5,6 @@ import inspect
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -347,11 +346,16 @@ def test_a_link_in_the_place_of_a_lock_is_refused_with_the_way_out(
     assert run(*words, "--store", store).code == 0
 
 
+# The parser of options comes first: pydantic, which typer loads for it, reports a lack of memory in odd ways.
 LAUNCH = """
-import resource, sys
+import contextlib, io, os, resource, sys
 from layerstore.cli.app import main
 import layerstore.store
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["ingest", "--help"])
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -359,13 +363,10 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize("left_bytes", [MIB, 4 * MIB, 16 * MIB])
 def test_too_little_memory_is_said_in_one_line(store: Path, checkpoints: Path, left_bytes: int) -> None:
     """It is nobody's fault that has to be reported; what to do is said, and nothing half-done is left."""
-    probe = "import layerstore.cli.app, layerstore.store, resource; print(open('/proc/self/statm').read().split()[0])"
-    pages = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
-    limit = int(pages) * resource.getpagesize() + left_bytes
     words = ["ingest", str(checkpoints / "global_step2"), "--run", "other", "--store", str(store)]
 
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(limit), *words],
+        [sys.executable, "-c", LAUNCH, str(left_bytes), *words],
         capture_output=True,
         text=True,
         env={**os.environ, "LAYERSTORE_NO_INDEX": "1"},
