@@ -14,7 +14,7 @@ from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.limits import DCP_METADATA_BYTES_MAX
 from layerstore.tree import Global, Inert, Size, Tree
 from layerstore.zero3 import damaged, read_source_file
-from layerstore.zero3.pt import OF_DCP_METADATA, read_pickle, write_pickle
+from layerstore.zero3.pt import MEMORY_FORMAT, OF_DCP_METADATA, read_pickle, write_pickle
 
 METADATA = ".metadata"
 """Its name in a checkpoint's folder."""
@@ -27,7 +27,6 @@ _PROPERTIES = f"{_CLASSES}.TensorProperties"
 _CHUNK = f"{_CLASSES}.ChunkStorageMetadata"
 _INDEX = f"{_CLASSES}.MetadataIndex"
 _STORAGE_META = f"{_CLASSES}.StorageMeta"
-_MEMORY_FORMAT = f"{_CLASSES}._MEM_FORMAT_ENCODING"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _GET_LAYOUT = "torch.serialization._get_layout"
 _DICT = "builtins.dict"
@@ -43,7 +42,7 @@ _KNOWN = frozenset(
             _CHUNK,
             _INDEX,
             _STORAGE_META,
-            _MEMORY_FORMAT,
+            MEMORY_FORMAT,
             _PLACE,
             _GET_LAYOUT,
             _DICT,
@@ -111,7 +110,7 @@ def _described(entry: Entry) -> Inert:
         return Inert(name=_BYTES, made_by_new=True)
     is_pinned = requires_grad = False
     layout = Inert(name=_GET_LAYOUT, arguments=("torch.strided",))
-    contiguous = Inert(name=_MEMORY_FORMAT, arguments=(0,))
+    contiguous = Inert(name=MEMORY_FORMAT, arguments=(0,))
     dtype = Global(f"torch.{by_code(entry.dtype).torch_name}")
     properties = Inert(
         name=_PROPERTIES,

@@ -36,9 +36,15 @@ def read_chunks(file: OpenFile, start: int = 0, size_bytes: int | None = None) -
 def hashed(file: OpenFile) -> NameHasher:
     """Read all of *file*; return the hasher that gives its name."""
     hasher = NameHasher()
-    for data in read_chunks(file):
-        hasher.update(data)
+    _hash_until(file.size_bytes, file, hasher)
     return hasher
+
+
+def _hash_until(end: int, file: OpenFile, hasher: NameHasher) -> None:
+    """Let *hasher*, which saw the beginning of *file*, see it up to *end*."""
+    if hasher.size_bytes < end:
+        for data in read_chunks(file, hasher.size_bytes, end - hasher.size_bytes):
+            hasher.update(data)
 
 
 def check_hash(ref: BlobRef, hasher: NameHasher) -> None:
@@ -84,12 +90,6 @@ class Hashing:
                 with objects.open(ref) as file:
                     _hash_until(ref.size_bytes, file, hasher)
             check_hash(ref, hasher)
-
-
-def _hash_until(end: int, file: OpenFile, hasher: NameHasher) -> None:
-    if hasher.size_bytes < end:
-        for data in read_chunks(file, hasher.size_bytes, end - hasher.size_bytes):
-            hasher.update(data)
 
 
 def _missing(ref: BlobRef) -> IntegrityError:

@@ -5,12 +5,12 @@ This is the security boundary. A pickle is described, never run: globals become 
 that is not on a list is refused. No module here imports ``pickle``.
 """
 
-from layerstore.zero3.pt.picklenames import INERT, VALUES
+from layerstore.zero3.pt.picklenames import INERT, MEMORY_FORMAT, VALUES
 from layerstore.zero3.pt.picklewrite import WrittenPickles, write_pickle
 from layerstore.zero3.pt.ptfile import PtFile, PtLayout, layout_pt, read_pt, read_section
 from layerstore.zero3.pt.unpickle import OF_DCP_METADATA, Pickles, read_pickle
 
 __all__ = [
-    "INERT", "OF_DCP_METADATA", "VALUES", "Pickles", "PtFile", "PtLayout", "WrittenPickles", "layout_pt",
-    "read_pickle", "read_pt", "read_section", "write_pickle",
+    "INERT", "MEMORY_FORMAT", "OF_DCP_METADATA", "VALUES", "Pickles", "PtFile", "PtLayout", "WrittenPickles",
+    "layout_pt", "read_pickle", "read_pt", "read_section", "write_pickle",
 ]  # fmt: skip
