@@ -348,7 +348,7 @@ def test_a_link_in_the_place_of_a_lock_is_refused_with_the_way_out(
 
 # The parser of options comes first: pydantic, which typer loads for it, reports a lack of memory in odd ways.
 LAUNCH = """
-import contextlib, io, os, resource, sys
+import contextlib, io, resource, sys
 from layerstore.cli.app import main
 import layerstore.store
 with contextlib.redirect_stdout(io.StringIO()):
