@@ -147,7 +147,7 @@ def chosen_reference(store: "Store", *, ref: str | None, run: str | None, step: 
         raise InvalidInput("REF and --run or --step were both given", hint=f"choose one: {ref}, or --run R --step N")
     if step is None:
         return ref or run
-    runs = store.runs
+    runs = store.runs()
     if run is None and len(runs) != 1:
         raise InvalidInput(f"--step {step} of which run? The store holds {len(runs)}", hint="name it with --run")
     return f"{run or runs[0]}@{step}"

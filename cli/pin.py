@@ -95,7 +95,7 @@ def _check_order(store: "Store", name: str, ref: str) -> None:
     """Raise InvalidInput if *name* is a commit's and *ref* would be a new pin."""
     from layerstore.history import begins_id
 
-    known = {*store.runs, *(pin.name for pin in store.pins())}
+    known = {*store.runs(), *(pin.name for pin in store.pins())}
     is_commits = name in known or not {"@", "~"}.isdisjoint(name)
     if is_commits and is_name(ref) and ref not in known and not begins_id(ref):
         raise InvalidInput(

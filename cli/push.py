@@ -93,7 +93,7 @@ def _split(store: "Store", words: list[str]) -> tuple[str | None, list[str] | No
     if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
     meant = nearest(words[0], remotes)
-    if meant and words[0] not in store.runs:
+    if meant and words[0] not in store.runs():
         raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(meant))
     return None, words
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerstore.arguments import checked
 from layerstore.compose import (
     MAX_SHARD_SIZE,
     AdamStep,
@@ -66,12 +67,19 @@ class LayerChoice:
     """The id of the layer's version."""
 
 
+@checked
 class Composite:
     """The answer to a query: a version for each layer, and a base for everything else. Nothing is written yet."""
 
     def __init__(self, repo: Repository, composition: Composition) -> None:
-        self._repo = repo
+        self._opened = repo
         self._composition = composition
+
+    @property
+    def _repo(self) -> Repository:
+        """The repository of its store, which must still be open."""
+        self._opened.check_open()
+        return self._opened
 
     def __repr__(self) -> str:
         older = f"{len(self._composition.older_layers)} of {len(self._composition.layers)} layers from other saves"

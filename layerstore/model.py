@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, runtime_checkable
 
 from layerstore.tree import Tree
 from layerstore.units import short_id, utc
@@ -175,6 +175,7 @@ class LayerEntry:
         return (origin.run, origin.attempt, origin.step) == (commit.run, commit.attempt, commit.step)
 
 
+@runtime_checkable
 class Saving(Protocol):
     """The identity of a save: its run, attempt and step, as in records, rows and origins."""
 

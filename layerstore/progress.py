@@ -1,8 +1,9 @@
 """The interface by which long verbs report progress; the command line decides what to show."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Receives a verb's progress; called from several threads."""
 

@@ -11,9 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from layerstore.arguments import checked
+from layerstore.dtypes import DTypeName
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
@@ -25,13 +28,10 @@ from layerstore.storage import Files, Hook, Repository, make_store, no_hook, ope
 from layerstore.tables import Table, html_table
 
 if TYPE_CHECKING:
-    from threading import Event
-
     from layerstore.bisect import Bisected, Judged, Trial
     from layerstore.check import Diagnosis, Repaired, RestoredIdentity, Verdict
     from layerstore.composite import Composite
     from layerstore.delta import Applied
-    from layerstore.dtypes import DTypeName
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Resolved
     from layerstore.ingest import Ingested
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from layerstore.zero3 import Survey
 
 
+@checked
 class Store:
     """
     A store of checkpoints. Safe to share between threads; close it when done, or use it in a ``with``.
@@ -51,10 +52,16 @@ class Store:
     """
 
     def __init__(self, path: StrPath, *, hook: Hook = no_hook, shares: Shares = ALONE) -> None:
-        self._repo = replaced(_open(path, Files(hook)), shares=shares)
+        self._opened = replaced(_open(path, Files(hook)), shares=shares)
+
+    @property
+    def _repo(self) -> Repository:
+        """The store's repository; every verb asks for it, so none works on a closed store."""
+        self._opened.check_open()
+        return self._opened
 
     def __repr__(self) -> str:
-        return f"<Store {self._repo.remote or self._repo.layout.root}>"
+        return f"<Store {self._opened.name}{', closed' if self._opened.closed.is_set() else ''}>"
 
     def _repr_html_(self) -> str:
         newest = self.log(limit=1)
@@ -65,7 +72,7 @@ class Store:
     @property
     def path(self) -> Path:
         """Where the store is, links resolved."""
-        return self._repo.layout.root
+        return self._opened.layout.root
 
     @property
     def repo(self) -> Repository:
@@ -75,16 +82,15 @@ class Store:
     @property
     def id(self) -> str:
         """The store's own id."""
-        return self._repo.identity.store_id
+        return self._opened.identity.store_id
 
-    @property
     def runs(self) -> list[str]:
-        """The names of the runs that have commits."""
+        """Return the names of the runs that have commits."""
         return self._repo.catalog.runs()
 
     def close(self) -> None:
         """Release everything that the store holds open, and stop fetching; calling it twice is harmless."""
-        self._repo.close()
+        self._opened.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -209,7 +215,7 @@ class Store:
         *,
         name: str,
         folder: StrPath = "layerstore-bisect",
-        dtype: "DTypeName | None" = None,
+        dtype: DTypeName | None = None,
         steps_only: bool = False,
         on_trial: Callable[["Trial"], None] = lambda _: None,
     ) -> "Bisected":
@@ -335,9 +341,10 @@ class Store:
             NotFound: There is no such run.
         """
         from layerstore.inspect import make_report
+        from layerstore.policy import chosen_keep
 
         path = None if out is None else Path(out)
-        return make_report(self._repo, path, run=run, keep=keep, progress=progress or Silent())
+        return make_report(self._repo, path, run=run, keep=chosen_keep(keep), progress=progress or Silent())
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Pin the commit *ref* as *name*; a pin outlives the commit that it was made from."""
@@ -442,7 +449,7 @@ class Store:
             Conflict: More would go than in the confirmed plan; nothing was removed.
         """
         from layerstore.gc import GcRequest, execute_gc, plan_gc
-        from layerstore.policy import Keep
+        from layerstore.policy import Keep, chosen_keep
 
         if self._repo.remote is not None and remote is None:
             raise Unsupported(
@@ -450,7 +457,7 @@ class Store:
                 hint=f"layerstore gc --remote {typed(self._repo.remote)}, in a store that pushes there, collects it",
             )
         request = GcRequest(
-            keep=keep or Keep(),
+            keep=chosen_keep(keep) or Keep(),
             runs=runs,
             grace_seconds=grace_seconds,
             trash_seconds=0.0 if empty_trash else None,
@@ -581,7 +588,7 @@ class Store:
         *,
         refs: Iterable[str] | None = None,
         move_pins: bool = False,
-        stop: "Event | None" = None,
+        stop: Event | None = None,
         progress: Progress | None = None,
     ) -> "Iterator[Pushed]":
         """
@@ -590,8 +597,6 @@ class Store:
         If the remote does not answer, warn and try again. If something cannot be sent, name it in a warning, and send
         everything else.
         """
-        from threading import Event
-
         from layerstore.remote import Bucket, follow
 
         named = None if refs is None else list(refs)
@@ -691,12 +696,14 @@ def _open(path: StrPath, files: Files) -> Repository:
     return repo
 
 
+@checked
 def init(path: StrPath) -> Store:
     """Make the folder *path* a store and open it; raises AlreadyExists if there already is one."""
     make_store(folder_of(path), Files())
     return Store(path)
 
 
+@checked
 def clone(
     url: str, path: StrPath, *, records: bool = False, shares: Shares = ALONE, progress: Progress | None = None
 ) -> Store:
@@ -718,6 +725,7 @@ def clone(
     return Store(path)
 
 
+@checked
 def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> "RestoredIdentity | None":
     """
     Rewrite the damaged or missing ``store.json`` of the store at *path*; return None if it was sound.
@@ -730,6 +738,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
     return restored_identity(layout_at(Path(path)), Files(), store_id, dry_run=dry_run)
 
 
+@checked
 def find_checkpoints(*folders: StrPath) -> "Survey":
     """Return every ZeRO checkpoint below *folders* in step order; ingest each by its folder and tag."""
     from layerstore.zero3 import checkpoints_below
@@ -737,6 +746,7 @@ def find_checkpoints(*folders: StrPath) -> "Survey":
     return checkpoints_below(map(Path, folders))
 
 
+@checked
 def apply(delta: StrPath, folder: StrPath) -> "Applied":
     """
     Make the weights in *folder*, an export of the base of *delta*, those of its target; no store is needed.
@@ -752,6 +762,7 @@ def apply(delta: StrPath, folder: StrPath) -> "Applied":
     return apply_delta(Path(delta), Path(folder))
 
 
+@checked
 def doctor(path: StrPath) -> "Diagnosis":
     """Check whether *path*, a store or a folder that may become one, can keep the promises of a store."""
     from layerstore.check import diagnose
@@ -759,6 +770,7 @@ def doctor(path: StrPath) -> "Diagnosis":
     return diagnose(folder_of(path), Files())
 
 
+@checked
 def open_store(path: StrPath) -> Store:
     """Open the store at *path*; raises NoStore if there is none."""
     return Store(path)

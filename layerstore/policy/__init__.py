@@ -3,7 +3,7 @@
 from layerstore.policy.drift import Drift
 from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers
 from layerstore.policy.filter import Filter
-from layerstore.policy.keep import Best, Candidate, Keep, duration
+from layerstore.policy.keep import Best, Candidate, Keep, chosen_keep, duration
 from layerstore.policy.parity import Parity
 from layerstore.policy.registry import EXACT, chosen_policy, is_ours, names, policy_named
 from layerstore.policy.replay import replay_policy
@@ -20,6 +20,7 @@ __all__ = [
     "Policy",
     "Save",
     "anchored",
+    "chosen_keep",
     "chosen_policy",
     "due_layers",
     "duration",

@@ -205,6 +205,13 @@ class Keep:
             yield best.reason, _best(best, candidates)
 
 
+def chosen_keep(given: object) -> Keep | None:
+    """Return *given* if it is rules or None; raise InvalidInput if it is neither."""
+    if given is None or isinstance(given, Keep):
+        return given
+    raise InvalidInput(f"keep is {given!r}", hint="say layerstore.Keep(last=3), or None to keep all")
+
+
 def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidates, preferring newer ones on ties; ignores non-finite values."""
     sign = 1 if best.direction == "min" else -1

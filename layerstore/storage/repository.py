@@ -3,8 +3,9 @@
 import os
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.format import (
@@ -49,6 +50,8 @@ class Repository:
     """The URL of the bucket that this mirrors; a mirror is read-only."""
     shares: Shares = ALONE
     """The processes that share the work in it."""
+    closed: Event = field(default_factory=Event)
+    """Set once it is closed; copies share it."""
 
     @property
     def name(self) -> str:
@@ -57,8 +60,16 @@ class Repository:
 
     def close(self) -> None:
         """Release everything that it holds open, and stop fetching; calling it twice is harmless."""
+        self.closed.set()
         self.objects.close()
         self.catalog.close()
+
+    def check_open(self) -> None:
+        """Raise InvalidInput if it was closed: whatever is used after that would silently be opened again."""
+        if self.closed.is_set():
+            raise InvalidInput(
+                f"the store {self.name} is closed", hint=f"open it again: layerstore.open({self.name!r})"
+            )
 
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version."""

@@ -37,7 +37,7 @@ marks = [time.perf_counter()]
 import layerstore, layerstore.store
 marks.append(time.perf_counter())
 store = layerstore.open(sys.argv[1])
-store.runs
+store.runs()
 marks.append(time.perf_counter())
 store.compose({RUN!r})
 marks.append(time.perf_counter())
@@ -117,7 +117,7 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
 
     def opened() -> None:
         with layerstore.open(path) as other:
-            assert other.runs == [RUN]
+            assert other.runs() == [RUN]
 
     saves = _Saves(path)
     last = store.log(RUN, limit=commits // 2)[-1].commit

@@ -33,7 +33,17 @@ TOPICS = (
         "Opening and looking",
         "open or make a store; list, show, compare and report what is in it",
         (
-            *("open", "init", "Store", "Store.log", "Store.log_page", "Store.timings", "Store.show", "Store.ls"),
+            *(
+                "open",
+                "init",
+                "Store",
+                "Store.runs",
+                "Store.log",
+                "Store.log_page",
+                "Store.timings",
+                "Store.show",
+                "Store.ls",
+            ),
             *("Store.diff", "Store.stats", "Store.report", "Store.close", "Table", "Progress"),
         ),
     ),

@@ -419,7 +419,7 @@ def _collect(store: Store, arena: Arena) -> object:
 
 
 def _collect_without_a_lock(store: Store, arena: Arena) -> object:
-    store._repo = _Lockless(**{field.name: getattr(store.repo, field.name) for field in fields(Repository)})
+    store._opened = _Lockless(**{field.name: getattr(store.repo, field.name) for field in fields(Repository)})
     return _collect(store, arena)
 
 

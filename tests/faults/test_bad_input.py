@@ -55,7 +55,7 @@ def test_an_unusual_name_of_a_run_is_kept(store: Store, folder: Path) -> None:
     for name in ("🦙 llama", "50%", "a:b", "ж", "x" * 190, "a b", "#1", "'"):
         store.ingest(folder / "raw", run=name, pin=f"{name} pin")
 
-        assert name in store.runs
+        assert name in store.runs()
         assert composed(store, f"{name}@2", folder) == composed(store, f"{name} pin", folder)
 
 

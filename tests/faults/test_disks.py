@@ -196,7 +196,7 @@ def test_a_store_without_write_permission_can_be_read(scene: Path, fast_path: Pa
 def _verified_by_nobody(scene: Path, place: Path) -> Failure | None:
     made = copied(scene / "plain", place / "store")
     with Store(made) as store:
-        [run] = store.runs
+        [run] = store.runs()
         hidden = object_of(store, run, "model.layers.0")
         store.verify(read_data=True)  # imports what nobody may not
     open_to_all(scene, place)

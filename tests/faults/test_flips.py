@@ -294,7 +294,7 @@ def test_a_stranger_in_the_store_harms_nobody(sound: Path, fast_path: Path) -> N
 
 def _asked(path: Path) -> None:
     with Store(path) as store:
-        assert store.runs == []
+        assert store.runs() == []
 
 
 @pytest.mark.fault(95)

@@ -87,7 +87,7 @@ def scene(fast_module_path: Path) -> Scene:
 def answers(store: Store) -> str:
     """Return what *store* answers to every question that its index has a part in."""
     plans = [(ref, store.compose(ref).layers) for ref in ("run", "run@2", "run@4", "other", "kept")]
-    return repr((store.runs, store.log(), plans))
+    return repr((store.runs(), store.log(), plans))
 
 
 def ask(path: Path) -> tuple[str, list[str]]:
@@ -97,7 +97,7 @@ def ask(path: Path) -> tuple[str, list[str]]:
         with Store(path) as store:
             first = answers(store)
             repo = store._repo
-            names = [name for run in store.runs for name in repo.records.names(run)]
+            names = [name for run in store.runs() for name in repo.records.names(run)]
             for name in names:
                 repo.catalog.add(repo.records.read(name))
             second = answers(store)

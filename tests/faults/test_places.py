@@ -34,7 +34,7 @@ def use_all(path: Path, sources: Path, scratch: Path) -> dict[str, object]:
         store.pin("kept", "run@2")
         answers: dict[str, object] = {
             "ingested": ingested,
-            "runs": store.runs,
+            "runs": store.runs(),
             "log": [(entry.step, entry.commit) for entry in store.log()],
             "ls": len(store.ls("run@4")),
             "composed": composed(store, "run@4", scratch),

@@ -440,4 +440,4 @@ def test_a_store_is_found_through_a_link(store: Store, tmp_path: Path, monkeypat
         monkeypatch.chdir("/")
         assert again.path == store.path
         again.ingest(checkpoint(tmp_path))
-    assert store.runs == ["sft"]
+    assert store.runs() == ["sft"]

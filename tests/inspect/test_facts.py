@@ -42,7 +42,7 @@ def test_a_picked_save_is_what_the_other_verbs_say(store: Store) -> None:
     """Every commit is shown as `log` has it, and its composites as `show` and `compose` do."""
     report = store.report()
 
-    assert [run["run"] for run in report["runs"]] == store.runs
+    assert [run["run"] for run in report["runs"]] == store.runs()
     assert not report["is_sampled"]
     assert report["runs"][1]["saves"]["pins"] == [[], [], ["best"], []]
     for run in report["runs"]:

@@ -157,7 +157,7 @@ def test_a_page_stays_below_its_bound(tmp_path: Path, runs: int, saves: int, lay
     build(tmp_path / "store", *(replace(made, run=f"sft-{number}") for number in range(runs)))
     with layerstore.open(tmp_path / "store") as store:
         store.report(tmp_path / "report.html")
-        newest = [store.log(run, limit=1)[0].commit for run in store.runs]
+        newest = [store.log(run, limit=1)[0].commit for run in store.runs()]
     page = (tmp_path / "report.html").read_bytes()
     shown = facts_in(page)
 

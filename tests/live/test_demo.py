@@ -69,7 +69,7 @@ def test_every_loss_after_the_resume_is_the_uninterrupted_runs(tmp_path: Path) -
     check_other_ranks_and_gc(measured)
     check_report(measured)
     with layerstore.open(measured["store"]) as store:
-        assert {run: [entry.step for entry in store.log(run)] for run in store.runs} == {
+        assert {run: [entry.step for entry in store.log(run)] for run in store.runs()} == {
             "demo": [10, 9, 8, 5],
             "demo-filter": [10, 9, 8, 7, 6, 5, 4, 3, 2, 1],
             "on-one-rank": [5],

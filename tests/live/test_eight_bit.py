@@ -68,7 +68,7 @@ def test_live_saves_of_some_layers_and_mixtures_are_refused(trained: tuple[Launc
         assert error == "LayoutMismatch"
         assert f"{RUN}@4 cannot be mixed with layers of {RUN}@2: its optimizer keeps 'state1'" in message
     with Store(folder / "store") as store:
-        assert store.runs == [RUN]
+        assert store.runs() == [RUN]
 
 
 def test_composites_of_several_saves_or_for_other_ranks_are_refused(
@@ -98,7 +98,7 @@ def test_a_policy_that_would_store_some_layers_is_refused_by_ingest(
         with pytest.raises(Unsupported, match=WHOLE_ONLY) as raised:
             store.ingest(folder / "files", tag="global_step2", run=RUN, policy="parity")
         assert "policy full" in str(raised.value.hint)
-        assert store.runs == []
+        assert store.runs() == []
 
         store.ingest(folder / "files", tag="global_step2", run=RUN)
         with Store(folder / "store") as live:

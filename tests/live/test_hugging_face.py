@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store_as_left(trained: Path) -> dict[str, list[int]]:
     """Return the steps of every run, before anything goes on with them."""
     with layerstore.open(trained / "store") as store:
-        return {run: steps(store, run) for run in store.runs}
+        return {run: steps(store, run) for run in store.runs()}
 
 
 @pytest.fixture(scope="module")

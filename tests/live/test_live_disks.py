@@ -71,14 +71,14 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
     expected = {step: loss for step, loss in undisturbed.items() if step <= 3}
     with Store(tmp_path / "store") as store:
         assert store.verify(read_data=True).damaged == ()
-        assert store.runs == [
+        assert store.runs() == [
             "one-ranks-disk",
             "one-ranks-objects",
             "one-ranks-part",
             "record-folder",
             "store-gone",
         ]
-        for run in store.runs:
+        for run in store.runs():
             assert [entry.step for entry in store.log(run)] == [3, 1]
     for name in ("one rank's disk", "one rank's part", "one rank's objects", "record folder", "store gone"):
         assert losses(launch, name) == expected

@@ -86,7 +86,7 @@ def test_a_save_whose_parts_name_what_is_not_there_is_given_up(saves: Saves, whi
     with pytest.raises(GivenUp, match="step 1 is given up: object"):
         save.join()
 
-    assert saves.store.runs == []
+    assert saves.store.runs() == []
     path.unlink(missing_ok=True)
     again = saves.begun(1)
     again.write_all()
@@ -105,7 +105,7 @@ def test_a_save_whose_objects_are_being_collected_is_given_up(saves: Saves) -> N
 
     with pytest.raises(GivenUp, match="which rank 1 had written, is gone"):
         save.join()
-    assert saves.store.runs == []
+    assert saves.store.runs() == []
 
 
 def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Saves) -> None:

@@ -127,7 +127,7 @@ def test_a_process_that_ends_leaves_nothing_half(
     job.end_one(number, how, once=lambda: len(list((store.path / "tmp").iterdir())) > 2)
     ended = job.wait()
     assert ended[0].code != 0
-    assert store.runs == []
+    assert store.runs() == []
     if number == 1:
         assert "another process of this job has ended" in ended[0].err
     if how is not signal.SIGKILL:
@@ -165,7 +165,7 @@ def test_the_first_process_ends_between_question_and_answers(store: Store, check
     first, *others = Job(*words, count=3, module="tests.shares.terminated_while_asking").wait()
     assert first.code == 128 + signal.SIGTERM, first
     assert others == [launch.Ended(0, "", "")] * 2
-    assert (store.runs, list((store.path / "tmp").iterdir())) == ([], [])
+    assert (store.runs(), list((store.path / "tmp").iterdir())) == ([], [])
 
 
 @pytest.mark.full

@@ -77,7 +77,7 @@ def test_a_damaged_source_is_refused(store: Store, checkpoints: Checkpoints, job
         shared.ingest(source, run="r")
     job.__exit__()
     assert not list((store.path / "tmp").iterdir())
-    assert store.runs == []
+    assert store.runs() == []
 
 
 @pytest.mark.parametrize("world_size", [4, 1, 6])

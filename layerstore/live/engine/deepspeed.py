@@ -69,7 +69,7 @@ class Engine:
         stage = getattr(engine, "zero_optimization_stage", None)
         if not callable(stage) or not hasattr(engine, "checkpoint_engine"):
             raise InvalidInput(
-                f"attach wants a DeepSpeed engine, found {type(engine).__name__}",
+                f"{type(engine).__name__} is no DeepSpeed engine",
                 hint="pass what deepspeed.initialize returns first, or accelerator.prepare",
             )
         if stage() not in {1, 2, 3}:

@@ -138,9 +138,9 @@ def _composite(
     view = store.repo.catalog.find(run)
     if view is None or not view.rows:
         if must_exist:
-            return NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
-        if store.runs:
-            LOG.warning("run %r has no commit yet, training begins; runs here: %s", run, ", ".join(store.runs[:10]))
+            return NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs())}")
+        if store.runs():
+            LOG.warning("run %r has no commit yet, training begins; runs here: %s", run, ", ".join(store.runs()[:10]))
         return None
     try:
         return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, get_args
 from layerstore.errors import InvalidInput
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
-from layerstore.policy import Keep, Policy
+from layerstore.policy import Keep, Policy, chosen_keep
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
 
@@ -61,9 +61,7 @@ class Settings:
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
-        if self.keep is not None and not isinstance(self.keep, Keep):
-            raise InvalidInput(f"keep is {self.keep!r}", hint="say layerstore.Keep(last=3), or None to keep all")
-
+        chosen_keep(self.keep)
         if self.durable == "remote" and self.push is None:
             raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
 

@@ -1,0 +1,119 @@
+"""
+Public methods refuse a wrong argument in one line, before they do anything.
+
+What a method takes is said once, by its annotations; editors and type checkers see it as it is written.
+"""
+
+import builtins
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache, wraps
+from inspect import Parameter, Signature, isfunction, signature
+from reprlib import repr as short
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from layerstore.errors import InvalidInput
+from layerstore.nearest import did_you_mean, nearest
+
+Public = TypeVar("Public", bound=Callable[..., object])
+
+# numpy's numbers are welcome, texts that look like one are not.
+_METHODS = {bool: "__bool__", int: "__index__", float: "__float__"}
+_WORDS = {
+    NoneType: "None",
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    os.PathLike: "a path",
+    Iterable: "a list",
+    Callable: "a function",
+}
+_REFERENCES = frozenset(["ref", "a", "b", "good", "bad", "since", "onto", "resumed_from"])
+
+
+def checked(public: Public) -> Public:
+    """Return the function, or the class with its public methods, so that wrong arguments raise InvalidInput."""
+    if not isinstance(public, type):
+        checking: Public = _checked(public)
+        return checking
+    for name, method in vars(public).copy().items():
+        if isfunction(method) and not name.startswith("_"):
+            setattr(public, name, _checked(method))
+    return public
+
+
+def _checked(function: Any) -> Any:
+    @cache  # on the first call: reading a signature takes longer than importing it
+    def taken() -> tuple[Signature, dict[str, Any]]:
+        return signature(function), _kinds(function)
+
+    @wraps(function)
+    def checking(*positional: object, **named: object) -> object:
+        wanted, kinds = taken()
+        try:
+            given = wanted.bind(*positional, **named).arguments
+        except TypeError as exc:
+            raise _unbound(function.__qualname__, wanted, named, exc) from None
+        for name in filter(kinds.__contains__, given):
+            is_many = wanted.parameters[name].kind is Parameter.VAR_POSITIONAL
+            for value in given[name] if is_many else (given[name],):
+                if not _fits(value, kinds[name]):
+                    raise _misfit(function.__qualname__, name, value, kinds[name])
+        return function(*positional, **named)
+
+    return checking
+
+
+class _Names(dict[str, Any]):
+    """What annotations may name. What is imported for type checkers alone fits everything: its room checks it."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, object)
+
+
+def _kinds(function: Any) -> dict[str, Any]:
+    """Return what each parameter of *function* may be; its result may name what takes long to import."""
+    of_parameters = {name: kind for name, kind in function.__annotations__.items() if name != "return"}
+    return get_type_hints(SimpleNamespace(__annotations__=of_parameters), {}, _Names(function.__globals__))
+
+
+def _fits(value: object, kind: Any) -> bool:
+    origin, within = get_origin(kind) or kind, get_args(kind)
+    if origin in {Union, UnionType}:
+        return any(_fits(value, each) for each in within)
+    if origin is Literal:
+        return type(value) in set(map(type, within))  # the room that knows the choices names them
+    if origin is Iterable:
+        is_list = isinstance(value, Iterable) and not isinstance(value, str)
+        return is_list and (not isinstance(value, Collection) or all(_fits(each, within[0]) for each in value))
+    if origin in _METHODS:
+        return hasattr(value, _METHODS[origin])
+    return isinstance(value, origin)
+
+
+def _misfit(where: str, name: str, value: object, kind: Any) -> InvalidInput:
+    kinds = get_args(kind) if get_origin(kind) in {Union, UnionType} else (kind,)
+    words = [_in_words(each) for each in kinds]
+    hint = None
+    if isinstance(value, str) and any(get_origin(each) is Iterable for each in kinds):
+        hint = f"{name}=[{value!r}]"
+    elif name in _REFERENCES:
+        hint = 'as text: "RUN@STEP", "RUN" or the name of a pin'
+    return InvalidInput(f"{where}: {name} is {short(value)}, but must be {' or '.join(words)}", hint=hint)
+
+
+def _in_words(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _WORDS.get(origin) or f"a {origin.__name__}"
+
+
+def _unbound(where: str, wanted: Signature, named: Mapping[str, object], problem: TypeError) -> InvalidInput:
+    known = [name for name in wanted.parameters if name != "self"]
+    meant = [near for name in named if name not in known for near in nearest(name, known)[:1]]
+    return InvalidInput(
+        f"{where}: {problem}", hint=did_you_mean(meant, else_=f"it takes {', '.join(known) or 'nothing'}")
+    )
