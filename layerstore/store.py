@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from layerstore.arguments import checked
 from layerstore.dtypes import DTypeName
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
-from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, CommitId, Pin, Saving, StrPath
@@ -64,9 +63,11 @@ class Store:
         return f"<Store {self._opened.name}{', closed' if self._opened.closed.is_set() else ''}>"
 
     def _repr_html_(self) -> str:
+        from layerstore.inspect import log_fields
+
         newest = self.log(limit=1)
         return html_table(
-            map(json_fields, newest), caption=f"{self!r}: {'newest commits' if newest else newest.if_empty}"
+            map(log_fields, newest), caption=f"{self!r}: {'newest commits' if newest else newest.if_empty}"
         )
 
     @property
@@ -255,8 +256,10 @@ class Store:
         if_empty = (
             "no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one" if before is None else "no older commit"
         )
+        from layerstore.inspect import log_fields
+
         page = self.log_page(run, limit=limit, before=before, metrics=metrics)
-        return Table(page.entries, if_empty=if_empty)
+        return Table(page.entries, if_empty=if_empty, fields=log_fields)
 
     def log_page(
         self,

@@ -4,7 +4,7 @@ Results as tables, for notebooks and pandas: lists of dataclasses, under the nam
 pandas is imported only when a frame is asked for.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from html import escape
 from itertools import islice
@@ -25,15 +25,22 @@ _SHOWN_ROWS_MAX = 100
 class Table(list[Row]):
     """A list of results that a notebook draws as a table; if it is empty, it says why."""
 
-    def __init__(self, rows: Iterable[Row] = (), *, if_empty: str = "nothing was found") -> None:
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        *,
+        if_empty: str = "nothing was found",
+        fields: Callable[[Row], Mapping[str, object]] = json_fields,
+    ) -> None:
         super().__init__(rows)
         self.if_empty = if_empty
+        self._fields = fields
 
     def __repr__(self) -> str:
         return "[" + ",\n ".join(map(repr, self)) + "]" if self else f"[]  # {self.if_empty}"
 
     def _repr_html_(self) -> str:
-        return html_table(map(json_fields, self), caption="" if self else self.if_empty)
+        return html_table(map(self._fields, self), caption="" if self else self.if_empty)
 
     def to_pandas(self) -> "DataFrame":
         """
@@ -42,7 +49,7 @@ class Table(list[Row]):
         Raises:
             Unsupported: pandas is not installed.
         """
-        return frame(map(json_fields, self))
+        return frame(map(self._fields, self))
 
 
 def frame(rows: Iterable[Mapping[str, object]]) -> "DataFrame":

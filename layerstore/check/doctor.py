@@ -49,6 +49,12 @@ class Diagnosis:
     versions: dict[str, str | None]
     """Versions of Python, the system and libraries; None for those not installed."""
 
+    def __repr__(self) -> str:
+        found = ", ".join(
+            f"{finding.check} ({finding.verdict})" for finding in self.findings if finding.verdict != "ok"
+        )
+        return f"<Diagnosis of {self.path}: {'fit' if self.ok else 'not fit'} for a store{f'; {found}' * bool(found)}>"
+
     @property
     def problems(self) -> list[Finding]:
         """The findings that break a promise."""

@@ -103,6 +103,11 @@ class Verdict:
     sample: str | None
     """The sample that was read, in words that request the same one again; None if all was read."""
 
+    def __repr__(self) -> str:
+        damage = f"{len(self.damaged)} damaged: {self.damaged[0].path}" if self.damaged else "no damage"
+        more = ", …" if len(self.damaged) > 1 else ""
+        return f"<Verdict {damage}{more}; records {self.records}, objects {self.objects} ({self.objects_read} read)>"
+
     @property
     def ok(self) -> bool:
         """Whether nothing is damaged."""

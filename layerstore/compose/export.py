@@ -52,6 +52,11 @@ class ExportPlan:
     weights: tuple[WeightsFile, ...] = ()
     """Where each tensor is in them."""
 
+    def __repr__(self) -> str:
+        base = self.composition.base
+        files = f"{len(self.files)} files of {self.dtype}, {size(self.size_bytes)}"
+        return f"<ExportPlan {base.run}@{base.step}: format {self.format}, {files}>"
+
     @property
     def size_bytes(self) -> int:
         """The size of all files."""

@@ -34,6 +34,11 @@ class Staleness:
     layers: tuple[LayerAge, ...]
     """In the model's order."""
 
+    def __repr__(self) -> str:
+        oldest, ages = self.oldest, Counter(layer.step for layer in self.layers)
+        steps = ", ".join(f"{count} of step {step}" for step, count in ages.items())
+        return f"<Staleness: {len(self.layers)} layers, {steps}; oldest {oldest.layer}>"
+
     @property
     def oldest(self) -> LayerAge:
         """The trained layer that is most steps behind the base; an unknown age counts as the oldest."""

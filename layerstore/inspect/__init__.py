@@ -3,7 +3,7 @@
 from layerstore.inspect.cost import Prices
 from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare
 from layerstore.inspect.estimate import Training, estimate_saves
-from layerstore.inspect.log import LogEntry, LogLine, LogPage, read_log
+from layerstore.inspect.log import LogEntry, LogLine, LogPage, log_fields, read_log
 from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_commit
 from layerstore.inspect.report import make_report
 from layerstore.inspect.show import CommitView, LayerLine, describe_commit, layer_lines
@@ -27,6 +27,7 @@ __all__ = [
     "describe_commit",
     "estimate_saves",
     "layer_lines",
+    "log_fields",
     "made_up",
     "make_report",
     "model_at",

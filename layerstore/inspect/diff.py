@@ -110,7 +110,13 @@ class Diff:
         counted = Counter(layer.status for layer in self.layers)
         layers = ", ".join(f"{count} {status}" for status, count in counted.items()) or "none"
         changed = self.bytes_changed + self.bytes_only_b
-        return f"<Diff {self.a.name} -> {self.b.name}: layers {layers}; {size(changed)} only in {self.b.name}>"
+        sizes = f"{size(changed)} only in {self.b.name}"
+        return f"<Diff {self.a.name} -> {self.b.name}: layers {layers}; {sizes}{self._movement()}>"
+
+    def _movement(self) -> str:
+        """Return in words which layer moved most; nothing if that was not measured."""
+        moved = [(layer.distance.relative_l2, layer.layer) for layer in self.layers if layer.distance is not None]
+        return f"; moved most: {max(moved)[1]} by {max(moved)[0]:.2g} of its norm" if moved else ""
 
     def _repr_html_(self) -> str:
         return html_table(self._rows(), caption=repr(self))

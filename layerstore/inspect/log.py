@@ -8,6 +8,7 @@ from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Not
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.history import ambiguous_id, metrics_if_sound, pushed_to
 from layerstore.inspect.graph import GraphLine, draw_graph
+from layerstore.json_fields import json_fields
 from layerstore.model import Commit, CommitId
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.units import short_id, size, utc
@@ -189,6 +190,13 @@ def log_entry(commit: Commit, pins: Iterable[str], pushed: Iterable[str] = ()) -
         pushed=tuple(pushed),
         has_moments=WITHOUT_MOMENTS not in record.flags,
     )
+
+
+def log_fields(entry: LogEntry) -> dict[str, object]:
+    """Return the fields of *entry* in tables: as in ``--json``, and its metrics or why it cannot be read."""
+    if entry.damage is not None:
+        return {"run": entry.run, "step": entry.step, "commit": entry.commit, "damage": entry.damage}
+    return json_fields(entry) | ({"metrics": dict(entry.metrics)} if entry.metrics else {})
 
 
 def names_of_pins(repo: Repository) -> dict[str, list[str]]:

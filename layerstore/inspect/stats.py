@@ -26,6 +26,7 @@ from layerstore.model import (
 )
 from layerstore.progress import Progress
 from layerstore.storage import Repository, RunView
+from layerstore.units import size
 
 VERSION, STATE, RECORD = "version", "state", "record"
 """Kinds besides those of layers' objects: version blobs, everything that is not a layer, commit records and pins."""
@@ -83,6 +84,14 @@ class Stats:
     """The number of missing objects that are needed; `verify` names them."""
     left_out: list[str] = field(default_factory=list)
     """What could not be read, and so is in no figure."""
+
+    def __repr__(self) -> str:
+        sizes = f"logical {size(self.logical_bytes)}, needed {size(self.unique_bytes)}"
+        missing = f", MISSING {self.missing}" if self.missing else ""
+        return (
+            f"<Stats of {self.run or 'the store'}: commits {self.commits}, {sizes}, "
+            f"on disk {size(self.physical_bytes)}{missing}>"
+        )
 
     @property
     def commits(self) -> int:

@@ -1,5 +1,6 @@
 """What results look like in a session: a line each, tables in notebooks and pandas, times, and why there is nothing."""
 
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import layerstore
 from layerstore import NotFound, Store, Unsupported
 from layerstore.tables import Table, html_table
+from tests.generated import generate
 from tests.unit.checkpoints import checkpoint
 
 
@@ -38,6 +40,54 @@ def test_results_are_one_readable_line(store: Store, tmp_path: Path) -> None:
     assert repr(composite).startswith("<Composite sft@2: policy latest, 0 of ")
     assert repr(diff).startswith("<Diff sft@2 -> best: layers ")
     assert not [each for each in (pin, composite, view, again, diff, dropped) if "\n" in repr(each)]
+
+
+def test_reports_are_one_readable_line(store: Store, tmp_path: Path) -> None:
+    """Counts, a verify, a measured diff, a doctor's report, an export before it is written, the ages of layers."""
+    composite = store.compose("sft@2")
+    diff = store.diff("sft@2", "sft@2", stat=True)
+    lines = {
+        "Stats": repr(store.stats()),
+        "Verdict": repr(store.verify()),
+        "Diff": repr(diff),
+        "Diagnosis": repr(layerstore.doctor(tmp_path / "store")),
+        "ExportPlan": repr(composite.plan_export()),
+        "Staleness": repr(composite.staleness),
+    }
+
+    assert lines["Stats"].startswith("<Stats of the store: commits 1, ")
+    assert lines["Verdict"].startswith("<Verdict no damage; records 1, ")
+    assert "; moved most: " in lines["Diff"]
+    assert repr(store.stats("sft")).startswith("<Stats of sft: commits 1, ")
+    assert {name: line for name, line in lines.items() if len(line) > 300 or not line.startswith(f"<{name}")} == {}
+
+
+def test_a_verdict_names_the_first_damage(store: Store) -> None:
+    """Whoever looks at it in a session sees at once that something is wrong, and where."""
+    victim = max((store.path / "objects").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    victim.unlink()
+
+    assert re.match(rf"<Verdict 1 damaged: .*{victim.name}; ", repr(store.verify()))
+
+
+def test_what_was_measured_is_in_tables_and_frames(store: Store, tmp_path: Path) -> None:
+    """If the log was asked for it; a commit without a metric has a gap there, a damaged one says why and no time."""
+    pandas = pytest.importorskip("pandas")
+    measured = generate(tmp_path / "measured", step=3, client_state={"metrics": {"loss": 2.25}})
+    store.ingest(measured, run="other")
+
+    log = store.log(metrics=True)
+
+    assert "loss 2.25" in log._repr_html_()
+    frame = log.to_pandas().set_index("run")
+    assert frame.loc["other", "metrics.loss"] == 2.25
+    assert pandas.isna(frame.loc["sft", "metrics.loss"])
+    assert "metrics" not in store.log()._repr_html_()
+    (record,) = (store.path / "commits" / "sft").iterdir()
+    record.write_bytes(b"")
+    damaged = store.log("sft")
+    assert "damage" in damaged._repr_html_()
+    assert "1970" not in damaged._repr_html_()
 
 
 def test_times_are_times_too(store: Store) -> None:
