@@ -13,6 +13,7 @@ from layerstore.bisect.trials import Trials, key_of
 from layerstore.compose import Composition, compose_latest
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput
 from layerstore.history import Resolved, references_to, resolve, saves_below
+from layerstore.layers import typed
 from layerstore.storage import Repository, lock
 
 _SAVES_LATER = 4
@@ -153,10 +154,12 @@ def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> 
         found = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
     except Contradiction as exc:
         said = "good" if exc.index == 0 else "bad"
-        raise Conflict(
-            f"{names[exc.index]} is said to be {said}, and the command says {exc.found}",
-            hint=f"choose another {said.upper()}, or look at what the command prints",
-        ) from exc
+        hint = f"choose another {said.upper()}, or look at what the command prints"
+        if exc.index == 0:
+            hint += (
+                f": does it run? layerstore compose {typed(names[0])} --format hf -o DIR makes a folder to try it with"
+            )
+        raise Conflict(f"{names[exc.index]} is said to be {said}, and the command says {exc.found}", hint=hint) from exc
     layers, origin = None, None
     if has_layers:
         later = min(found.bad + _SAVES_LATER, len(row) - 1)

@@ -37,27 +37,27 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
     """
     Return where a row of *count* turns bad: its first is said to be good, its last to be bad.
 
-    An end is judged only if nothing else next to the boundary was: then it has to be what it was said to be.
+    The first is judged before anything else: a judge that does not work calls everything bad. The last is judged only
+    if nothing else is the first bad one.
 
     Raises:
-        Contradiction: It is not.
+        Contradiction: One of them is not what it is said to be.
     """
     good, bad = 0, count - 1
-    judged: set[int] = set()
+    if (found := judge(good)) != "good":
+        raise Contradiction(good, found)
     skipped: set[int] = set()
     while between := [index for index in range(good + 1, bad) if index not in skipped]:
         middle = between[len(between) // 2]
         verdict = judge(middle)
-        judged.add(middle)
         if verdict == "good":
             good = middle
         elif verdict == "bad":
             bad = middle
         else:
             skipped.add(middle)
-    for index, said in ((good, "good"), (bad, "bad")):
-        if index not in judged and (found := judge(index)) != said:
-            raise Contradiction(index, found)
+    if bad == count - 1 and (found := judge(bad)) != "bad":
+        raise Contradiction(bad, found)
     return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
 
 

@@ -10,7 +10,7 @@ from layerstore.bisect.search import Contradiction, Verdict, bad_together, first
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9, 40])
 def test_the_first_bad_of_a_row_is_found(count: int) -> None:
-    """Wherever it is, with log2 questions and at most one more, about an end."""
+    """Wherever it is, with a question about the first, log2 more, and at most one about the last."""
     for turn in range(1, count):
         asked: list[int] = []
 
@@ -20,7 +20,7 @@ def test_the_first_bad_of_a_row_is_found(count: int) -> None:
 
         found = first_bad(count, judge)
         assert (found.good, found.bad, found.skipped) == (turn - 1, turn, ())
-        assert len(asked) == len(set(asked)) <= ceil(log2(count)) + (2 if count == 2 else 1)
+        assert len(asked) == len(set(asked)) <= ceil(log2(count)) + 2
 
 
 def test_what_cannot_be_judged_is_left_out() -> None:
@@ -31,9 +31,16 @@ def test_what_cannot_be_judged_is_left_out() -> None:
 
 @pytest.mark.parametrize(("always", "index"), [("bad", 0), ("good", 6)])
 def test_an_end_that_is_not_what_it_was_said_to_be(always: Verdict, index: int) -> None:
-    """It is noticed, and named."""
+    """It is noticed, and named; a first that is not good before anything else is asked."""
+    asked: list[int] = []
+
+    def judge(index: int) -> Verdict:
+        asked.append(index)
+        return always
+
     with pytest.raises(Contradiction) as caught:
-        first_bad(7, lambda _: always)
+        first_bad(7, judge)
+    assert len(asked) == (1 if index == 0 else 4)
     assert (caught.value.index, caught.value.found) == (index, always)
 
 

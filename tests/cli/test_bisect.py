@@ -58,10 +58,24 @@ def test_the_command_line_bisects_by_exit_code_and_by_metric(run: Run, store: Pa
         assert outcome.code == 0, outcome.err
         assert outcome.out.splitlines()[0] == "bad since sft@5"
         assert "looking at" in outcome.err
-        assert "trial 1: sft@5: bad" in outcome.err
+        assert "trial 1: sft@1: good" in outcome.err
+        assert "trial 2: sft@5: bad" in outcome.err
         log = run("bisect", "log", "--dir", folder)
         assert "sft@5" in log.out
         assert "bad" in log.out
+
+
+def test_a_judge_that_does_not_run_ends_it_after_one_trial(run: Run, store: Path, tmp_path: Path) -> None:
+    """A mistyped script exits with 2, as if every save were bad: GOOD is judged first, and the hint says to try it."""
+    words = ["sft@1", "sft@8", "--store", store, "--dir", tmp_path / "b"]
+
+    outcome = run("bisect", *words, "--", sys.executable, tmp_path / "jugde.py", "{}")
+
+    assert outcome.code == 15
+    (trial,) = [line for line in outcome.err.splitlines() if line.startswith("trial")]
+    assert trial.startswith("trial 1: sft@1: bad")
+    assert "sft@1 is said to be good, and the command says bad" in " ".join(outcome.err.split())
+    assert "does it run? layerstore" in outcome.err
 
 
 @pytest.mark.parametrize(
