@@ -1,26 +1,31 @@
 """
 Shell completion of values; typer itself completes commands and options.
 
-The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``. The names of
-runs, steps and pins are in the store's folders, so no record, index or library is needed. A dropped step is therefore
-offered until gc has removed it. Names of metrics are read from the newest commit of each run. On errors nothing is
-offered; the command itself will report them.
+The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``; for a few
+commands it means less (`_OF_COMMAND`). The names of runs, steps, pins and remotes are in the store's folders, so no
+record, index or library is needed; a step that another one replaced is therefore offered, too. Names of metrics are
+read from the newest commit of each run, those of layers from the commit on the line. On errors nothing is offered; the
+command itself will report them.
 """
 
 import contextlib
 import io
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerstore.cli.options import nearest_store
 
 if TYPE_CHECKING:
     from typer._click.core import Command, Context, Parameter
     from typer._click.shell_completion import CompletionItem
+
+    from layerstore.layout import Layout
 
 VARIABLE = "_LAYERSTORE_COMPLETE"
 
@@ -90,18 +95,12 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
     """Return completions of the value *incomplete* of *param*; none for paths, which shells complete better."""
     metavar = (getattr(param, "metavar", None) or "").rstrip("…")
     store = _store_of(context)
-    if metavar == "STEP":
-        runs = [context.params["run"]] if context.params.get("run") else _runs(store)
-        return items(_steps_of(runs[0], incomplete, store) if len(runs) == 1 else [])
     if _CHOICES.fullmatch(metavar):
         words = metavar.split("|")
-    elif metavar in {"REF", "A", "B"} or (metavar == "MODEL" and "@" in incomplete):  # a model is usually a path
-        words = _references(incomplete, store)
     else:
-        offered = {"RUN": _runs, "R": _runs, "PIN": _pins, "P": _policies, "METRIC": _metrics}.get(
-            metavar.partition("[")[0]
-        )
-        words = offered(store) if offered else []
+        metavar = metavar.partition("[:")[0]
+        offered = _OF_COMMAND.get((context.command.name, metavar)) or _OFFERED.get(metavar)
+        words = offered(_Asked(store, incomplete, context.params)) if offered else []
     return items([word for word in words if word.startswith(incomplete)])
 
 
@@ -114,39 +113,107 @@ def _store_of(context: "Context") -> Path:
 # -- what a store holds --------------------------------------------------------------------------------------------
 
 
-def _references(incomplete: str, store: Path) -> list[str]:
-    """Return runs and pins; once a single run matches, its steps too."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A value that is being typed."""
+
+    store: Path
+    incomplete: str
+    given: dict[str, Any]
+    """The values on the line before it, by parameter."""
+
+
+def _layout(asked: _Asked) -> "Layout":
+    from layerstore.layout import layout_at
+
+    return layout_at(asked.store)
+
+
+def _references(asked: _Asked) -> list[str]:
+    return _references_in(_layout(asked).commits, asked.incomplete, pins=_pins(asked))
+
+
+def _commits(asked: _Asked) -> list[str]:
+    return _references_in(_layout(asked).commits, asked.incomplete)
+
+
+def _dropped(asked: _Asked) -> list[str]:
+    return _references_in(_layout(asked).dropped, asked.incomplete)
+
+
+def _references_in(commits: Path, incomplete: str, *, pins: Iterable[str] = ()) -> list[str]:
+    """Return the runs in the folder *commits*, and *pins*; once a single run matches, its steps too."""
     reference = _REFERENCE.fullmatch(incomplete)
     if reference is not None:
-        return [f"{reference['run']}@{step}" for step in _steps_of(reference["run"], reference["step"], store)]
-    found = sorted(name for name in [*_runs(store), *_pins(store)] if name.startswith(incomplete))
-    only = found[0] if len(found) == 1 and found[0] in _runs(store) else None
-    return found if only is None else [only, *(f"{only}@{step}" for step in _steps_of(only, "", store))]
+        return [f"{reference['run']}@{step}" for step in _steps_of(commits / reference["run"], reference["step"])]
+    runs = _names(commits)
+    found = sorted(name for name in [*runs, *pins] if name.startswith(incomplete))
+    only = found[0] if len(found) == 1 and found[0] in runs else None
+    return found if only is None else [only, *(f"{only}@{step}" for step in _steps_of(commits / only, ""))]
 
 
-def _runs(store: Path) -> list[str]:
-    from layerstore.layout import layout_at
-
-    return _names(layout_at(store).commits)
-
-
-def _pins(store: Path) -> list[str]:
-    from layerstore.layout import layout_at
-
-    return _names(layout_at(store).pins)
+def _model(asked: _Asked) -> list[str]:
+    """Return commits once a step is begun: a model is usually a path."""
+    return _commits(asked) if "@" in asked.incomplete else []
 
 
-def _policies(store: Path) -> list[str]:
-    from layerstore.policy import EXACT, names
+def _steps(asked: _Asked) -> list[str]:
+    """Return the steps of the run on the line, or of the only one."""
+    runs = [asked.given["run"]] if asked.given.get("run") else _runs(asked)
+    return _steps_of(_layout(asked).run(runs[0]), asked.incomplete) if len(runs) == 1 else []
 
-    return sorted([EXACT, *names()])
+
+def _runs(asked: _Asked) -> list[str]:
+    return _names(_layout(asked).commits)
 
 
-def _metrics(store: Path) -> list[str]:
+def _pins(asked: _Asked) -> list[str]:
+    return _names(_layout(asked).pins)
+
+
+def _remotes(asked: _Asked) -> list[str]:
+    try:
+        found = json.loads(_layout(asked).remotes.read_text())
+    except (OSError, ValueError):
+        return []
+    return sorted(name for name in found if _is_plain(name))
+
+
+def _remotes_and_references(asked: _Asked) -> list[str]:
+    """Return remotes as the first word; references are here for a push, and there for a pull, but often in both."""
+    return [*([] if asked.given.get("words") else _remotes(asked)), *_references(asked)]
+
+
+def _remote_to_remove(asked: _Asked) -> list[str]:
+    return _remotes(asked) if asked.given.get("action") == "remove" else []
+
+
+def _policies(_: _Asked) -> list[str]:
+    from layerstore.policy import names
+
+    return sorted(names())
+
+
+def _selections(asked: _Asked) -> list[str]:
+    from layerstore.policy import EXACT
+
+    return sorted([EXACT, *_policies(asked)])
+
+
+def _layers(asked: _Asked) -> list[str]:
+    import layerstore
+    from layerstore.history import resolve
+
+    with layerstore.open(asked.store) as opened:
+        record = resolve(opened.repo, asked.given.get("ref")).record
+        return [entry.layer for entry in record.layers if _is_plain(entry.layer)]
+
+
+def _metrics(asked: _Asked) -> list[str]:
     import layerstore
     from layerstore.history import metrics_if_sound
 
-    with layerstore.open(store) as opened:
+    with layerstore.open(asked.store) as opened:
         catalog = opened.repo.catalog
         views = [catalog.view(run) for run in catalog.runs()[:_RUNS_MAX]]
         newest = [catalog.commit(view.visible[-1].name).record for view in views if view.visible]
@@ -154,11 +221,11 @@ def _metrics(store: Path) -> list[str]:
         return sorted({name for names in found for name in names if _is_plain(name)})
 
 
-def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
-    """Return the newest steps of *run* that start with *first_digits*, newest first."""
-    from layerstore.layout import RECORD_NAME, layout_at
+def _steps_of(folder: Path, first_digits: str) -> list[str]:
+    """Return the newest steps in a run's *folder* that start with *first_digits*, newest first."""
+    from layerstore.layout import RECORD_NAME
 
-    found = (RECORD_NAME.fullmatch(name) for name in _names(layout_at(store).run(run)))
+    found = (RECORD_NAME.fullmatch(name) for name in _names(folder))
     steps = {int(match["step"]) for match in found if match is not None and match["step"].startswith(first_digits)}
     return [str(step) for step in sorted(steps, reverse=True)[:_STEPS_MAX]]
 
@@ -174,3 +241,31 @@ def _names(folder: Path) -> list[str]:
 
 def _is_plain(name: str) -> bool:
     return name.isprintable() and _SPECIAL.isdisjoint(name)
+
+
+_OFFERED: dict[str, Callable[[_Asked], list[str]]] = {
+    "REF": _references,
+    "A": _references,
+    "B": _references,
+    "GOOD": _commits,
+    "BAD": _commits,
+    "MODEL": _model,
+    "RUN": _runs,
+    "R": _runs,
+    "STEP": _steps,
+    "PIN": _pins,
+    "P": _selections,
+    "METRIC": _metrics,
+    "LAYER": _layers,
+    "REMOTE": _remotes,
+    "[REMOTE] [REF]...": _remotes_and_references,
+}
+"""What a metavar offers."""
+
+_OF_COMMAND: dict[tuple[str | None, str], Callable[[_Asked], list[str]]] = {
+    ("drop", "REF"): _commits,  # never a pin
+    ("undrop", "REF"): _dropped,
+    ("ingest", "P"): _policies,  # exact chooses what is there already
+    ("remote", "NAME"): _remote_to_remove,
+}
+"""Where a command takes less than its metavar says elsewhere."""

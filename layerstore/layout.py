@@ -83,6 +83,11 @@ class Layout:
         return self.root / "trash"
 
     @cached_property
+    def dropped(self) -> Path:
+        """The records in the trash, in one folder per run."""
+        return self.trash / "commits"
+
+    @cached_property
     def sparse(self) -> Path:
         """Partially fetched objects of a remote."""
         return self.root / "sparse"

@@ -43,7 +43,7 @@ class Trash:
 
     def records(self) -> list[RecordName]:
         """Return the records in the trash, by run and step."""
-        folder = self._layout.trash / "commits"
+        folder = self._layout.dropped
         runs = self._files.names_in_folder(folder)
         found = (name_in(run, each) for run in runs for each in self._files.names_in_folder(folder / run))
         return sorted(name for name in found if name is not None)
@@ -71,7 +71,7 @@ class Trash:
         self._files.sync_directory(self._record(name).parent)
 
     def _record(self, name: RecordName) -> Path:
-        return self._layout.trash / "commits" / name.run / name.file_name
+        return self._layout.dropped / name.run / name.file_name
 
     # -- what was damaged ----------------------------------------------------------------------------------------
 

@@ -79,6 +79,14 @@ def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ("layerstore compose --run sft --step ", ["4", "2"]),
         ("layerstore compose --step 4", ["4"]),
         ("layerstore compose -o ", []),
+        ("layerstore ingest --policy ", ["drift", "filter", "full", "latest", "parity"]),
+        ("layerstore drop ", ["sft", "sft@4", "sft@2"]),
+        ("layerstore bisect s", ["sft", "sft@4", "sft@2"]),
+        ("layerstore bisect sft@2 sft@", ["sft@4", "sft@2"]),
+        ("layerstore undrop ", []),
+        ("layerstore push ", ["best", "sft"]),
+        ("layerstore verify --remote ", []),
+        ("layerstore ls sft model.n", ["model.norm"]),
         ("layerstore ingest ", []),
         ("layerstore estimate s", []),
         ("layerstore estimate sft@", ["sft@4", "sft@2"]),
@@ -101,6 +109,42 @@ def test_metrics_of_the_newest_commits_are_offered(
     assert before == []
     assert complete("layerstore log --metric ") == ["eval_loss", "loss"]
     assert complete("layerstore gc --keep-best ev") == ["eval_loss"]
+
+
+def test_undrop_offers_what_is_in_the_trash(complete: Complete, store: Path) -> None:
+    """And nothing that is visible: that cannot be brought back."""
+    with layerstore.open(store) as opened:
+        opened.drop("sft@2")
+
+    assert complete("layerstore undrop ") == ["sft", "sft@2"]
+    assert complete("layerstore undrop sft@") == ["sft@2"]
+    assert complete("layerstore show sft@") == ["sft@4"]
+
+
+def test_remotes_are_offered_by_name(complete: Complete, store: Path) -> None:
+    """To what takes one: as a push's first word only, and to ``remote remove``, but not to ``remote add``."""
+    with layerstore.open(store) as opened:
+        opened.remotes.add("origin", "s3://bucket/prefix")
+        opened.remotes.add("other", "s3://bucket/other")
+
+    for line in ("verify --remote ", "gc --remote ", "gc --pushed-to ", "repair --remote ", "remote remove "):
+        assert complete(f"layerstore {line}") == ["origin", "other"]
+    assert complete("layerstore push ") == ["origin", "other", "best", "sft"]
+    assert complete("layerstore pull or") == ["origin"]
+    assert complete("layerstore push origin o") == []
+    assert complete("layerstore push origin sft@") == ["sft@4", "sft@2"]
+    assert complete("layerstore remote add ") == []
+    (store / "remotes.json").write_text("[")
+    assert complete("layerstore push o") == []
+
+
+def test_layers_are_those_of_the_commit_on_the_line(complete: Complete, store: Path) -> None:
+    """With the command's other words around it."""
+    with layerstore.open(store) as opened:
+        layers = list(opened.compose("sft@2").layers)
+
+    assert complete("layerstore ls sft@2 ") == layers
+    assert complete("layerstore ls --json best model.layers.") == [name for name in layers if ".layers." in name]
 
 
 def test_a_name_that_a_shell_would_act_upon_is_not_offered(complete: Complete, store: Path) -> None:
@@ -228,6 +272,11 @@ TYPED = {
     "layerstore diff best sft@2\t--sta\t": ["diff", "best", "sft@2", "--stat"],
     "layerstore compose --policy par\t": ["compose", "--policy", "parity"],
     "layerstore ingest sub/fo\t": ["ingest", "sub/folder"],
+    "layerstore ls sft@4 model.no\t": ["ls", "sft@4", "model.norm"],
+    "layerstore undrop sf\t@\t": ["undrop", "sft@9"],
+    "layerstore push or\t": ["push", "origin"],
+    "layerstore verify --remote or\t": ["verify", "--remote", "origin"],
+    "layerstore ingest --policy pa\t": ["ingest", "--policy", "parity"],
 }
 # How each is started without a user's own settings, and told what the documentation says it has to be told.
 STARTED = {
@@ -251,6 +300,10 @@ def test_in_a_real_shell(store: Path, tmp_path: Path, shell: Shell) -> None:
         pytest.skip(f"there is no {shell.value} (Debian: {shell.value})")
     (tmp_path / "sub" / "folder").mkdir(parents=True)
     options, told_once = STARTED[shell]
+    with layerstore.open(store) as opened:
+        opened.remotes.add("origin", "s3://bucket/prefix")
+        opened.ingest(generate(tmp_path / "dropped", step=9), run="sft")
+        opened.drop("sft@9")
     environment = {
         **os.environ,
         "PATH": f"{_noting(tmp_path).parent}:{os.environ['PATH']}",
