@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import Column, counted, is_quiet, say, say_json, say_paragraph, say_table, shown
+from layerstore.cli.progress import shown_steps
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_value
 from layerstore.units import size
@@ -45,9 +46,9 @@ def demo(
     """
     from layerstore.live.demo import run_demo
 
-    says = not as_json and not is_quiet()
     try:
-        facts = run_demo(folder, steps=steps, keep=keep, force=force, say=_say_progress if says else lambda _: None)
+        with shown_steps(as_json=as_json) as say_step:
+            facts = run_demo(folder, steps=steps, keep=keep, force=force, say=say_step)
     except LayerstoreError as exc:
         tail = exc.facts.get("tail")
         for line in tail if isinstance(tail, list) else []:
@@ -68,10 +69,6 @@ def demo(
             f"layers saved at step {facts['losses'][-1]['step']} are identical, bit for bit, to those of the "
             "uninterrupted run."
         )
-
-
-def _say_progress(line: str) -> None:
-    print(shown(line), file=sys.stderr, flush=True)
 
 
 def _say_facts(facts: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,5 +153,43 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
         stop.set()
         if speaker.ident is not None:
             speaker.join()
+        with contextlib.suppress(OSError):
+            draw("")
+
+
+@contextlib.contextmanager
+def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator[Callable[[str], None]]:
+    """
+    Yield what prints a line about the step that begins: work of which nobody knows how much there is.
+
+    Until the next line, the seconds are counted: in place on a terminal, in a log by a line now and then.
+    """
+    if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
+        yield lambda _: None
+        return
+    is_live, stop, guard, began = sys.stderr.isatty(), threading.Event(), threading.Lock(), [time.monotonic()]
+
+    def say(line: str) -> None:
+        with guard:
+            began[0] = time.monotonic()
+            say_progress(line)
+
+    def count() -> None:
+        pause = 1.0 if is_live else every_seconds
+        while not stop.wait(pause):
+            with guard, contextlib.suppress(OSError):
+                seconds = time.monotonic() - began[0]
+                if seconds >= pause:
+                    (draw if is_live else say_progress)(f"  … {seconds:.0f} s")
+
+    counting = threading.Thread(target=count, daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads allowed: work without a clock
+        counting.start()
+    try:
+        yield say
+    finally:
+        stop.set()
+        if counting.ident is not None:
+            counting.join()
         with contextlib.suppress(OSError):
             draw("")

@@ -383,8 +383,10 @@ def say_warning(message: str) -> None:
 
 
 def say_progress(line: str) -> None:
-    """Print a line of progress, for a log."""
-    _print(shown(line), sys.stderr)
+    """Print a line of progress; on a terminal it is folded between words."""
+    indent = len(line) - len(line.lstrip()) + 2
+    for part in _folded(shown(line), indent=indent, stream=sys.stderr):
+        _print(part, sys.stderr)
 
 
 def draw(line: str) -> None:

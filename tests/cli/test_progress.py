@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from layerstore.cli.progress import LINE_SECONDS, Phase, bar_line, progress_line, shown_progress
+from layerstore.cli.progress import LINE_SECONDS, Phase, bar_line, progress_line, shown_progress, shown_steps
 from layerstore.cli.render import be_quiet, speak_up
 
 
@@ -74,6 +74,58 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(monkeypatch: pyt
     monkeypatch.setattr(sys, "stderr", Closed())
 
     _worked()
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers what was written."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+def test_steps_are_folded_on_a_terminal_and_whole_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No word is broken, not even at its hyphen; what follows is indented under it."""
+    line = f"  removing what is neither of the newest 3 nor of every 10th step; {'demo-filter ' * 5}stays"
+    with shown_steps(as_json=False) as say:
+        say(line)
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown_steps(as_json=False) as say:
+        say(line)
+
+    assert capsys.readouterr().err == f"{line}\n"
+    shown = [text for text in terminal.getvalue().splitlines() if text.strip()]
+    assert len(shown) == 2
+    assert all(len(text) <= 80 for text in shown)
+    assert " ".join(" ".join(shown).split()) == " ".join(line.split())
+    assert shown[1].startswith("    ")
+
+
+def test_while_a_step_lasts_its_seconds_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one place on a terminal, where the next line takes their place; in a log by a line now and then."""
+    with shown_steps(as_json=False, every_seconds=0.05) as say:
+        say("starting")
+        time.sleep(0.3)
+    log = capsys.readouterr().err.splitlines()
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown_steps(as_json=False) as say:
+        say("starting")
+        time.sleep(1.5)
+        say("done")
+    time.sleep(0.1)
+
+    assert log[0] == "starting"
+    assert set(log[1:]) == {"  … 0 s"}
+    assert "\r  … 1 s" in terminal.getvalue()
+    assert re.search(r"\r {20,}\rdone\n$", terminal.getvalue())
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])

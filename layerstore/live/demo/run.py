@@ -61,6 +61,7 @@ _MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the
 _RESULTS = ("checkpoints", "store", "policies", "composites", "resumed", "report.html")
 _CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS
 _LOGS = "logs"
+_TRAINING = "training"
 
 _MODULE = "layerstore.live.demo.training"
 
@@ -215,8 +216,8 @@ class _Demo:
     def _train(self) -> dict[int, float]:
         checkpoints = self._folder / _CHECKPOINTS
         text = f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps"
-        with self._part("training", text):
-            (losses,) = self._trained("training", first=1, last=self._steps, out=checkpoints, saves=self._saves)
+        with self._part(_TRAINING, text):
+            (losses,) = self._trained(_TRAINING, first=1, last=self._steps, out=checkpoints, saves=self._saves)
         self._facts["sizes"]["checkpoints"] = size_bytes(checkpoints)
         return losses
 
@@ -282,6 +283,7 @@ class _Demo:
         out = self._folder / _RESUMED / "other"
         text = f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded"
         with self._part("other ranks", text):
+            self._note("one rank trains on other texts than two, so its loss is another; masters and moments count")
             self._trained(
                 "other-ranks",
                 count=OTHER_RANKS,
@@ -306,7 +308,7 @@ class _Demo:
         with self._part("gc", text), open_store(self._store) as store:
             found = self._facts["gc"] = collect(store, self._rules, runs=[RUN, RESUMED_RUN, RESIZED_RUN])
         freed = found["before_bytes"] - found["after_bytes"]
-        self._note(f"{_megabytes(freed)} are free, what is left is verified")
+        self._note(f"{_megabytes(freed)} freed; what is left is verified")
 
     def _report(self) -> None:
         text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
@@ -336,15 +338,18 @@ class _Demo:
             if event["kind"] == "resumed":
                 current = event["checkpoint"]
                 self._note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
+                if resume[current].name == MIXED:
+                    self._note("a mixture is another model: its losses are near those above, and not the same")
             else:
                 step, loss = event["step"], float.fromhex(event["loss"])
                 losses[current][step] = loss
                 self._note(f"step {step} of {last}, loss {loss:.4f}")
 
-        self._note(
-            "starting torch and DeepSpeed, which compiles its C++ operator the first time, for a minute or more; "
-            f"their log is {log.relative_to(self._folder)}"
-        )
+        if name == _TRAINING:
+            self._note(
+                "starting torch and DeepSpeed, which compiles its C++ operator the first time, for a minute or more; "
+                f"the log: {log}"
+            )
         run_ranks(_MODULE, arguments, count=count, folder=self._folder, log=log, hear=hear)
         if any(list(found) != list(range(first, last + 1)) for found in losses):
             raise LayerstoreError(f"the training told of other steps than {first} to {last}; its log is {log}")
