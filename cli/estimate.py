@@ -191,17 +191,22 @@ def _stored_model(name: str, store: str | None) -> "Model":
             hint=f"hf download {name} config.json --local-dir {folder}, then "
             f"layerstore estimate {folder}/config.json; or --params 8B --layers 32",
         )
+    sized = (
+        f"layerstore estimate --params {name} --layers 32" if _COUNT.fullmatch(name) and name[-1].isalpha() else None
+    )
     if store is None and not nearest_store().exists():
         raise InvalidInput(
             f"there is no such file or folder: {name}, and no store at {DEFAULT_STORE} with a commit of that name",
-            hint="name a store with --store; --params 8B --layers 32 needs neither",
+            hint=sized or "name a store with --store; --params 8B --layers 32 needs neither",
         )
     with opened(store) as opened_store:
         try:
             return model_of_commit(opened_store.repo, name)
         except NotFound as exc:
             place = opened_store.path
-            raise NotFound(f"{name} is no file or folder, and no commit of {place}: {exc}", hint=exc.hint) from exc
+            raise NotFound(
+                f"{name} is no file or folder, and no commit of {place}: {exc}", hint=sized or exc.hint
+            ) from exc
         except InvalidInput as exc:
             raise InvalidInput(f"there is no such file or folder: {name}, and it cannot be a commit: {exc}") from exc
 

@@ -161,7 +161,9 @@ def check_name(name: str, *, what: str) -> str:
     """
     problem = _name_problem(name)
     if problem is not None:
-        raise InvalidInput(f"{what} {name!r} {problem}", hint="use letters, digits, '-', '_' and '.'")
+        raise InvalidInput(
+            f"{what} {name!r} {problem}", hint="a name is like sft-8b_lr2.5; with spaces it needs quotes"
+        )
     return name
 
 

@@ -84,6 +84,9 @@ SOURCE_FILES_MAX = 100_000
 # A step has 18 digits in references and 8 bytes in the index.
 STEP_MAX = 10**18
 
+# Ranks that a composite is written for: more than any job has. Each rank has its own files.
+RANKS_MAX = 100_000
+
 # Names of runs and pins become path components, which most filesystems limit to 255 bytes.
 NAME_BYTES_MAX = 200
 

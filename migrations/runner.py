@@ -22,6 +22,7 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.migrations import m0001_lineage
 from layerstore.migrations.step import MigratedFile, Older, Step
 from layerstore.storage import Files, RecordStore, Trash, hinted, lock, read_identity
+from layerstore.units import size
 
 STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
 """The steps from each format to the next; the last one leads to the format that this layerstore writes."""
@@ -169,7 +170,7 @@ class _StepRun:
         needed, free = sum(sizes) + 4096 * (len(sizes) + 16), self._files.room(self._root).free_bytes
         if free < needed:
             raise StorageIO(
-                f"the migration of {self._root} needs up to {needed} bytes, {free} are free; nothing was changed",
+                f"the migration of {self._root} needs up to {size(needed)}, {size(free)} are free; nothing was changed",
                 errno=errnos.ENOSPC,
                 filename=str(self._root),
                 hint="free some space and repeat the command",

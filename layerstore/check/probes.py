@@ -25,6 +25,7 @@ from typing import Any, Literal, TextIO
 from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
 from layerstore.limits import NAME_BYTES_MAX, STREAM_BYTES
 from layerstore.storage import Files, Mount, Stream, WeakDurability, open_lock_file, try_flock
+from layerstore.units import size
 
 ELSEWHERE = "choose another filesystem"
 
@@ -198,7 +199,7 @@ def space(files: Files, folder: Path) -> Iterator[Finding]:
     """Check how many bytes and files there is still room for."""
     room = files.room(folder)
     many = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
-    text = f"{room.free_bytes / 1e9:,.1f} of {room.total_bytes / 1e9:,.1f} GB free, {many}; a quota may allow less"
+    text = f"{size(room.free_bytes)} of {size(room.total_bytes)} free, {many}; a quota may allow less"
     has_few_files = room.free_files is not None and room.free_files < _FREE_FILES_MIN
     if room.free_bytes < _FREE_BYTES_MIN or has_few_files:
         hint = "layerstore gc frees what nothing needs; layerstore stats says what is stored"

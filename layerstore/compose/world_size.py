@@ -20,6 +20,7 @@ from layerstore.compose.partitions import as_stage_3, conversion_note, repartiti
 from layerstore.compose.sub_groups import plan_sub_groups, regrouped
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS
+from layerstore.limits import RANKS_MAX
 from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, changed
@@ -115,6 +116,9 @@ def plan_ranks(
             the layers of one have different counters.
     """
     base = composition.base
+    count = base.world_size if world_size is None else world_size
+    if not 1 <= count <= RANKS_MAX:
+        raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint=f"choose a world size of 1 to {RANKS_MAX:,}")
     if moments not in MOMENTS:
         raise InvalidInput(f"moments cannot be {moments!r}", hint=f"choose one of: {', '.join(MOMENTS)}")
     if moments == "base":
@@ -123,9 +127,6 @@ def plan_ranks(
     check_whole(repo, composition, world_size=world_size, is_converted=is_converted)
     versions = check_members(repo, composition)
     slices = composition.slices(repo, versions)
-    count = base.world_size if world_size is None else world_size
-    if count < 1:
-        raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint="choose a world size of 1 or more")
     check_adam_step(adam_step)
     first = repo.state(base.states[0])
     if moments == "fresh":

@@ -277,8 +277,8 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
             ) from exc
         if exc.kind == "no_space":
             exc.message += (
-                f"; this checkpoint needs up to {checkpoint.size_bytes} bytes, "
-                f"{repo.files.room(repo.layout.root).free_bytes} are free; earlier commits are not affected"
+                f"; this checkpoint needs up to {size(checkpoint.size_bytes)}, "
+                f"{size(repo.files.room(repo.layout.root).free_bytes)} are free; earlier commits are not affected"
             )
         raise
 

@@ -320,6 +320,14 @@ def test_little_room_is_told(
     assert found(layerstore.doctor(tmp_path), "space").verdict == verdict
 
 
+def test_room_on_a_small_disk_is_told_in_a_unit_that_fits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as 0.0 of 0.0 GB."""
+    room = Room(total_bytes=16_700_000, free_bytes=4_200_000, free_files=None)
+    monkeypatch.setattr(Files, "room", lambda self, path: room)
+
+    assert found(layerstore.doctor(tmp_path), "space").text.startswith("4.2 MB of 16.7 MB free, ")
+
+
 WAYS = {"links": "winner of a link", "creates": "winner of a create", "tears": "were not whole"}
 
 

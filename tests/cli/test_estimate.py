@@ -87,6 +87,22 @@ def test_what_is_neither_a_path_nor_a_commit_is_told(run: Run, store: Path) -> N
     assert len(typo.err.splitlines()) == 2
 
 
+def test_a_size_in_the_place_of_a_model_leads_to_params(
+    run: Run, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store and without one; the hint can be typed as it stands."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+    for place in (["--store", store], []):
+        outcome = run("estimate", "8B", *place)
+        hint = outcome.err.splitlines()[-1]
+
+        assert outcome.code in {2, 13}
+        assert hint == "hint: layerstore estimate --params 8B --layers 32"
+    assert run(*hint.split()[2:]).code == 0
+
+
 def test_the_same_layers_trained_alike_can_be_asked_for_drift(run: Run) -> None:
     """Without that it is refused, and the hint says where the number comes from."""
     refused = run("estimate", *MODEL, "--policy", "drift:stalest=20", "--json")

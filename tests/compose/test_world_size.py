@@ -272,7 +272,10 @@ def test_values_that_differ_between_ranks_are_noted(
     assert composite.write(tmp_path / "out", world_size=3).world_size == 3
 
 
-@pytest.mark.parametrize(("options", "match"), [({"world_size": 0}, "0 ranks"), ({"adam_step": "mine"}, "'mine'")])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"world_size": 0}, "0 ranks"), ({"world_size": 1_000_000}, "1000000 ranks"), ({"adam_step": "mine"}, "'mine'")],
+)
 def test_what_cannot_be_meant_is_refused(store: Store, tmp_path: Path, options: Any, match: str) -> None:
     """A wrong argument is an error before anything is written."""
     store.ingest(odd_checkpoint(tmp_path))

@@ -1,6 +1,8 @@
 """Promises of the verbs, end to end on generated checkpoints: nothing is lost, doubled or guessed."""
 
+import errno
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.model import Kind
 from tests.unit.checkpoints import change_gathered, checkpoint, digests, header_of, snapshot
 
@@ -441,3 +443,19 @@ def test_a_store_is_found_through_a_link(store: Store, tmp_path: Path, monkeypat
         assert again.path == store.path
         again.ingest(checkpoint(tmp_path))
     assert store.runs() == ["sft"]
+
+
+def test_a_full_disk_says_in_readable_sizes_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+    """Nobody counts the digits of a number of bytes."""
+
+    def refuse(operation: str, path: Path) -> None:
+        if operation == "create" and path.parent.name == "tmp":
+            raise StorageIO("no space left", errno=errno.ENOSPC, filename=str(path))
+
+    layerstore.init(tmp_path / "store").close()
+
+    with Store(tmp_path / "store", hook=refuse) as store, pytest.raises(StorageIO) as caught:
+        store.ingest(checkpoint(tmp_path), run="sft")
+
+    assert caught.value.exit_code == 23
+    assert re.search(r"needs up to [\d.]+ [kM]B, [\d.]+ [GT]B are free; earlier commits", str(caught.value))

@@ -123,7 +123,7 @@ def test_a_pattern_that_gives_no_name_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidInput, match=r"gives 'encoder\.bias' no layer name") as caught:
         layer_of("encoder.bias", pattern=re.compile(pattern))
 
-    assert caught.value.hint
+    assert caught.value.hint == "a name is like sft-8b_lr2.5; with spaces it needs quotes"
 
 
 def test_a_pattern_that_is_no_expression_is_refused() -> None:
