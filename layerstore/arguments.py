@@ -51,16 +51,16 @@ def _checked(function: Any) -> Any:
 
     @wraps(function)
     def checking(*positional: object, **named: object) -> object:
-        wanted, kinds = taken()
+        (wanted, kinds), where = taken(), function.__qualname__.lstrip("_")
         try:
             given = wanted.bind(*positional, **named).arguments
         except TypeError as exc:
-            raise _unbound(function.__qualname__, wanted, named, exc) from None
+            raise _unbound(where, wanted, named, exc) from None
         for name in filter(kinds.__contains__, given):
             is_many = wanted.parameters[name].kind is Parameter.VAR_POSITIONAL
             for value in given[name] if is_many else (given[name],):
                 if not _fits(value, kinds[name]):
-                    raise _misfit(function.__qualname__, name, value, kinds[name])
+                    raise _misfit(where, name, value, kinds[name])
         return function(*positional, **named)
 
     return checking

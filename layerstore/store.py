@@ -685,6 +685,7 @@ class Store:
         return resolve(self._repo, ref)
 
 
+@checked
 def _open(path: StrPath, files: Files) -> Repository:
     """Return the repository of the store at *path*, a folder or the URL of a remote."""
     if isinstance(path, str) and is_url(path):
@@ -773,7 +774,6 @@ def doctor(path: StrPath) -> "Diagnosis":
     return diagnose(folder_of(path), Files())
 
 
-@checked
 def open_store(path: StrPath) -> Store:
     """Open the store at *path*; raises NoStore if there is none."""
     return Store(path)

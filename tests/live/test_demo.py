@@ -14,7 +14,7 @@ import pytest
 import layerstore
 from layerstore.cli.app import main
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError
-from layerstore.live.demo import STEPS, STEPS_MIN, run_demo
+from layerstore.live.demo import STEPS, STEPS_MIN, run, run_demo
 from layerstore.live.demo.launch import Event, run_ranks
 from layerstore.live.demo.run import MARKER, loss_of, problems_of
 from layerstore.live.demo.stores import resized, same_layers
@@ -41,6 +41,32 @@ def demo_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``layerstore demo`` in a process of its own."""
     command = [sys.executable, "-m", "layerstore.cli", "demo", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEMO_SECONDS_MAX, check=False)
+
+
+def test_what_it_waits_for_is_said_once_with_the_whole_path_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And why the losses of a mixture are others than those before."""
+    lines: list[str] = []
+
+    def trained(module: str, arguments: list[str], *, hear: Callable[[Event], object], **_: object) -> None:
+        begin, resumed = (11, ["exact", "parity"]) if "--resume" in arguments else (1, [None])
+        for number, checkpoint in enumerate(resumed):
+            if checkpoint is not None:
+                hear({"kind": "resumed", "checkpoint": number})
+            for step in range(begin, 21):
+                hear({"kind": "step", "step": step, "loss": (2.5).hex()})
+
+    monkeypatch.setattr(run, "run_ranks", trained)
+    demo = run._Demo(tmp_path, steps=20, keep=False, say=lines.append)
+
+    demo._train()
+    demo._resume()
+
+    text = "\n".join(lines)
+    assert text.count("compiles") == 1
+    assert f"the log: {tmp_path}/logs/training.log" in text
+    assert lines[lines.index("  DeepSpeed has loaded composites/parity") + 1].startswith("  a mixture is another model")
 
 
 @pytest.mark.timeout(DEMO_SECONDS_MAX + 60)

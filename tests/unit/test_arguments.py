@@ -85,7 +85,10 @@ def test_the_usual_mistakes_say_what_is_possible(owners: dict[type, Store | Comp
         (store.compose().state_dict, {"dtype": 16}, "dtype is 16, but must be 'bf16' or ", ""),
         (store.gc, {"dryrun": True}, "an unexpected keyword argument 'dryrun'", "did you mean dry_run?"),
         (store.pin, {}, "missing a required argument: 'name'", "it takes name, ref"),
-        (layerstore.open, {"path": 3}, "path is 3, but must be text or a path", ""),
+        (layerstore.open, {"path": 3}, "open: path is 3, but must be text or a path", ""),
+        (layerstore.Store, {"path": 3}, "open: path is 3, but must be text or a path", ""),
+        (layerstore.init, {"path": None}, "init: path is None, but must be text or a path", ""),
+        (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is no DeepSpeed engine", ""),
     ]
 
     for method, arguments, message, hint in mistakes:
