@@ -30,7 +30,12 @@ _WORDS = {
     Iterable: "a list",
     Callable: "a function",
 }
-_REFERENCES = frozenset(["ref", "a", "b", "good", "bad", "since", "onto", "resumed_from"])
+_REFERENCE = 'as text: "RUN@STEP", "RUN" or a pin\'s name'
+_HINTS = {
+    **dict.fromkeys(("ref", "a", "b", "good", "bad", "since", "onto", "resumed_from"), _REFERENCE),
+    "saves": 'as text: "last:10", "sft@800,sft@900:2"',
+}
+"""What a parameter's usual mistakes lead to."""
 
 
 def checked(public: Public) -> Public:
@@ -96,11 +101,8 @@ def _fits(value: object, kind: Any) -> bool:
 def _misfit(where: str, name: str, value: object, kind: Any) -> InvalidInput:
     kinds = get_args(kind) if get_origin(kind) in {Union, UnionType} else (kind,)
     words = [_in_words(each) for each in kinds]
-    hint = None
-    if isinstance(value, str) and any(get_origin(each) is Iterable for each in kinds):
-        hint = f"{name}=[{value!r}]"
-    elif name in _REFERENCES:
-        hint = 'as text: "RUN@STEP", "RUN" or the name of a pin'
+    is_alone = isinstance(value, str) and any(get_origin(each) is Iterable for each in kinds)
+    hint = f"{name}=[{value!r}]" if is_alone else _HINTS.get(name)
     return InvalidInput(f"{where}: {name} is {short(value)}, but must be {' or '.join(words)}", hint=hint)
 
 

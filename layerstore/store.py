@@ -78,7 +78,7 @@ class Store:
     @property
     def repo(self) -> Repository:
         """The store's repository, for `layerstore.live`."""
-        return self._repo
+        return self._opened
 
     @property
     def id(self) -> str:

@@ -112,10 +112,6 @@ def _check_layers(repo: Repository, composition: Composition, save: _Save, names
 
 def _is_last(text: str) -> bool:
     """Whether *text* is ``last:N``; raises InvalidInput if it is meant to be, and is not."""
-    if not isinstance(text, str):
-        raise InvalidInput(
-            f"the saves to average are {text!r}", hint='write them as text: "last:10", "sft@800,sft@900:2"'
-        )
     if _LAST.fullmatch(text) is None and (text.strip() == "last" or text.strip().startswith("last:")):
         raise InvalidInput(f"{text!r} does not say how many saves", hint="last:10, say, for the newest ten")
     return _LAST.fullmatch(text) is not None

@@ -171,7 +171,7 @@ def test_what_saves_share_is_read_once_and_counts_for_each(store: Store, tmp_pat
             for saves in ("sft@2,sft@8:0", "sft@2,,sft@8", "sft@2:nan", "sft@2:-1", "sft@2:", ":2")
         ),
         ({"saves": "sft@2,sft@5"}, NotFound, "no step 5"),
-        ({"saves": ["sft@2"]}, InvalidInput, "the saves to average are"),
+        ({"saves": ["sft@2"]}, InvalidInput, r"saves is \['sft@2'\], but must be text"),
         ({"ema": 1.0}, InvalidInput, "ema 1.0 is not between 0 and 1"),
         ({"ema": 0.5, "saves": "sft@2,sft@8"}, InvalidInput, "names others"),
     ],
