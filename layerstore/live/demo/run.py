@@ -37,6 +37,7 @@ from layerstore.live.demo.stores import (
 from layerstore.policy import Keep
 from layerstore.storage import mapped_errors
 from layerstore.store import open_store
+from layerstore.units import size
 
 RANKS = 2
 OTHER_RANKS = 1
@@ -228,7 +229,7 @@ class _Demo:
             (self._folder / _POLICIES).mkdir()
             for name in POLICIES:
                 saved.append(usage_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
-                self._note(f"{name}: {_megabytes(saved[-1]['total_bytes'])} of store")
+                self._note(f"{name}: {size(saved[-1]['total_bytes'])} of store")
             self._facts["sizes"]["store"] = size_bytes(self._store)
             with open_store(self._store) as store:
                 ingest_under("filter", checkpoints, self._saves, store=store, run=FILTERED_RUN)
@@ -251,7 +252,7 @@ class _Demo:
             mixed.pin(MIXED)
             self._facts["mixture"] = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
         self._facts["sizes"]["composite"] = written.bytes_written
-        self._note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
+        self._note(f"{size(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
         self._drop(_POLICIES)
 
     def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
@@ -275,9 +276,7 @@ class _Demo:
             same = self._facts["layers"] = same_layers(
                 store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN)
             )
-        self._note(
-            f"{sum(same.values())} of {len(same)} layers are stored already, {_megabytes(ingested.bytes_new)} new"
-        )
+        self._note(f"{sum(same.values())} of {len(same)} layers are stored already, {size(ingested.bytes_new)} new")
 
     def _resume_elsewhere(self) -> None:
         out = self._folder / _RESUMED / "other"
@@ -308,7 +307,7 @@ class _Demo:
         with self._part("gc", text), open_store(self._store) as store:
             found = self._facts["gc"] = collect(store, self._rules, runs=[RUN, RESUMED_RUN, RESIZED_RUN])
         freed = found["before_bytes"] - found["after_bytes"]
-        self._note(f"{_megabytes(freed)} freed; what is left is verified")
+        self._note(f"{size(freed)} freed; what is left is verified")
 
     def _report(self) -> None:
         text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
@@ -379,7 +378,3 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
