@@ -102,14 +102,18 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
     could, done = ("cannot", "changed") if dry_run else ("could not", "removed")
     pins = sum(map(_is_pin, names))
     kinds = (counted(count, noun) for count, noun in ((len(names) - pins, "commit"), (pins, "pin")) if count)
-    return f"{' and '.join(kinds)} {could} be healed: {some(names)}; nothing was {done}"
+    healed = f"{' and '.join(kinds)} {could} be healed: {some(names)}" if names else ""
+    strangers = f"unknown among records, pins and parts: {some(repaired.strangers)}" if repaired.strangers else ""
+    return f"{'; '.join(filter(None, (healed, strangers)))}; nothing was {done}"
 
 
 def _hint(repaired: "Repaired", *, read_data: bool) -> str:
     """Name the remedies; for a damaged pin, `_tell` has already said everything that a copy knows."""
     looked = " --read-data" if read_data else ""
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
-    ways = [] if pins_only and repaired.pins_elsewhere else [f"layerstore repair{looked} --from COPY"]
+    is_told = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)
+    ways = [] if is_told else [f"layerstore repair{looked} --from COPY"]
+    ways += ["give what is unknown back its name, or move it out of the store"] if repaired.strangers else []
     if repaired.reingest:
         ways.append(f"ingest the checkpoint of {some(repaired.reingest, limit=3)} again")
     if any(not cost.everything for cost in repaired.lost):
@@ -136,6 +140,8 @@ def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
     )
     for name in repaired.unreadable:
         say(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
+    for name in repaired.strangers:
+        say(f"{shown(name)} is no record, pin or part by its name, and gc removes nothing while it is there")
     for pin in repaired.pins_elsewhere:
         say(f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:")
         say(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")

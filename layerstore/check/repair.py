@@ -89,6 +89,8 @@ class Repaired:
     reingest: tuple[str, ...] = ()
     """The saves whose checkpoints, ingested again, put back what is lost."""
     pins_elsewhere: tuple[PinElsewhere, ...] = ()
+    strangers: tuple[str, ...] = ()
+    """Files and folders among records, pins and parts that are none by their name, left as they are; gc stops there."""
     newer: tuple[str, ...] = ()
     """Files that only a newer layerstore can read, left as they are."""
     reindexed: bool = False
@@ -101,7 +103,7 @@ class Repaired:
     @property
     def has_lost(self) -> bool:
         """Whether something is still missing."""
-        return bool(self.lost or self.unreadable)
+        return bool(self.lost or self.unreadable or self.strangers)
 
 
 @contextlib.contextmanager
@@ -177,6 +179,7 @@ class _Repair:
         verdict = verify_store(self._repo, read_data=self._read_data, progress=progress)
         lost: list[Damage] = []
         unreadable: list[str] = []
+        strangers: list[str] = []
         newer: list[str] = []
         pins: list[PinElsewhere] = []
         reindexed = False
@@ -194,6 +197,8 @@ class _Repair:
                 pins += self._pins_elsewhere(damage.id)
             elif damage.kind == "index":
                 reindexed = True
+            elif damage.kind == "stranger":  # it may be a record by another name: in the trash it would keep nothing
+                strangers.append(damage.path)
             elif damage.error in {"", IntegrityError.kind}:  # a part that cannot be read just now may be intact
                 self._take_away(self._repo.layout.root / damage.path, damage)
         if reindexed and not self._dry_run:
@@ -209,6 +214,7 @@ class _Repair:
             unreadable=tuple(dict.fromkeys(unreadable)),
             reingest=tuple(dict.fromkeys(references_to(self._repo, sorted(origins, key=lambda of: (of.run, of.step))))),
             pins_elsewhere=tuple(pins),
+            strangers=tuple(strangers),
             newer=tuple(newer),
             reindexed=reindexed,
         )

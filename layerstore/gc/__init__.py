@@ -11,8 +11,8 @@ from layerstore.gc.drop import (
     plan_drop,
     undrop,
 )
-from layerstore.gc.mark import commit_named, concluding, readable_pins
-from layerstore.gc.retention import ASKED_FOR, NOT_ASKED, CommitFate
+from layerstore.gc.mark import commit_named, concluding, readable_pins, stranger
+from layerstore.gc.retention import ASKED_FOR, NOT_ASKED, CommitFate, Facts
 from layerstore.gc.sweep import Gone
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "CommitFate",
     "Dropped",
     "DroppedCommit",
+    "Facts",
     "GcOutcome",
     "GcRequest",
     "Gone",
@@ -37,5 +38,6 @@ __all__ = [
     "plan_drop",
     "plan_gc",
     "readable_pins",
+    "stranger",
     "undrop",
 ]

@@ -8,16 +8,19 @@ import contextlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.history import Needs, references_to
 from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
-from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
+from layerstore.model import BlobRef, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
 from layerstore.storage import RecordName, RecordRow, Repository
 from layerstore.units import short_id
+
+Listed = TypeVar("Listed", RecordName, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ class Marks:
 
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again
-        for session in self._repo.parts.sessions():
+        for session in _by_name(self._repo, self._repo.parts.listed()):
             if self._repo.parts.modified_ns(session) < self.dead_before_ns:
                 self.dead_sessions.append(session)
                 continue
@@ -102,18 +105,18 @@ class Marks:
                     self.needs.add_part(part)
 
     def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
-        for run in self._repo.records.runs():
-            names = [name for name in self._repo.records.names(run) if name not in self._seen and name not in without]
-            # Records dropped or replaced since they were listed are marked with the trash, later.
-            for name, commit in self._repo.records.each(names):
-                with commit_named(name):
-                    if isinstance(commit, LayerstoreError):
-                        raise commit
-                    new = self.needs.add_record(commit.record)
-                if has_to_be_whole:
-                    self.check_whole(new, of=commit.record)
-                self._seen.add(name)
-                progress.advance(1)
+        listed = list(_by_name(self._repo, self._repo.records.listed()))
+        names = [name for name in listed if name not in self._seen and name not in without]
+        # Records dropped or replaced since they were listed are marked with the trash, later.
+        for name, commit in self._repo.records.each(names):
+            with commit_named(name):
+                if isinstance(commit, LayerstoreError):
+                    raise commit
+                new = self.needs.add_record(commit.record)
+            if has_to_be_whole:
+                self.check_whole(new, of=commit.record)
+            self._seen.add(name)
+            progress.advance(1)
 
     def _mark_trash(self, without: Set[RecordName]) -> None:
         for name in self._repo.trash.records():
@@ -210,24 +213,34 @@ def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int
     return 0
 
 
-def pinned_commits(repo: Repository) -> dict[CommitId, str]:
-    """Return the commits that are pinned as they stand; a pinned composite keeps its own layers, not its base."""
-    found = {}
-    for pin in readable_pins(repo):
-        name = RecordName(pin.record.run, pin.record.step, pin.base)
-        with commit_named(name):
-            if name in repo.records.names(name.run) and repo.records.read(name).record.layers == pin.record.layers:
-                found[pin.base] = pin.name
-    return found
+def pin_names(repo: Repository) -> Iterator[str]:
+    """Yield the names of all pins; raise IntegrityError at whatever else lies in ``pins/``."""
+    return _by_name(repo, repo.records.listed_pins())
 
 
-def readable_pins(repo: Repository) -> Iterator[Pin]:
-    """Yield every pin; raise IntegrityError at a damaged one."""
-    for name, pin in repo.records.pins():
+def readable_pins(repo: Repository, names: Iterable[str] | None = None) -> Iterator[Pin]:
+    """Yield every pin, or those of *names*; raise IntegrityError at a damaged one, or whatever lies among them."""
+    for name, pin in repo.records.pins(pin_names(repo) if names is None else names):
         with named(f"pin {name!r}", gives_up=_deletes(name), copy_helps="says what it means there"):
             if isinstance(pin, LayerstoreError):
                 raise pin
         yield pin
+
+
+def _by_name(repo: Repository, listed: Iterable[Listed | Path]) -> Iterator[Listed]:
+    """Yield the names of *listed*; raise IntegrityError at a path, as it may be a renamed record, pin or part."""
+    for each in listed:
+        if isinstance(each, Path):
+            raise stranger(repo.layout.name(each))
+        yield each
+
+
+def stranger(name: str, *, place: str = "the store") -> IntegrityError:
+    """Return the error for the file or folder *name* among records, pins or parts."""
+    return IntegrityError(
+        f"{name} is not named as a record, pin or part is, so what it needs is unknown",
+        hint=f"give it back its name, or move it out of {place}; layerstore verify lists all such files",
+    )
 
 
 def _deletes(pin: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from layerstore.errors import IntegrityError, InvalidInput, Overtaken, Unsupported
 from layerstore.gc import (
+    Facts,
     GcOutcome,
     GcRequest,
     Gone,
@@ -24,6 +25,7 @@ from layerstore.gc import (
     commit_named,
     concluding,
     readable_pins,
+    stranger,
 )
 from layerstore.history import Needs, references_to
 from layerstore.layout import OBJECT_ID
@@ -83,7 +85,7 @@ def _collected(
 ) -> GcOutcome:
     bucket, repo = remote.bucket, remote.repo
     with concluding("nothing was removed"):
-        runs = chosen(repo, request, now_ns)
+        runs = chosen(Facts(repo, request.keep), request, now_ns)
         fates = [fate for _, each in runs for fate in each]
         going = [fate.name for fate in fates if fate.goes]
         needs = _named(remote, progress, without=set(going))
@@ -148,8 +150,10 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
     Return what the listed records, except *without*, and the listed pins need.
 
     Raises:
-        IntegrityError: One cannot be read, so what it needs is unknown.
+        IntegrityError: One cannot be read, or is under another name, so what it needs is unknown.
     """
+    if remote.strangers:
+        raise stranger(remote.strangers[0], place="the bucket")
     repo, layout = remote.repo, remote.repo.layout
     records = {name for each in remote.listed if (name := repo.records.name_at(layout.root / each)) is not None}
     pins = {path.name for each in remote.listed if (path := layout.root / each).parent == layout.pins}

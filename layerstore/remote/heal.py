@@ -66,6 +66,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
             fetched=(*done.fetched, *sent),
             lost=tuple(cost for damage in left if damage.kind not in {"record", "pin"} for cost in damage.costs),
             unreadable=tuple(name for damage in left if damage.kind in {"record", "pin"} for name in damage.needed_by),
+            strangers=tuple(damage.path for damage in left if damage.kind == "stranger"),
         )
         before |= paths
         if dry_run or not sent:

@@ -8,11 +8,12 @@ Several processes may share it. Nothing is ever written to the bucket.
 """
 
 import errno as errnos
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from types import TracebackType
 
 from layerstore.errors import IntegrityError, NoStore, NotFound, StorageIO
@@ -27,7 +28,7 @@ from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.identity import identity_of
 from layerstore.remote.source import Source
-from layerstore.storage import Files, Repository, name_in, open_repository
+from layerstore.storage import Files, RecordStore, Repository, name_in, open_repository
 
 
 class Remote:
@@ -55,6 +56,8 @@ class Remote:
         """The mirror; read-only."""
         self.listed: frozenset[str] = frozenset()
         """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
+        self.strangers: tuple[str, ...] = ()
+        """What lay beside them that is none by its name."""
         self.refresh()
 
     def __enter__(self) -> "Remote":
@@ -67,7 +70,7 @@ class Remote:
 
     def refresh(self) -> None:
         """Update the mirror's records and pins from the bucket."""
-        self.listed = _refresh(self.repo, self.bucket)
+        self.listed, self.strangers = _refresh(self.repo, self.bucket)
 
 
 def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
@@ -89,13 +92,17 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         ) from exc
 
 
-def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozenset[str]:
-    """Update the records and pins of the mirror *repo* from *bucket* and return their names; *anew* rereads all."""
+def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> tuple[frozenset[str], tuple[str, ...]]:
+    """
+    Update the records and pins of the mirror *repo* from *bucket*; *anew* rereads all.
+
+    Return their names, and those of strangers beside them.
+    """
     files, layout = repo.files, repo.layout
     here = {layout.name(path): path for path in (*layout.commits.glob("*/*"), *layout.pins.glob("*"))}
-    listed = {
-        each.name: each for folder in ("commits", "pins") for each in bucket.listed(folder) if _is_ours(each.name)
-    }
+    there = [each for folder in ("commits", "pins") for each in bucket.listed(folder)]
+    listed = {each.name: each for each in there if _is_ours(each.name)}
+    strangers = tuple(each.name for each in there if each.name not in listed and not _is_folder(each))
     for name in here.keys() - listed.keys():
         files.discard(here[name])
 
@@ -117,7 +124,12 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> frozens
     missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
     with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
         in_parallel(pool, fetch, missing)
-    return frozenset(listed).difference(gone)
+    return frozenset(listed).difference(gone), strangers
+
+
+def _is_folder(each: Listed) -> bool:
+    """Whether *each* is the empty object that consoles and mounts put in a folder's place."""
+    return not each.size_bytes and (each.name in {"commits", "pins"} or is_name(each.name.removeprefix("commits/")))
 
 
 def _is_ours(name: str) -> bool:
@@ -171,9 +183,21 @@ def unmirrored(repo: Repository) -> Iterator[Repository]:
     assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
     source = repo.objects.source
     source.forget()
-    _refresh(repo, source.bucket, anew=True)
+    _, strangers = _refresh(repo, source.bucket, anew=True)
     with closing(UnmirroredObjects(repo.layout, repo.files, source, is_mirror=True)) as objects:
-        yield replace(repo, objects=objects)
+        yield replace(repo, objects=objects, records=UnmirroredRecords(repo, strangers))
+
+
+class UnmirroredRecords(RecordStore):
+    """The same records, and the strangers beside them in the bucket."""
+
+    def __init__(self, repo: Repository, strangers: Iterable[str]) -> None:
+        super().__init__(repo.layout, repo.files, store_id=repo.identity.store_id)
+        self._strangers = [repo.layout.root / name for name in strangers]
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield the paths that they would have in the mirror."""
+        yield from self._strangers
 
 
 class UnmirroredObjects(MirroredObjects):

@@ -40,9 +40,6 @@ from layerstore.storage.files import Files, network_filesystem
 # How many records are read to tell which store they belong to.
 _ASKED = 16
 
-# The prefix that NFS gives to a removed file that is still open somewhere.
-_REMOVED_WHILE_OPEN = ".nfs"
-
 
 def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
     """
@@ -199,21 +196,21 @@ class RecordStore:
         """Whether folder times may come from another machine's clock or from a cache, and so prove nothing."""
         return network_filesystem(self._layout.commits) is not None
 
-    def strangers(self) -> Iterator[Path]:
-        """Yield the files in ``commits/`` and ``pins/`` that are neither records nor pins."""
-        for run in self._files.names(self._layout.commits):
-            if run.startswith(_REMOVED_WHILE_OPEN):
-                continue
+    def listed(self) -> Iterator[RecordName | Path]:
+        """Yield the name of every record, as ``commits/`` lists them now, and the path of everything else in there."""
+        self._check_folder()
+        for run in self._files.names_there(self._layout.commits):
             folder = self._layout.run(run)
-            if not is_name(run) or not self._files.is_directory(folder):
+            if is_name(run) and self._files.is_directory(folder):
+                yield from (name_in(run, name) or folder / name for name in self._files.names_there(folder))
+            elif self._files.exists(folder):
                 yield folder
-                continue
-            for name in self._files.names(folder):
-                if not (RECORD_NAME.fullmatch(name) or name.startswith(_REMOVED_WHILE_OPEN)):
-                    yield folder / name
-        for name in self._files.names(self._layout.pins):
-            if not (is_name(name) or name.startswith(_REMOVED_WHILE_OPEN)):
-                yield self._layout.pin(name)
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield the path of everything in ``commits/`` and ``pins/`` that is no record or pin by its name."""
+        for each in (*self.listed(), *self.listed_pins()):
+            if isinstance(each, Path):
+                yield each
 
     def read(self, name: RecordName) -> Commit:
         """
@@ -388,13 +385,17 @@ class RecordStore:
 
     # -- pins ----------------------------------------------------------------------------------------------------
 
-    def pin_names(self) -> list[str]:
-        """Return the names of all pins."""
-        names = self._files.names(self._layout.pins)
+    def listed_pins(self) -> list[str | Path]:
+        """Return the names of all pins, and the path of everything else in ``pins/``."""
+        names = self._files.names_there(self._layout.pins)
         if not names:
             # If a copy of the store lost the empty folder, fine; if a migration moved a full one, this raises.
             self._identity()
-        return [name for name in names if is_name(name)]
+        return [name if is_name(name) else self._layout.pin(name) for name in names]
+
+    def pin_names(self) -> list[str]:
+        """Return the names of all pins."""
+        return [name for name in self.listed_pins() if isinstance(name, str)]
 
     def read_pin(self, name: str) -> Pin:
         """
@@ -417,9 +418,9 @@ class RecordStore:
         meant = nearest(name, self.pin_names())
         return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
-    def pins(self) -> Iterator[tuple[str, Pin | LayerstoreError]]:
-        """Yield every pin by name, or what is wrong with it; skip those deleted meanwhile."""
-        for name in self.pin_names():
+    def pins(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Pin | LayerstoreError]]:
+        """Yield every pin, or those of *names*, or what is wrong with it; skip those deleted meanwhile."""
+        for name in self.pin_names() if names is None else names:
             found: Pin | LayerstoreError
             try:
                 found = self.read_pin(name)

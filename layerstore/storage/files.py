@@ -48,6 +48,9 @@ _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 # two seconds, so a folder that was last changed before that will show its next change.
 _SETTLED_AFTER_NS = 3 * 10**9
 
+# What NFS and FUSE call a removed file until nobody has it open any more.
+_REMOVED_WHILE_OPEN = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]+")
+
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK_FILESYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3"}
@@ -202,6 +205,14 @@ class Files:
                 return os.listdir(directory)  # noqa: PTH208  # names, not paths
             except FileNotFoundError:
                 return []
+
+    def names_there(self, directory: Path) -> list[str]:
+        """Return the same without files that were removed while somebody had them open."""
+        return [
+            name
+            for name in self.names(directory)
+            if not (_REMOVED_WHILE_OPEN.fullmatch(name) and self.is_file(directory / name))
+        ]
 
     def names_in_folder(self, path: Path) -> list[str]:
         """Return the names in the folder *path*, sorted; empty if it is not a folder, or is a link to one."""

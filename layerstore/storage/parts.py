@@ -15,6 +15,7 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Part
 from layerstore.storage.files import Files
 
+_SESSION = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")
 
 
@@ -41,8 +42,10 @@ class PartStore:
         return self.has_session(session) or any(self.has_session(session) for _ in again)
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return the ranks that have left a part of *save*."""
-        return {rank for _, of, rank in self._named(session) if of == save}
+        """Return the ranks that have left a part of *save*; asked many times a minute, so it only looks at names."""
+        prefix = f"{save}."
+        names = self._files.names_unsorted(self._layout.parts / session)
+        return {int(name[len(prefix) :]) for name in names if name.startswith(prefix) and _NAME.fullmatch(name)}
 
     def publish(self, part: Part) -> None:
         """Make *part* visible and durable."""
@@ -60,9 +63,19 @@ class PartStore:
             return None
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
 
-    def sessions(self) -> list[str]:
-        """Return the names of all sessions."""
-        return [name for name in self._files.names(self._layout.parts) if self.has_session(name)]
+    def listed(self) -> Iterator[str | Path]:
+        """Yield the name of every session, and the path of everything in ``parts/`` that is no session or part."""
+        for session in self._files.names_there(self._layout.parts):
+            folder = self._layout.parts / session
+            if _SESSION.fullmatch(session) and self._files.is_directory(folder):
+                yield from (folder / name for name in self._files.names_there(folder) if not _NAME.fullmatch(name))
+                yield session
+            elif self._files.exists(folder):
+                yield folder
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield the path of everything in ``parts/`` that is no session or part by its name."""
+        return (each for each in self.listed() if isinstance(each, Path))
 
     def of_session(self, session: str) -> list[Part]:
         """Return the parts of *session*; raises IntegrityError if one is damaged."""
@@ -78,7 +91,7 @@ class PartStore:
 
     def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
         """Yield every part of every session with its path, or what is wrong with it."""
-        for session in self.sessions():
+        for session in (each for each in self.listed() if isinstance(each, str)):
             for path, save, rank in self._named(session):
                 try:
                     found = self.find(session, save, rank)

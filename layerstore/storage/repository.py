@@ -138,6 +138,7 @@ class Repository:
         Make the folders that a copy of the store may lack because they were empty.
 
         Raises:
+            IntegrityError: A folder has become a link to elsewhere since the store was opened.
             Unsupported: The store uses something that this layerstore might destroy unknowingly, was migrated since it
                 was opened, or is a remote.
         """
@@ -147,6 +148,7 @@ class Repository:
                 hint=f"layerstore clone {typed(self.remote)} PATH makes a store to write to, and pushes there",
             )
         self.records.check_store()
+        _check_folders(self.layout, self.files)
         for folder in self.layout.folders:
             if folder != self.layout.commits and not self.files.exists(folder):
                 self.files.make_directory(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore import Store
+from layerstore import Keep, Store
 from layerstore.errors import IntegrityError, InvalidInput, NoStore, StorageIO, Unsupported
 from layerstore.history import named_by
 from layerstore.limits import REMOTE_REQUESTS_MAX
@@ -198,18 +198,37 @@ def test_what_a_cleaner_took_is_made_again(pushed: Store, url: str, tmp_path: Pa
         remote.compose("r@4").write(tmp_path / "out")
 
 
-def test_strangers_in_a_bucket_are_left_alone(pushed: Store, bucket: Bucket) -> None:
-    """Whatever somebody puts beside the records and pins, however deep, or long its name."""
+@pytest.mark.fault(129)
+def test_strangers_in_a_bucket_stop_a_collection(pushed: Store, bucket: Bucket) -> None:
+    """Whatever lies beside the records and pins, however deep or long its name, may be one of them by another name."""
+    record = pushed.repo.layout.name(next((pushed.path / "commits" / "r").glob("4.*")))
     strangers = ["commits/r/a/b/c", "commits/stray", f"commits/r/{'x' * 300}", f"commits/{'x' * 300}/1", "pins/a/b"]
+    strangers += [f"{record}.sync-conflict", record.replace("/r/", "/r (copy)@1/")]
     if bucket.url.startswith("file://"):
         strangers = [name for name in strangers if len(name) < 255]
+    before = {each.name for each in bucket.objects()}
     for name in strangers:
         bucket.write(name, lambda: [b"stray"])
+    bucket.remove([record])
+
+    for dry_run in (True, False):
+        with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed"):
+            pushed.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
     with layerstore.open(bucket.url) as remote:
-        assert remote.log() == [replace(entry, pushed=()) for entry in pushed.log()]
-        assert remote.verify().ok
-    pushed.gc(remote="origin", grace_seconds=0)
-    assert {each.name for folder in ("commits", "pins") for each in bucket.listed(folder)} >= set(strangers)
+        assert [entry.step for entry in remote.log()] == [6, 2]
+        assert {damage.path for damage in remote.verify().damaged} == set(strangers)
+    assert {each.name for each in bucket.objects()} == before
+    bucket.remove(strangers)
+    assert len(pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 1
+
+
+def test_what_stands_for_a_folder_in_a_bucket_stops_nothing(pushed: Store, bucket: Bucket) -> None:
+    """Consoles and mounts write an empty object in a folder's place."""
+    if not bucket.url.startswith("file://"):  # there folders are folders
+        for name in ("commits/r", "commits/s"):
+            bucket.write(name, lambda: [b""])
+
+    assert len(pushed.gc(Keep(last=1), remote="origin").removed) == 1
 
 
 def _opened_by_two(folder: Path) -> Failure | None:
