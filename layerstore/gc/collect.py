@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
-from layerstore.gc.mark import Marks, concluding, named, pinned_commits
-from layerstore.gc.retention import CommitFate, Unserved, choose, unserved, views_of
+from layerstore.gc.mark import Marks, concluding, named
+from layerstore.gc.retention import CommitFate, Facts, Unserved, choose, unserved, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, metrics_if_sound, references_to
@@ -42,7 +42,7 @@ class GcOutcome:
     trash: Gone
     """Dropped records and damaged files that leave the trash for good."""
     unserved: tuple[Unserved, ...]
-    """Composites of kept steps that change."""
+    """Composites of kept steps that change, by policies that the store has been used with."""
     pins: tuple[str, ...]
     """Pins, which keep all that they need."""
     waiting: Gone = field(default_factory=Gone)
@@ -95,17 +95,19 @@ class GcPlan:
         return [fate for _, fates in self.runs for fate in fates]
 
 
-def has_work(repo: Repository, request: GcRequest) -> bool:
-    """Whether any record of the requested runs is to go; nothing is marked for this."""
-    now_ns = repo.aside.now_ns()
-    pinned = pinned_commits(repo)
-    views = [repo.catalog.find(run) for run in request.runs or repo.catalog.runs()]
-    return any(
-        fate.goes or fate.loses_moments or fate.is_blind
-        for view in views
-        if view is not None
-        for fate in choose(repo, view, request.keep, pinned=pinned, now_ns=now_ns, elsewhere=request.elsewhere)
-    )
+def has_work(facts: Facts, run: str) -> bool:
+    """
+    Whether the rules of *facts* remove anything of *run*, as far as these tell: for savers, after each commit.
+
+    Nothing is marked, and only records that are not known yet are read; the collection itself reads all.
+    """
+    repo = facts.repo
+    view = repo.catalog.find(run)
+    if view is None:
+        return False
+    facts.forget_all_but(view)
+    fates = choose(facts, view, facts.keep, pins=facts.pins(), now_ns=repo.aside.now_ns())
+    return any(fate.goes or fate.loses_moments or fate.is_blind for fate in fates)
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------
@@ -127,7 +129,8 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
     # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
-    runs = chosen(repo, request, now_ns)
+    facts = Facts(repo, request.keep)
+    runs = chosen(facts, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
     going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
     marks = Marks(
@@ -154,7 +157,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         young=_sum(young),
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
-        unserved=unserved(repo, runs, needs=marks.needs),
+        unserved=unserved(facts, runs, needs=marks.needs),
         pins=tuple(repo.records.pin_names()),
     )
     return GcPlan(outcome=outcome, runs=runs, marks=marks)
@@ -195,36 +198,30 @@ def _sum(parts: Mapping[int | None, Gone]) -> Gone:
     return sum(parts.values(), Gone())
 
 
-def chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[CommitFate, ...]], ...]:
+def chosen(facts: Facts, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[CommitFate, ...]], ...]:
     """
-    Return the fate of every visible commit, run by run, newest first.
+    Return the fate of every visible commit, run by run, newest first; reads all their records.
 
     Raises:
         NotFound: There is no such run.
-        IntegrityError: A record is damaged.
+        IntegrityError: A record is damaged, or the index contradicts it.
     """
+    repo = facts.repo
     views = views_of(repo)
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
     for run in sorted(wanted - {view.run for view in views}):
         repo.catalog.view(run)  # raises, and lists the existing runs
-    pinned = pinned_commits(repo)
-    runs = tuple(
-        (
-            view,
-            choose(
-                repo,
-                view,
-                request.keep if view.run in wanted else None,
-                pinned=pinned,
-                now_ns=now_ns,
-                elsewhere=request.elsewhere,
-            ),
-        )
-        for view in views
-    )
+    pins = facts.pins()
+    runs = []
+    for view in views:
+        keep = request.keep if view.run in wanted else None
+        fates = choose(facts, view, keep, pins=pins, now_ns=now_ns, elsewhere=request.elsewhere)
+        # What goes has to rest on its record, not on the index.
+        times = {fate.commit: facts.of(view.rows[fate.name.id], view).time_ns for fate in fates}
+        runs.append((view, tuple(replace(fate, time_ns=times[fate.commit]) for fate in fates)))
     asked = [(view, fates) for view, fates in runs if view.run in wanted]
     _check_metric(repo, request.keep, asked)
-    return runs
+    return tuple(runs)
 
 
 def _check_metric(repo: Repository, keep: Keep, runs: Sequence[tuple[RunView, Sequence[CommitFate]]]) -> None:

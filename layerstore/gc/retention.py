@@ -1,15 +1,15 @@
 """Retention: which commits of a run a collection keeps, and why; which composites that changes."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError
-from layerstore.gc.mark import commit_named
+from layerstore.gc.mark import commit_named, named, pin_names, readable_pins
 from layerstore.gc.trim import has_moments, saved_ns
 from layerstore.history import Needs, Resolved, metrics_of, references_to, saved_now
-from layerstore.model import CommitId
+from layerstore.model import Commit, CommitId
 from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.units import utc
@@ -27,7 +27,7 @@ class CommitFate:
     step: int
     commit: str
     reference: str = ""
-    time_ns: int
+    time_ns: int = 0
     """When it was saved: the later of its record's time and its file's."""
     kept_by: tuple[str, ...]
     """The rules that keep it; none if it goes."""
@@ -58,12 +58,127 @@ class CommitFate:
         return RecordName(self.run, self.step, CommitId(self.commit))
 
 
+@dataclass(slots=True, kw_only=True)
+class _Fact:
+    """What the rules ask of a record."""
+
+    time_ns: int
+    policy: str
+    metrics: dict[str, float]
+    """The metric that a rule is about, if it was measured."""
+    waits_for_log: bool
+    """Whether the metric may still be in the log of its attempt's next commit, which was not there yet."""
+    has_moments: bool | None = None
+    """None if nobody has asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownPin:
+    """What a pin says, and the identity of its file when it was read."""
+
+    identity: tuple[int, ...] | None
+    row: RecordRow
+    """The row that its record would have."""
+    policy: str
+
+
+Pins = Mapping[CommitId, Sequence[tuple[str, RecordRow]]]
+"""All pins by the commit that they were made from, each with its name and the row that its record would have."""
+
+
+class Facts:
+    """
+    What the rules of *keep* ask of records and pins, each read once: they never change.
+
+    A collection makes its own, so that what it removes rests on the files as they are. A saver, which asks after each
+    commit whether there is work, goes on with one.
+    """
+
+    def __init__(self, repo: Repository, keep: Keep) -> None:
+        self.repo = repo
+        self.keep = keep
+        self._known: dict[CommitId, _Fact] = {}
+        self._pins: dict[str, _KnownPin] = {}
+
+    def of(self, row: RecordRow, view: RunView) -> _Fact:
+        """
+        Return what the record of *row*, a commit of *view*, says.
+
+        Raises:
+            IntegrityError: It cannot be read, or the index contradicts it.
+        """
+        fact = self._known.get(row.id)
+        is_tip = view.of_attempt(row.attempt)[-1].id == row.id
+        if fact is None or (fact.waits_for_log and not is_tip):
+            fact = self._known[row.id] = self._read(row, view, is_tip=is_tip)
+        return fact
+
+    def _read(self, row: RecordRow, view: RunView, *, is_tip: bool) -> _Fact:
+        best = self.keep.best_of
+        with commit_named(row):
+            commit = self.repo.catalog.commit(row.name)
+            found = {} if best is None else metrics_of(self.repo, commit.record, view=view)
+            metrics = {name: value for name, value in found.items() if best and name == best.metric}
+            fact = _Fact(
+                time_ns=saved_ns(self.repo, commit),
+                policy=commit.record.policy.name,
+                metrics=metrics,
+                waits_for_log=is_tip and best is not None and not metrics,
+            )
+        if row_of(commit) != row:  # the record is sound: nobody should be told to give it up
+            raise IntegrityError(
+                f"the index tells {row.run}@{row.step} differently than its record does", hint="layerstore reindex"
+            )
+        return fact
+
+    def candidate(self, row: RecordRow, view: RunView, *, is_in_history: bool) -> Candidate:
+        """Return what the rules see of *row*; for those that count steps, its record need not be read."""
+        if self.keep.age is None and self.keep.best is None:
+            return Candidate(id=row.id, step=row.step, time_ns=0, is_in_history=is_in_history)
+        fact = self.of(row, view)
+        return Candidate(
+            id=row.id, step=row.step, time_ns=fact.time_ns, is_in_history=is_in_history, metrics=fact.metrics
+        )
+
+    def has_moments(self, row: RecordRow, view: RunView) -> bool:
+        """Whether the commit *row* of *view* has moments."""
+        fact = self.of(row, view)
+        if fact.has_moments is None:
+            with commit_named(row):
+                fact.has_moments = has_moments(self.repo, self.repo.catalog.commit(row.name).record)
+        return fact.has_moments
+
+    def pins(self) -> Pins:
+        """Return the pins as they are now; those whose files are as they were are not read again."""
+        files, layout = self.repo.files, self.repo.layout
+        states = {name: files.identity(layout.pin(name)) for name in pin_names(self.repo)}
+        self._pins = {name: known for name, known in self._pins.items() if states.get(name) == known.identity}
+        for pin in readable_pins(self.repo, [name for name in states if name not in self._pins]):
+            with named(f"pin {pin.name!r}"):
+                row = row_of(Commit(id=pin.base, record=pin.record, observed=pin.observed))
+            policy = pin.record.policy.name
+            self._pins[pin.name] = _KnownPin(identity=states[pin.name], row=row, policy=policy)
+        found: dict[CommitId, list[tuple[str, RecordRow]]] = {}
+        for name, known in self._pins.items():
+            found.setdefault(known.row.id, []).append((name, known.row))
+        return found
+
+    def policies(self) -> set[str]:
+        """Return the policies of all records and pins that were read."""
+        return {fact.policy for fact in self._known.values()} | {pin.policy for pin in self._pins.values()}
+
+    def forget_all_but(self, view: RunView) -> None:
+        """Forget commits that are not in *view*."""
+        for name in self._known.keys() - view.rows.keys():
+            del self._known[name]
+
+
 def choose(
-    repo: Repository,
+    facts: Facts,
     view: RunView,
     keep: Keep | None,
     *,
-    pinned: Mapping[CommitId, str],
+    pins: Pins,
     now_ns: int,
     elsewhere: Collection[CommitId] | None = None,
 ) -> tuple[CommitFate, ...]:
@@ -75,7 +190,7 @@ def choose(
     Raises:
         IntegrityError: A record cannot be read.
     """
-    fates = tuple(_fates(repo, view, keep, pinned, now_ns))
+    fates = tuple(_fates(facts, view, keep, pins, now_ns))
     return fates if elsewhere is None else tuple(_spared(fate, elsewhere) for fate in fates)
 
 
@@ -85,21 +200,17 @@ def _spared(fate: CommitFate, elsewhere: Collection[CommitId]) -> CommitFate:
     return replace(fate, kept_by=fate.kept_by or (NOT_PUSHED,), goes_because="", loses_moments=False)
 
 
-def _fates(
-    repo: Repository, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
-) -> Iterable[CommitFate]:
+def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: int) -> Iterable[CommitFate]:
     goes_on = list(view.history(view.newest_attempt))
     history = {row.id for row in goes_on}
     rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
     best = None if keep is None else keep.best_of
-    candidates = [
-        _candidate(repo, row, is_in_history=row.id in history, metrics_in=None if best is None else view)
-        for row in rows
-    ]
-    times = {each.id: each.time_ns for each in candidates}
+    reasons = {}
+    if keep is not None:
+        candidates = [facts.candidate(row, view, is_in_history=row.id in history) for row in rows]
+        reasons = keep.reasons(candidates, now_ns=now_ns)
     aged = _aged(rows, keep)
-    reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
-    ahead, busy = _ahead(view, goes_on), _being_saved(repo, view)
+    ahead, busy = _ahead(view, goes_on), _being_saved(facts.repo, view)
     # Rules are per run: if a run never logged the metric, none of its commits is worse than the best, so all stay.
     is_blind = best is not None and all(best.reason not in each for each in reasons.values())
     blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
@@ -111,24 +222,32 @@ def _fates(
             kept_by = ("a job is saving its attempt",)
         if not kept_by and blind is not None:
             kept_by = (blind,)
+        pin = _pin_of(row, pins)
         # The next save of a running job inherits whole versions from its last commit.
-        is_aged = bool(kept_by) and row.id in aged and not (row.id in pinned or row.id in busy or blind in kept_by)
-        with commit_named(row):
-            loses_moments = is_aged and has_moments(repo, repo.catalog.commit(row.name).record)
-        if row.id in pinned:
-            kept_by = (*kept_by, f"pin {pinned[row.id]}")
+        is_aged = bool(kept_by) and row.id in aged and not (pin or row.id in busy or blind in kept_by)
+        loses_moments = is_aged and facts.has_moments(row, view)
+        if pin is not None:
+            kept_by = (*kept_by, f"pin {pin}")
         abandoned = "" if row.id in history else ", and training has left its attempt"
         yield CommitFate(
             run=row.run,
             attempt=row.attempt,
             step=row.step,
             commit=row.id,
-            time_ns=times[row.id],
             kept_by=kept_by,
             goes_because="" if kept_by else f"no rule keeps it{abandoned}",
             loses_moments=loses_moments,
             is_blind=blind in kept_by,
         )
+
+
+def _pin_of(row: RecordRow, pins: Pins) -> str | None:
+    """Return the pin of *row* as it stands, None if there is none: a pinned composite keeps its own layers."""
+    layers = row.layer_names, row.versions
+    for name, pinned in pins.get(row.id, ()):
+        if (pinned.layer_names, pinned.versions) == layers:
+            return name
+    return None
 
 
 def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
@@ -146,23 +265,6 @@ def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
 def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
     """Return the tips of attempts that jobs are saving now, which their next saves inherit from."""
     return {view.of_attempt(attempt)[-1].id for attempt in saved_now(repo, view.run, view.attempts)}
-
-
-def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, metrics_in: RunView | None) -> Candidate:
-    with commit_named(row):
-        commit = repo.catalog.commit(row.name)
-        found = Candidate(
-            id=row.id,
-            step=row.step,
-            time_ns=saved_ns(repo, commit),
-            is_in_history=is_in_history,
-            metrics={} if metrics_in is None else metrics_of(repo, commit.record, view=metrics_in),
-        )
-    if row_of(commit) != row:  # the record is sound: nobody should be told to give it up
-        raise IntegrityError(
-            f"the index tells {row.run}@{row.step} differently than its record does", hint="layerstore reindex"
-        )
-    return found
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
@@ -208,15 +310,21 @@ class Unserved:
 
 
 def unserved(
-    repo: Repository, planned: Iterable[tuple[RunView, tuple[CommitFate, ...]]], *, needs: Needs
+    facts: Facts, planned: Iterable[tuple[RunView, tuple[CommitFate, ...]]], *, needs: Needs
 ) -> tuple[Unserved, ...]:
-    """Return which composites of the newest kept steps of every run would change; *needs* is what stays."""
+    """
+    Return which composites of the newest kept steps of every run would change; *needs* is what stays.
+
+    Only policies count that the store has been used with: a record or a pin names them.
+    """
+    repo, used = facts.repo, facts.policies()
+    policies = [policy for policy in ASKED_FOR if policy.name in used]
     found: list[Unserved] = []
     for view, fates in planned:
         going = {fate.name.id for fate in fates if fate.goes}
         trims = [view.rows[fate.name.id] for fate in fates if fate.loses_moments]
         trimmed = {row.id: row.without_moments() for row in trims}
-        if not (going or trimmed):
+        if not policies or not (going or trimmed):
             continue
         rows = {name: row for name, row in view.rows.items() if name not in going} | trimmed
         left = replace(view, rows=rows)
@@ -224,15 +332,22 @@ def unserved(
         kept = [row for row in stay if all(row.saved)]
         kept = kept[:_STEPS_MAX]
         for row, reference in zip(kept, references_to(repo, kept), strict=True):
-            found += _lost(repo, row, reference, before=view, after=left, needs=needs)
+            found += _lost(repo, row, reference, policies, before=view, after=left, needs=needs)
     return tuple(found)
 
 
 def _lost(
-    repo: Repository, row: RecordRow, reference: str, *, before: RunView, after: RunView, needs: Needs
+    repo: Repository,
+    row: RecordRow,
+    reference: str,
+    policies: Iterable[Policy],
+    *,
+    before: RunView,
+    after: RunView,
+    needs: Needs,
 ) -> Iterable[Unserved]:
     resolved = Resolved.of_commit(repo.catalog.commit(row.name))
-    for policy in ASKED_FOR:
+    for policy in policies:
         now, then = (compose_by_policy(repo, resolved, policy, view=view).layers for view in (before, after))
         # An attempt may have been resumed from a version that goes, although the save that inherits it stays.
         changed = sum(

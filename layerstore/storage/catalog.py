@@ -258,8 +258,9 @@ class Catalog:
         if before is not None:
             if not before.view.damaged and names - before.strangers == rows.keys():
                 return replace(before, stamp=stamp)
-            # Another process may have indexed the new records.
-            rows = {name: row for name, row in self.indexed(run).items() if name in names} | rows
+            # The new records may have been indexed, by this process or another.
+            new = (name_in(run, name) for name in names - rows.keys())
+            rows = self.indexed(run, [name for name in new if name is not None]) | rows
         self._drop_rows(rows[name].name for name in rows.keys() - names)
         rows = {name: row for name, row in rows.items() if name in names}
         found = {name: name_in(run, name) for name in names - rows.keys()}
@@ -381,9 +382,9 @@ class Catalog:
         if gone:
             self._with_index(lambda manifest: manifest.drop(gone))
 
-    def indexed(self, run: str) -> dict[str, RecordRow]:
-        """Return the index's rows of *run*, unchecked, by record file name."""
-        return self._with_index(lambda manifest: manifest.rows(run)) or {}
+    def indexed(self, run: str, names: Collection[RecordName] | None = None) -> dict[str, RecordRow]:
+        """Return the index's rows of *run*, or of its records *names*, unchecked, by record file name."""
+        return self._with_index(lambda manifest: manifest.rows(run, names)) or {}
 
     def rebuild(self) -> int:
         """

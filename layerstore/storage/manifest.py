@@ -206,15 +206,18 @@ class Manifest:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def rows(self, run: str) -> dict[str, RecordRow]:
+    def rows(self, run: str, names: Iterable[RecordName] | None = None) -> dict[str, RecordRow]:
         """
-        Return the rows of *run* by record file name.
+        Return the rows of *run* by record file name, or those of its records *names* that have one.
 
         Raises:
             ManifestUnusable: One of them is damaged.
         """
         with self._environment.reading() as transaction:
-            return dict(self._rows(transaction, run))
+            if names is None:
+                return dict(self._rows(transaction, run, transaction.scan(_STEP + _run_key(run))))
+            found = ((key, transaction.get(key)) for key in map(_row_key, names))
+            return dict(self._rows(transaction, run, ((key, data) for key, data in found if data is not None)))
 
     def runs(self) -> set[str]:
         """Return the names of all runs that have rows."""
@@ -222,9 +225,11 @@ class Manifest:
             named = [self._opened(key, data).decode() for key, data in transaction.scan(_RUN)]
             return {run for run in named if next(transaction.scan(_STEP + _run_key(run)), None)}
 
-    def _rows(self, transaction: IndexTransaction, run: str) -> Iterator[tuple[str, RecordRow]]:
+    def _rows(
+        self, transaction: IndexTransaction, run: str, found: Iterable[tuple[bytes, bytes]]
+    ) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
-        for key, data in transaction.scan(_STEP + _run_key(run)):  # a long run has ten thousand, so avoid calls here
+        for key, data in found:  # a long run has ten thousand, so avoid calls here
             payload = self._opened(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)

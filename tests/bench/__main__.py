@@ -6,6 +6,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench worlds [--gb 1.5] [--world 32 128] [--runs 5]    # by many ranks: small objects
     python -m tests.bench query [--commits 10000] [--layers 80]
     python -m tests.bench scale [--commits 10000]    # verify and gc on 101 objects for each commit, a million in all
+    python -m tests.bench retention [--commits 600]    # what the rules take of a processor after each commit
     python -m tests.bench scale-model    # models of 8B on 8 GPUs to 405B on 4,096, without tensors
     python -m tests.bench remote [--gb 1] [--runs 5]    # a bucket behind a link of 100 MB/s; as root, with s3fs
     python -m tests.bench shares [--gb 1] [--runs 5]    # by one, two and four processes
@@ -36,7 +37,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.bench import averages, bisect, chaos, delta, drift, loop, query, remote, scale, scale_model, shares, worlds
+from tests.bench import (
+    averages,
+    bisect,
+    chaos,
+    delta,
+    drift,
+    loop,
+    query,
+    remote,
+    retention,
+    scale,
+    scale_model,
+    shares,
+    worlds,
+)
 from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.peers import run as peers
@@ -51,7 +66,7 @@ def main() -> None:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers", "chaos", "mean", "bisect", "delta"]
+    verbs += ["quality", "peers", "chaos", "mean", "bisect", "delta", "retention"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
@@ -61,7 +76,7 @@ def main() -> None:
     parser.add_argument("--policy", default="latest", help="compose two saves, mixed by this policy (default: one)")
     parser.add_argument("--dir", type=Path, help="folder for the data, four times --gb (default: the system's)")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
+    parser.add_argument("--commits", type=int, help="of the history (default: 10000; retention: 600)")
     parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
     parser.add_argument(
         "--rounds", type=int, default=3, help="of loop, peers and mean, each with all variants (default: 3)"
@@ -103,8 +118,9 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
     of, gb, rounds, saves = options, options.gb, options.runs, options.saves
     runs: dict[str, Callable[[], None]] = {
         "worlds": lambda: _run_worlds(folder, of),
-        "query": lambda: query.run(folder, commits=of.commits, layers=of.layers),
-        "scale": lambda: scale.run(folder, commits=of.commits),
+        "query": lambda: query.run(folder, commits=of.commits or 10_000, layers=of.layers),
+        "scale": lambda: scale.run(folder, commits=of.commits or 10_000),
+        "retention": lambda: retention.run(folder, commits=of.commits or 600, layers=of.layers),
         "scale-model": scale_model.run,
         "remote": lambda: remote.run(folder, gb=gb or 1.0, rounds=rounds),
         "chaos": lambda: chaos.run(folder, rows=of.rows, points=of.points, ranks=of.ranks),

@@ -74,13 +74,13 @@ def places(commits: int) -> Iterator[Place]:
 def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
     """Make a store at *path* whose run ``long`` has so many visible commits, and one in fifty replaced."""
     chance = random.Random(seed)
-    repo = _opened(path)
+    repo = open_empty(path)
     names = layer_names(layers)
-    versions = {name: [write_version(repo, name, _ids(number)) for number in range(VERSIONS)] for name in names}
+    versions = {name: [write_version(repo, name, shard_ids(number)) for number in range(VERSIONS)] for name in names}
     states = tuple(BlobRef(id=ObjectId(f"{rank:032x}"), size_bytes=1) for rank in range(RANKS))
     for number, place in enumerate(places(commits)):
         chosen = {name: versions[name][place.save_number % VERSIONS] for name in names}
-        record = _record(place, [_entry(place, name, version) for name, version in chosen.items()], states)
+        record = record_of(place, [entry_of(place, name, version) for name, version in chosen.items()], states)
         if chance.random() < 0.02:
             hidden = _write_record(repo, replace(record, world_size=4), number)
             record = replace(record, supersedes=(hidden.id,))
@@ -91,14 +91,14 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
 def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) -> None:
     """Make a store at *path* whose run has so many commits, each with ten layers and 101 objects of its own."""
     chance = random.Random(seed)
-    repo = _opened(path)
+    repo = open_empty(path)
     names = layer_names(layers)
     entries: dict[str, LayerEntry] = {}
     for number in range(commits):
         place = Place(1, None, (number + 1) * STEP_SIZE, number)
         for name in names if not number else [names[(number * DUE + at) % len(names)] for at in range(DUE)]:
             ids = [ObjectId(f"{chance.getrandbits(128):032x}") for _ in range(RANKS + 1)]
-            entries[name] = _entry(place, name, write_version(repo, name, ids, with_objects=True))
+            entries[name] = entry_of(place, name, write_version(repo, name, ids, with_objects=True))
         state = RankState(
             rank=0,
             model=TreeFile(path="model_states.pt", tree={"global_steps": number}),
@@ -107,11 +107,12 @@ def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) 
             gathered=(),
         )
         states = (write_blob(repo, encode_state(state)),)
-        _write_record(repo, _record(place, [entries[name] for name in names], states), number)
+        _write_record(repo, record_of(place, [entries[name] for name in names], states), number)
     repo.catalog.close()
 
 
-def _opened(path: Path) -> Repository:
+def open_empty(path: Path) -> Repository:
+    """Make a store at *path* with all its folders, and open it."""
     layerstore.init(path).close()
     repo = open_repository(path, Files())
     for prefix in range(256):
@@ -120,12 +121,14 @@ def _opened(path: Path) -> Repository:
     return repo
 
 
-def _entry(place: Place, name: str, version: BlobRef) -> LayerEntry:
+def entry_of(place: Place, name: str, version: BlobRef) -> LayerEntry:
+    """Return the entry of the layer *name* that was saved at *place*."""
     made = samples.entry(name, run=RUN, attempt=place.attempt, step=place.step, save_number=place.save_number)
     return replace(made, version=version)
 
 
-def _record(place: Place, entries: list[LayerEntry], states: tuple[BlobRef, ...]) -> CommitRecord:
+def record_of(place: Place, entries: list[LayerEntry], states: tuple[BlobRef, ...]) -> CommitRecord:
+    """Return the record of a save at *place*."""
     made = samples.record(
         run=RUN,
         attempt=place.attempt,
@@ -138,7 +141,8 @@ def _record(place: Place, entries: list[LayerEntry], states: tuple[BlobRef, ...]
     return replace(made, world_size=RANKS, states=states)
 
 
-def _ids(number: int) -> list[ObjectId]:
+def shard_ids(number: int) -> list[ObjectId]:
+    """Return the ids of objects, one for each rank."""
     return [ObjectId(f"{number:031x}{shard}") for shard in range(RANKS)]
 
 

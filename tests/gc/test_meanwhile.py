@@ -343,6 +343,7 @@ def test_composites_do_without_what_is_collected(store: Store, saved: Checkpoint
     store.ingest(saved(20), run="r")
     store.ingest(saved(30), run="r", resumed_from="r@20")
     before = store.compose("r@30", policy="parity")
+    store.ingest(saved(10), run="by parity", policy="parity")
 
     done = collect(store, FIRST)
 

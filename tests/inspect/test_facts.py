@@ -179,6 +179,7 @@ def test_retention_is_the_plan_of_gc(store: Store) -> None:
     """The fate of every save, and the sums; steps are counted once, with the policies beside them."""
     for step in (10, 12, 14):
         store.ingest(checkpoint(store.path.parent, step=step, layout="hf"), run="sft")
+    store.compose("sft@14", policy="filter").pin("mixed")  # else nobody asks what filter would take
     keep = Keep(every=4)
     plan = store.gc(keep, dry_run=True)
 

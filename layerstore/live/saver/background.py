@@ -29,9 +29,13 @@ from layerstore.publish import (
 )
 from layerstore.storage import Repository
 
-POLL_SECONDS = 0.02
-"""How often rank 0 looks for the other ranks' parts, which arrive through the filesystem."""
+POLL_SECONDS, POLL_SECONDS_MAX = 0.02, 1.0
+"""
+How often rank 0 looks for the other ranks' parts, which arrive through the filesystem.
 
+It pauses for a tenth of the time that it has waited, within these bounds: a commit is visible at most a tenth later,
+and listing the parts of a thousand ranks costs training little while a slow disk takes a minute.
+"""
 
 EXIT_SECONDS_MAX = 600.0
 """How long an exiting process waits for its own share to reach the disk."""
@@ -163,12 +167,13 @@ class Background:
 
     def _joined(self, job: Job) -> Commit:
         """Wait for all ranks' parts and publish the commit."""
-        joint = job.joint
+        joint, begun = job.joint, time.monotonic()
         found: dict[int, Part] = {}
         while (parts := parts_of(self._repo, joint, found)) is None:
             if job.is_given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {joint.step} is given up: a rank could not write its share")
-            if self._stop.wait(POLL_SECONDS):
+            waited_seconds = time.monotonic() - begun
+            if self._stop.wait(min(max(waited_seconds / 10, POLL_SECONDS), POLL_SECONDS_MAX)):
                 raise GivenUp(f"step {joint.step} is given up: the saver was closed before all ranks had written")
         commit = join(self._repo, joint, parts, inherited=self._inherited)
         self._inherited = {entry.layer: entry for entry in commit.record.layers}

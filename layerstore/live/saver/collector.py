@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked
-from layerstore.gc import GcRequest, has_work
+from layerstore.gc import Facts, has_work
 from layerstore.live.log import LOG, words_of
 from layerstore.policy import Best, Keep
 from layerstore.storage import RecordName
@@ -44,6 +44,7 @@ class Collector:
     def __init__(self, store: Store, keep: Keep | None, *, run: str, push: str | None) -> None:
         self._store = store
         self._keep = keep
+        self._facts = None if keep is None else Facts(store.repo, keep)
         self._push = push
         self._run_name = run
         self._wishes: SimpleQueue[bool] = SimpleQueue()
@@ -110,8 +111,7 @@ class Collector:
             self._warn(words_of(exc))
 
     def _has_work(self) -> bool:
-        keep = self._keep
-        return keep is not None and has_work(self._store.repo, GcRequest(keep=keep, runs=(self._run_name,)))
+        return self._facts is not None and has_work(self._facts, self._run_name)
 
     def _question(self) -> dict[str, Any]:
         keep = self._keep

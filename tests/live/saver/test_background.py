@@ -1,0 +1,39 @@
+"""How rank 0 waits for the other ranks' parts."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerstore.live.saver import background
+from layerstore.live.saver.background import Background
+from layerstore.publish import GivenUp
+
+
+@pytest.mark.fault(130)
+def test_missing_parts_are_looked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow rank costs training a hundred looks a minute, not three thousand; what comes is seen a tenth later."""
+    now, pauses, looks = 0.0, list[tuple[float, float]](), list[float]()
+
+    class Stop:
+        def wait(self, seconds: float) -> bool:
+            nonlocal now
+            pauses.append((now, seconds))
+            now += seconds
+            return now > 60
+
+    def looked(*_: object) -> None:
+        looks.append(now)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(background, "parts_of", looked)
+    waiting: Any = SimpleNamespace(_repo=None, _stop=Stop())
+    job: Any = SimpleNamespace(joint=SimpleNamespace(step=4), is_given_up=False, failure="")
+
+    with pytest.raises(GivenUp, match="before all ranks had written"):
+        Background._joined(waiting, job)
+
+    assert len(looks) < 120
+    assert all(seconds <= max(0.02, waited / 10 + 1e-9) for waited, seconds in pauses)
+    assert max(seconds for _, seconds in pauses) == 1.0
