@@ -20,8 +20,8 @@ from layerstore.cli.render import (
     say_paragraph,
     say_table,
     say_warning,
-    some,
 )
+from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
 from layerstore.units import size
 
@@ -65,13 +65,17 @@ def gc(
         str | None, typer.Option("--pushed-to", metavar="REMOTE", help="Keep what this remote lacks.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask at a terminal.")] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="Do not ask; without a terminal, rules and --empty-trash need it."),
+    ] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Remove commits that no rule keeps, and what nothing needs.
+    Remove commits that no rule keeps for good, and what nothing needs.
 
+    What it removes cannot be brought back; drop moves one commit to the trash instead.
     A commit is kept if any of the rules names it. Without a rule, every commit stays:
     only what was dropped or replaced 7 days ago goes, and what killed writers left behind.
     The newest commit of a run always stays, and so do pins with all that they need.
@@ -83,13 +87,16 @@ def gc(
     Examples:
       layerstore gc --dry-run --keep-last 3 --keep-every 1000
       layerstore gc sft --keep-within 14d --keep-best eval_loss:2
-      layerstore gc --keep-last 2 --pushed-to origin
+      layerstore gc --keep-last 2 --pushed-to origin --yes
       layerstore gc
     """
-    from layerstore.policy import duration
+    from layerstore.policy import Keep, duration
 
     keep = keep_of(rules)
     grace_seconds = None if grace is None else duration(grace).total_seconds()
+    asks = not (dry_run or yes or as_json) and sys.stdin.isatty()
+    if not (dry_run or yes or asks) and (keep != Keep() or empty_trash):
+        raise _unconfirmed(as_json=as_json)
     with opened(store) as opened_store:
         collect = partial(
             opened_store.gc,
@@ -101,7 +108,7 @@ def gc(
             pushed_to=pushed_to,
         )
         plan: GcOutcome | None = None
-        if not (dry_run or yes or as_json) and sys.stdin.isatty():
+        if asks:
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
             if not _is_confirmed(plan):
@@ -115,13 +122,22 @@ def gc(
         _tell(outcome, is_done=not dry_run)
 
 
+def _unconfirmed(*, as_json: bool) -> InvalidInput:
+    """Return the error of a script that has not said that it means its rules, whatever they remove today."""
+    reason = "--json does not ask" if as_json else "there is no terminal to ask at"
+    return InvalidInput(
+        f"this would remove for good, and {reason}; nothing was removed",
+        hint="--dry-run shows what would go, --yes removes it",
+    )
+
+
 def _is_confirmed(plan: "GcOutcome") -> bool:
     """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
     let_through()  # the user must see the plan before answering, even with --quiet
     _tell(plan, is_done=False)
-    sys.stdout.write("Remove them? [y/N]: ")
+    sys.stdout.write("Remove them for good? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
@@ -146,8 +162,9 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     kept = sum(bool(fate.kept_by) for fate in outcome.commits)
     pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
     verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
+    for_good = " for good" if outcome.removed or outcome.trimmed or outcome.trash.count else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
-    say_paragraph(f"{verb} {_parts(outcome)}: {freed}", indent=2)
+    say_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
     _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
         later = "a later gc removes them, or --grace 0s now if nothing writes to the store"
@@ -158,18 +175,11 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
 
 
 def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
-    """Warn of composites that change at kept steps; policies that change at the same steps share a warning."""
-    policies: dict[tuple[str, ...], list[str]] = {}
-    for policy in dict.fromkeys(each.policy for each in outcome.unserved):
-        steps = tuple(each.reference for each in outcome.unserved if each.policy == policy)
-        policies.setdefault(steps, []).append(policy)
-    for steps, names in policies.items():
-        takes = "takes" if is_done else "would take"
-        say_warning(
-            f"compose --policy {' or '.join(names)} {takes} other layers than before at "
-            f"{counted(len(steps), 'kept step')} ({some(steps, limit=3)}); --json lists them"
-            + ("" if is_done else "; a composite that is pinned first stays as it is")
-        )
+    """Warn in one line of composites that change at kept steps."""
+    policies, steps = ({getattr(each, name): None for each in outcome.unserved} for name in ("policy", "reference"))
+    if policies:
+        takes = "now take" if is_done else "would take"
+        say_warning(f"{' and '.join(policies)} {takes} other layers at {counted(len(steps), 'kept step')}; see --json")
 
 
 def _line(fate: "CommitFate") -> list[str]:

@@ -437,13 +437,13 @@ class Store:
         """
         Remove the commits that *keep* does not name, of *runs* or of all runs, and every object that nothing needs.
 
-        Without *keep*, every visible commit stays. Pins stay with everything that they need, and so does the newest
-        commit of a run. Safe while others use the store; with *dry_run*, nothing is removed. Objects younger than
-        *grace_seconds* stay; change it only if nothing else writes. Commits that were dropped or replaced a week ago
-        leave the trash; with *empty_trash*, all of them do. With *confirmed*, a plan that somebody has approved,
-        nothing beyond that plan is removed. With *pushed_to*, a remote's name or URL, commits that the remote lacks
-        stay. With *remote*, a name or a URL, that remote is collected instead: there, objects go a day after the last
-        commit that names them.
+        What it removes is gone for good; `drop` moves a commit to the trash instead. Without *keep*, every visible
+        commit stays. Pins stay with everything that they need, and so does the newest commit of a run. Safe while
+        others use the store; with *dry_run*, nothing is removed. Objects younger than *grace_seconds* stay; change it
+        only if nothing else writes. Commits that were dropped or replaced a week ago leave the trash; with
+        *empty_trash*, all of them do. With *confirmed*, a plan that somebody has approved, nothing beyond that plan is
+        removed. With *pushed_to*, a remote's name or URL, commits that the remote lacks stay. With *remote*, a name or
+        a URL, that remote is collected instead: there, objects go a day after the last commit that names them.
 
         Raises:
             IntegrityError: Something cannot be read, so what it needs is unknown, or commits would go although a commit

@@ -32,7 +32,7 @@ def test_the_plan_is_the_deed(run: Run, store: Path) -> None:
     run("pin", "--delete", "best", "--store", store)
     planned = run("gc", "--keep-last", "1", "--grace", "0s", "--dry-run", "--json", "--store", store)
     still = logged(run, store)
-    done = run("gc", "--keep-last", "1", "--grace", "0s", "--json", "--store", store)
+    done = run("gc", "--keep-last", "1", "--grace", "0s", "--yes", "--json", "--store", store)
 
     assert planned.fields | {"dry_run": False} == done.fields
     assert (still, logged(run, store)) == ([4, 2], [4])
@@ -54,6 +54,7 @@ def test_the_table_says_what_goes_and_why(run: Run, store: Path) -> None:
     assert "no rule keeps it" in lines[1]
     assert "newest, last 1" in lines[2]
     assert lines[-1].startswith("would remove 1 commit, ")
+    assert " for good: " in lines[-1]
     assert lines[-1].endswith("nothing was changed")
 
 
@@ -68,19 +69,21 @@ def test_the_table_leaves_out_runs_that_were_not_asked_about(run: Run, store: Pa
     assert "… and 2 kept of runs that were not named; --json has them all" in out
 
 
-def test_composites_that_change_are_one_line_for_the_same_steps(run: Run, store: Path, checkpoints: Path) -> None:
-    """However many policies and kept steps lose them; programs are told of each."""
+def test_composites_that_change_are_one_line(run: Run, store: Path, checkpoints: Path) -> None:
+    """However many policies and kept steps lose them, of those that the store was used with; programs get each."""
     run("pin", "--delete", "best", "--store", store)
     more = generate(checkpoints.parent / "sft-6", layers=2, hidden=16, vocab=32, step=6)
     run("ingest", more, "--run", "sft", "--store", store)
     words = ("gc", "--keep-last", "1", "--grace", "0s", "--dry-run", "--store", store)
+    assert run(*words).err == "", "only full saves, and nothing composed from them is pinned"
+    for policy in ("parity", "filter"):
+        run("ingest", more, "--run", f"by {policy}", "--policy", policy, "--store", store)
 
-    warned = [line for line in run(*words).err.splitlines() if "--policy" in line]
+    warned = run(*words).err.splitlines()
     unserved = run(*words, "--json").fields["unserved"]
 
     assert [each["policy"] for each in unserved] == ["parity", "filter"]
-    assert len(warned) == 1
-    assert "compose --policy parity or filter would take other layers than before at 1 kept step (sft@6)" in warned[0]
+    assert warned == ["warning: parity and filter would take other layers at 1 kept step; see --json"]
 
 
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
@@ -94,7 +97,7 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     assert (young["bytes_freed"], young["bytes_freed_later"]) == (0, old["bytes_freed"])
     assert (old["bytes_freed"] > 0, old["bytes_freed_later"]) == (True, 0)
 
-    outcome = run("gc", "--keep-last", "1", "--store", store)
+    outcome = run("gc", "--keep-last", "1", "--yes", "--store", store)
 
     assert outcome.code == 0
     assert "too young to remove: " in outcome.out
@@ -116,11 +119,32 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
 )
 def test_wrong_use_is_one_line(run: Run, store: Path, options: list[str], code: int, message: str) -> None:
     """With the right exit code, and nothing is removed."""
-    outcome = run("gc", *options, "--store", store)
+    outcome = run("gc", *options, "--yes", "--store", store)
 
     assert (outcome.code, len(outcome.err.splitlines())) == (code, 2)
     assert message in outcome.err
     assert logged(run, store) == [4, 2]
+
+
+@pytest.mark.fault(131)
+@pytest.mark.parametrize("options", [["--keep-last", "1"], ["--empty-trash"], ["--drop-optimizer-older-than", "1"]])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_without_a_terminal_nothing_goes_for_good_without_a_yes(
+    run: Run, store: Path, options: list[str], *, as_json: bool
+) -> None:
+    """A script says that it means its rules, whatever they remove today; no rules remove only what drop announced."""
+    run("drop", "sft@2", "--store", store)
+    before = sorted(path for path in store.rglob("*") if path.is_file())
+    words = ["gc", *options, *(["--json"] if as_json else []), "--grace", "0s", "--store", store]
+
+    refused, shown, plain = run(*words), run(*words, "--dry-run"), run("gc", "--store", store)
+
+    assert (refused.code, refused.out) == (2, "")
+    assert "this would remove for good, and " in refused.err
+    assert "--dry-run shows what would go, --yes removes it" in refused.err
+    assert (shown.code, plain.code) == (0, 0)
+    assert sorted(path for path in store.rglob("*") if path.is_file()) == before
+    assert run(*words, "--yes").code == 0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +185,7 @@ def answered(keys: bytes, *words: str) -> tuple[int, bytes]:
     command = [sys.executable, "-c", IN_A_TERMINAL, *words]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as asking:
         os.close(theirs)
-        said = heard_until(terminal, b"Remove them? [y/N]: ")
+        said = heard_until(terminal, b"Remove them for good? [y/N]: ")
         time.sleep(0.3)  # between the question and reading the answer Python can lose a signal; nobody types so fast
         os.write(terminal, keys)
         said += heard_until(terminal, None)
