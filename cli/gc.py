@@ -21,7 +21,6 @@ from layerstore.cli.render import (
     say_table,
     say_warning,
 )
-from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
 from layerstore.units import size
 
@@ -65,15 +64,12 @@ def gc(
         str | None, typer.Option("--pushed-to", metavar="REMOTE", help="Keep what this remote lacks.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and remove nothing.")] = False,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", "-y", help="Do not ask; without a terminal, rules and --empty-trash need it."),
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask at a terminal.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Remove commits that no rule keeps for good, and what nothing needs.
+    Remove for good the commits that no rule keeps, and what nothing needs.
 
     What it removes cannot be brought back; drop moves one commit to the trash instead.
     A commit is kept if any of the rules names it. Without a rule, every commit stays:
@@ -87,16 +83,13 @@ def gc(
     Examples:
       layerstore gc --dry-run --keep-last 3 --keep-every 1000
       layerstore gc sft --keep-within 14d --keep-best eval_loss:2
-      layerstore gc --keep-last 2 --pushed-to origin --yes
+      layerstore gc --keep-last 2 --pushed-to origin
       layerstore gc
     """
-    from layerstore.policy import Keep, duration
+    from layerstore.policy import duration
 
     keep = keep_of(rules)
     grace_seconds = None if grace is None else duration(grace).total_seconds()
-    asks = not (dry_run or yes or as_json) and sys.stdin.isatty()
-    if not (dry_run or yes or asks) and (keep != Keep() or empty_trash):
-        raise _unconfirmed(as_json=as_json)
     with opened(store) as opened_store:
         collect = partial(
             opened_store.gc,
@@ -108,7 +101,7 @@ def gc(
             pushed_to=pushed_to,
         )
         plan: GcOutcome | None = None
-        if asks:
+        if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
             if not _is_confirmed(plan):
@@ -120,15 +113,6 @@ def gc(
         say_json(_fields(outcome, dry_run=dry_run))
     else:
         _tell(outcome, is_done=not dry_run)
-
-
-def _unconfirmed(*, as_json: bool) -> InvalidInput:
-    """Return the error of a script that has not said that it means its rules, whatever they remove today."""
-    reason = "--json does not ask" if as_json else "there is no terminal to ask at"
-    return InvalidInput(
-        f"this would remove for good, and {reason}; nothing was removed",
-        hint="--dry-run shows what would go, --yes removes it",
-    )
 
 
 def _is_confirmed(plan: "GcOutcome") -> bool:

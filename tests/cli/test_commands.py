@@ -334,7 +334,7 @@ def test_deleting_a_pin_says_what_stays(run: Run, store: Path) -> None:
     run("pin", "again", "best", "--store", store)
     fields = run("pin", "--delete", "again", "--json", "--store", store).fields
     said["hidden"] = run("pin", "--delete", "best", "--store", store).out
-    collected = run("gc", "--grace", "0s", "--empty-trash", "--yes", "--json", "--store", store).fields
+    collected = run("gc", "--grace", "0s", "--empty-trash", "--json", "--store", store).fields
 
     assert said == {
         "visible": "deleted the pin other; its commit stays\n",

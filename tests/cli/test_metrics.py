@@ -66,7 +66,7 @@ def test_another_page_may_have_it(run: Run, measured: Path) -> None:
 def test_a_metric_that_no_commit_has(run: Run, measured: Path) -> None:
     """The nearest is named; gc names it, too, and changes nothing."""
     log = run("log", "--metric", "evalloss", "--store", measured)
-    gc = run("gc", "--keep-best", "evalloss", "--dry-run", "--store", measured)
+    gc = run("gc", "--keep-best", "evalloss", "--store", measured)
 
     assert (log.code, log.err.splitlines()) == (
         NotFound.exit_code,

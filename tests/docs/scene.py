@@ -127,8 +127,6 @@ class Scene:
         words = [self._below(word) for word in words]
         told, complained = io.StringIO(), io.StringIO()
         with contextlib.chdir(self.root):
-            if words[:2] == ["layerstore", "gc"] and "--dry-run" not in words:
-                words.append("--yes")  # a reader is asked at a terminal
             if words[0] == "layerstore":
                 with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complained):
                     found = main(words[1:])
