@@ -3,9 +3,8 @@ Shell completion of values; typer itself completes commands and options.
 
 The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``; for a few
 commands it means less (`_OF_COMMAND`). The names of runs, steps, pins and remotes are in the store's folders, so no
-record, index or library is needed; a step that another one replaced is therefore offered, too. Names of metrics are
-read from the newest commit of each run, those of layers from the commit on the line. On errors nothing is offered; the
-command itself will report them.
+record, index or library is needed. Names of metrics are read from the newest commit of each run, those of layers from
+the commit on the line. On errors nothing is offered; the command itself will report them.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
 from layerstore.storage import RecordName, Repository, RunView
+from layerstore.units import size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,10 @@ class GcOutcome:
     """Pins, which keep all that they need."""
     waiting: Gone = field(default_factory=Gone)
     """Objects that stay aside until the next collection, because other nodes' listings may be late."""
+
+    def __repr__(self) -> str:
+        commits = f"commits {len(self.removed)} removed and {len(self.commits) - len(self.removed)} kept"
+        return f"<GcOutcome {commits}, objects {self.objects.count} removed, {size(self.bytes_freed)} freed>"
 
     @property
     def removed(self) -> list[CommitFate]:

@@ -53,6 +53,7 @@ def test_reports_are_one_readable_line(store: Store, tmp_path: Path) -> None:
         "Diagnosis": repr(layerstore.doctor(tmp_path / "store")),
         "ExportPlan": repr(composite.plan_export()),
         "Staleness": repr(composite.staleness),
+        "GcOutcome": repr(store.gc(dry_run=True)),
     }
 
     assert lines["Stats"].startswith("<Stats of the store: commits 1, ")
