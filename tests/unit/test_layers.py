@@ -123,7 +123,7 @@ def test_a_pattern_that_gives_no_name_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidInput, match=r"gives 'encoder\.bias' no layer name") as caught:
         layer_of("encoder.bias", pattern=re.compile(pattern))
 
-    assert caught.value.hint == "a name is like sft-8b_lr2.5; with spaces it needs quotes"
+    assert caught.value.hint
 
 
 def test_a_pattern_that_is_no_expression_is_refused() -> None:
@@ -196,7 +196,7 @@ def test_names_that_could_be_mistaken_are_refused(name: str, problem: str) -> No
     with pytest.raises(InvalidInput, match=problem) as caught:
         check_name(name, what="the run's name")
 
-    assert caught.value.hint
+    assert caught.value.hint == "a name is like sft-8b_lr2.5; with spaces it needs quotes"
 
 
 @pytest.mark.fault(71)
