@@ -103,7 +103,9 @@ def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
     found = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
     (say_note if verdict.ok else say)(f"checked {of}{found}: {_result(verdict)}")
     if verdict.orphans:
-        say_note(f"{counted(verdict.orphans, 'orphan')}: harmless, and removed by the next gc")
+        has_strangers = any(damage.kind == "stranger" for damage in verdict.damaged)
+        what = "a stranger may be all that names them" if has_strangers else "harmless, and removed by the next gc"
+        say_note(f"{counted(verdict.orphans, 'orphan')}: {what}")
 
 
 def _result(verdict: "Verdict") -> str:

@@ -302,3 +302,22 @@ def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
 
     assert outcome.code == 0
     assert "1 orphan: harmless, and removed by the next gc" in outcome.out.splitlines()
+
+
+@pytest.mark.fault(128)
+def test_a_run_under_another_name_is_told_and_comes_back(run: Run, store: Path) -> None:
+    """Every command that meets it says what to do; nothing is moved or removed, and its objects are no orphans."""
+    run("pin", "--delete", "best", "--store", store)
+    folder = store / "commits" / "sft"
+    stranger = folder.rename(folder.with_name("sft (copy)@1"))
+
+    log, verify, repair, gc = (run(*words, "--store", store) for words in (["log"], ["verify"], ["repair"], ["gc"]))
+
+    assert [each.code for each in (log, verify, repair, gc)] == [0, 20, 20, 20]
+    assert "harmless" not in verify.out + verify.err
+    for each in (verify, repair, gc):
+        assert "commits/sft (copy)@1" in each.out + each.err
+    for each in (repair, gc):
+        assert "back its name, or move it out of the store" in each.err
+    stranger.rename(folder)
+    assert [run(command, "--store", store).code for command in ("verify", "gc")] == [0, 0]
