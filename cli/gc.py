@@ -69,7 +69,7 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """
-    Remove for good the commits that no rule keeps, and what nothing needs.
+    Remove what no rule keeps and nothing needs, for good.
 
     What it removes cannot be brought back; drop moves one commit to the trash instead.
     A commit is kept if any of the rules names it. Without a rule, every commit stays:
