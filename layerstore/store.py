@@ -7,7 +7,6 @@ The store: opens a repository and offers the verbs. Each verb imports its room w
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -498,20 +497,18 @@ class Store:
 
         if read_data and read_data_subset is not None:
             raise InvalidInput("read_data and read_data_subset were both given", hint="leave one of the two out")
-        place: AbstractContextManager[Repository] = nullcontext(self._repo)
-        if self._repo.remote is not None:
-            from layerstore.remote import unmirrored
+        repo = self._repo
+        if repo.remote is not None:
+            from layerstore.remote import reread
 
-            # Alone: the other processes would check their own mirrors.
-            place = unmirrored(replaced(self._repo, shares=ALONE))
-        with place as repo:
-            return verify_store(
-                repo,
-                only=None if ref is None else self._resolved(ref),
-                read_data=read_data,
-                sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
-                progress=progress or Silent(),
-            )
+            repo = replaced(reread(repo), shares=ALONE)  # the other processes would check their own mirrors
+        return verify_store(
+            repo,
+            only=None if ref is None else self._resolved(ref),
+            read_data=read_data,
+            sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
+            progress=progress or Silent(),
+        )
 
     def repair(
         self,
@@ -526,7 +523,8 @@ class Store:
         Move damaged files to the trash, and fetch sound ones from the stores *sources*, some of which may be remotes.
 
         It finds what a verify finds; with *read_data*, every damaged byte. With *dry_run*, nothing is written. With
-        *remote*, a name or a URL, that remote is repaired from this store instead.
+        *remote*, a name or a URL, that remote is repaired from this store instead. What a partial clone's own remote
+        has is one of its sources.
 
         Raises:
             InvalidInput: A source is not a store; or both *sources* and *remote* were given.
@@ -547,6 +545,10 @@ class Store:
                 healed = heal(self._repo, source, read_data=read_data, dry_run=dry_run, progress=progress or Silent())
             return replaced(healed, fetched=(*put_back, *healed.fetched))
         repair = plan_repair if dry_run else execute_repair
+        if self._repo.files.exists(self._repo.layout.partial):
+            from layerstore.remote import partial_of
+
+            sources = [*sources, *filter(None, [partial_of(self._repo)])]
         named = {str(source): partial(_open, self._place_of(source), Files()) for source in sources}
         with opened_sources(self._repo, named) as others:
             return repair(self._repo, others, read_data=read_data, progress=progress or Silent())

@@ -2,7 +2,8 @@
 Verify: is everything there, and is every byte still as it was written?
 
 Always checked: every record, pin and part by its checksum, every blob by its hash, every object by its size, and the
-index against the records. With *read_data* also the bytes of every object, or of a sample. Nothing is changed.
+index against the records. With *read_data* also the bytes of every object, or of a sample: those of dropped commits
+too, because an undrop reads nothing. Nothing is changed, and a partial clone keeps nothing of what it reads elsewhere.
 
 Memory does not grow with the records: each blob and object that they name takes about 110 bytes. Only if something is
 damaged are the records read a second time, to tell who needs it.
@@ -27,10 +28,12 @@ from layerstore.errors import (
     StorageIO,
 )
 from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
+from layerstore.layout import is_url
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress, Silent
-from layerstore.storage import Repository, row_of
+from layerstore.storage import RecordName, Repository, row_of
+from layerstore.units import short_id
 
 _ALL = 2**32
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")
@@ -125,6 +128,8 @@ class _Named:
     """Each object with the numbers of the blobs that name it."""
     under_way: NumberedRefs = field(default_factory=NumberedRefs)
     """What parts of incomplete saves and dropped commits need: not orphans."""
+    dropped: dict[BlobRef, Cost] = field(default_factory=dict)
+    """What dropped commits need, each with what its loss would cost one of them."""
     layers: dict[str, int] = field(default_factory=dict)
     blobs: list[BlobRef] = field(default_factory=list)
     """The blobs that name objects, by number."""
@@ -159,6 +164,8 @@ def verify_store(
     _read_blobs(repo, named, progress)
     reads = sample or (_EVERYTHING if read_data else None)
     counted = _check_objects(repo, named, reads=reads, whole=only is None, progress=progress)
+    if reads:
+        _read_dropped(repo, named, counted, reads, progress)
     holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
     return Verdict(
@@ -202,8 +209,10 @@ def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, call
 
 
 def _reason(problem: LayerstoreError) -> str:
-    """Return why something counts as damaged; raise if this process may not read, or is out of a resource."""
-    if isinstance(problem, StorageIO) and problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS:
+    """Return why something counts as damaged; raise if that is unknown: this process, or a remote, cannot read it."""
+    if isinstance(problem, StorageIO) and (
+        problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS or is_url(str(problem.filename))
+    ):
         raise problem
     return str(problem)
 
@@ -241,10 +250,21 @@ def _read_beside(repo: Repository, named: _Named) -> None:
         refs = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*refs, *([] if part.state is None else [part.state])):
             named.under_way.add(ref)
+    needs = Needs(repo)
     for name in repo.trash.records():
-        with contextlib.suppress(LayerstoreError):  # damage in the trash harms nobody
-            for ref in Needs(repo).add_readable(repo.trash.read_record(name).record):
+        with contextlib.suppress(LayerstoreError):  # a record that cannot be read cannot come back
+            _name_dropped(named, needs, name, repo.trash.read_record(name).record)
+
+
+def _name_dropped(named: _Named, needs: Needs, name: RecordName, record: CommitRecord) -> None:
+    called = f"{name.run}@{name.step} (commit {short_id(name.id)}, dropped)"
+    layers = {entry.version: entry.layer for entry in record.layers}
+    for blob in record.blobs:
+        cost = Cost(holder=called, layers=tuple(filter(None, [layers.get(blob)])), everything=blob not in layers)
+        with contextlib.suppress(LayerstoreError):  # nor can a commit whose blob cannot be read
+            for ref in needs.add_blob(blob):
                 named.under_way.add(ref)
+                named.dropped[ref] = cost
 
 
 def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
@@ -326,6 +346,27 @@ def _check_objects(
     return counted
 
 
+def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: ObjectSample, progress: Progress) -> None:
+    """Read what only dropped commits need. If something is missing, they cannot come back: that is no loss."""
+    others = [named.versions, named.states, named.objects]
+    kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for of in others for ref in of.part(at)}
+    here = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
+    here = [ref for ref in here if _is_there(repo, ref)]
+    counted.objects += len(here)
+    counted.objects_read += len(here)
+    counted.bytes_read += sum(ref.size_bytes for ref in here)
+    for ref, problem in _lost(repo, [here], reads, progress):
+        if _is_there(repo, ref):
+            named.note(replace(_lost_object(repo, "object", ref, problem, ()), costs=(named.dropped[ref],)))
+
+
+def _is_there(repo: Repository, ref: BlobRef) -> bool:
+    try:
+        return repo.objects.find_at_once(ref) is not None
+    except IntegrityError:
+        return False
+
+
 _Lost = tuple[BlobRef, LayerstoreError]
 """An object that is missing or damaged, and how."""
 
@@ -348,9 +389,10 @@ def _lost(
             try:
                 repo.objects.check_there(ref)
                 if reads and ref in reads:
-                    repo.objects.verify(ref)
+                    repo.objects.check_bytes(ref)
                     progress.advance(ref.size_bytes)
             except LayerstoreError as exc:
+                _reason(exc)  # raises if it says nothing about the object
                 found.append((ref, exc))
         return found
 

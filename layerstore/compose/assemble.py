@@ -324,34 +324,37 @@ class Assembly:
 
     def _move(self, supplies: Iterable[Supply]) -> None:
         """Move the bytes of all *supplies*; raise if an object turns out to be damaged, before or after its copy."""
+        tasks = _tasks(supplies)
+        with self.repo.objects.expected(ref for task in tasks for ref in task.objects) as objects:
+            self._do(tasks, replace(self.repo, objects=objects))
+
+    def _do(self, tasks: Collection[_Task], repo: Repository) -> None:
         waiting: deque[tuple[_Task, Future[None]]] = deque()
         try:
-            tasks = _tasks(supplies)
-            self.repo.objects.expect(ref for task in tasks for ref in task.objects)
             for task in tasks:
-                waiting.append((task, self._ahead.submit(self._prepare, task)))
+                waiting.append((task, self._ahead.submit(self._prepare, repo, task)))
                 if len(waiting) > _AHEAD_MAX:
-                    self._copy(*waiting.popleft())
+                    self._copy(repo, *waiting.popleft())
             while waiting:
-                self._copy(*waiting.popleft())
+                self._copy(repo, *waiting.popleft())
         finally:
             for _, future in waiting:
                 future.cancel()
 
-    def _prepare(self, task: _Task) -> None:
+    def _prepare(self, repo: Repository, task: _Task) -> None:
         """Verify the objects, and convert what is to be converted while their pages are warm."""
         unverified = {*task.objects} - self._claimed if self.verify else set()
         self._claimed |= unverified
         if len(task.objects) > 1:
             hashing = Hashing(unverified)
             for file, piece in sorted(task.conversions, key=lambda each: each[1].object_offset):
-                self._convert(read_mean(self.repo, piece, hashing), "F32", file, piece)
-            hashing.check(self.repo.objects)
+                self._convert(read_mean(repo, piece, hashing), "F32", file, piece)
+            hashing.check(repo.objects)
         else:
             for ref in unverified:
-                self.repo.objects.verify(ref)
+                repo.objects.verify(ref)
             if task.conversions:
-                with self.repo.objects.open(task.objects[0]) as source:
+                with repo.objects.open(task.objects[0]) as source:
                     for file, piece in task.conversions:
                         assert piece.rounding is not None
                         self._convert(chunks_of(source, piece), piece.rounding[0], file, piece)
@@ -374,9 +377,9 @@ class Assembly:
         if self.is_export or piece.mean_of:
             self.progress.advance(piece.size_bytes)
 
-    def _copy(self, task: _Task, prepared: Future[None]) -> None:
+    def _copy(self, repo: Repository, task: _Task, prepared: Future[None]) -> None:
         if task.copies:
-            with self.repo.objects.open(task.objects[0]) as source:
+            with repo.objects.open(task.objects[0]) as source:
                 for file, piece in task.copies:
                     if piece.is_measured:
                         self._copy_measured(source, file, piece)

@@ -183,11 +183,12 @@ def _pieces(tensor: WeightTensor, slices: Slices, offset: int) -> Iterator[Piece
 
 
 def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
-    """Return the header of a safetensors file that is kept byte for byte, not verified, and the size of the file."""
+    """Return the header of a safetensors file that is kept byte for byte, and the size of the file."""
     content, path = file.content, Path(file.path)
     if isinstance(content, bytes):
         return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
     begin = whole(content, 0).object_offset
+    repo.objects.verify(content.object)  # it decides what is written, and may not be read again
     with repo.objects.open(content.object) as source:
         header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
     return header, content.size_bytes

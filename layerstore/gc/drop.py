@@ -10,7 +10,7 @@ from datetime import datetime
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only
-from layerstore.history import Resolved, begins_id, reference_to, references_to, resolve, view_read_again
+from layerstore.history import Needs, Resolved, begins_id, reference_to, references_to, resolve, view_read_again
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
@@ -207,8 +207,10 @@ def undrop(repo: Repository, ref: str) -> Commit:
                 hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
             )
         try:
+            for needed in Needs(repo).add_record(record):
+                repo.objects.check_there(needed)  # a repair, or somebody's rm, may have taken what a blob names
             republish(repo, commit)
-        except Overtaken as exc:
+        except (IntegrityError, Overtaken) as exc:
             raise Overtaken(f"{ref} cannot come back: {exc}", hint="ingest its checkpoint again") from exc
         repo.trash.remove_record(repo.records.name_of(commit))
     return commit

@@ -4,8 +4,8 @@ from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, heal_identity, verify_remote
 from layerstore.remote.identity import check_own, claim, identity_of, pushed_records
-from layerstore.remote.mirror import Remote, delete_pin_there, unmirrored
-from layerstore.remote.pull import Pulled, clone, completed, pull
+from layerstore.remote.mirror import Remote, delete_pin_there, reread
+from layerstore.remote.pull import Pulled, clone, completed, partial_of, pull
 from layerstore.remote.push import Pushed, follow, push
 from layerstore.remote.remotes import Remotes
 
@@ -26,9 +26,10 @@ __all__ = [
     "heal",
     "heal_identity",
     "identity_of",
+    "partial_of",
     "pull",
     "push",
     "pushed_records",
-    "unmirrored",
+    "reread",
     "verify_remote",
 ]

@@ -163,7 +163,7 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
         with commit_named(name):
             commit = _read(remote, name)
             if commit is not None:
-                repo.objects.expect(commit.record.blobs)
+                repo.objects.verify_all({blob: () for blob in commit.record.blobs if blob.id not in needs})
                 needs.add_record(commit.record)
         progress.advance(1)
     for pin in readable_pins(repo):

@@ -1,6 +1,8 @@
 """
 Objects that are fetched from a bucket on first read, each checked against its name before it is used.
 
+No check is remembered: verifying an object reads and hashes it, however often it was verified before. Only what has
+just been fetched was hashed on arrival, and is not read again for the use that it was fetched for.
 Several processes may share the folder that they are fetched into.
 """
 
@@ -9,15 +11,14 @@ import errno as errnos
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.layout import Layout
 from layerstore.limits import REMOTE_REQUESTS_MAX
-from layerstore.model import BlobRef, ObjectId, StoredObject
-from layerstore.remote.cache import make_room, trim
+from layerstore.model import BlobRef, StoredObject
 from layerstore.remote.source import Source
 from layerstore.remote.sparse import SparseObjects
 from layerstore.storage import Files, ObjectStore, OpenFile, Stretch, alone
@@ -29,30 +30,28 @@ _EVICTIONS_MAX = 20
 
 
 class FetchedObjects(ObjectStore):
-    """Objects that are fetched on first read, then stay here; a mirror evicts them when it needs room."""
+    """
+    The objects of a partial clone: those that it lacks are fetched on first use, and stay.
 
-    def __init__(self, layout: Layout, files: Files, source: Source, *, is_mirror: bool = False) -> None:
+    A damaged one is damage, as in any store: nobody knows whether the bucket ever had it.
+    """
+
+    _is_durable = True
+
+    def __init__(self, layout: Layout, files: Files, source: Source) -> None:
         super().__init__(layout, files)
         self.source = source
-        self._is_mirror = is_mirror
         self._objects = ObjectStore(layout, files)
         """The objects that are here."""
         self._pool = ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="fetch")
-        self._guard = threading.Lock()
-        self._coming: dict[ObjectId, Future[None]] = {}
-        self._expected: deque[BlobRef] = deque()
-        self._ahead: set[ObjectId] = set()
-        """Prefetched objects that nobody has asked for yet."""
         self._sparse_objects = SparseObjects(layout, files, source, self._pool, make_room=self._make_room)
         self._bytes_of_wholes = 0
         self._is_closed = False
 
     def close(self) -> None:
-        """Cancel pending downloads; trim a mirror's cache to its size."""
-        was_closed, self._is_closed = self._is_closed, True
+        """Cancel pending downloads."""
+        self._is_closed = True
         self._pool.shutdown(cancel_futures=True)
-        if self._is_mirror and self.bytes_fetched and not was_closed:
-            trim(self._files)
 
     @property
     def bytes_fetched(self) -> int:
@@ -68,17 +67,24 @@ class FetchedObjects(ObjectStore):
         if self.find_at_once(ref) is None:
             self.source.check_there(ref)
 
+    def check_bytes(self, ref: BlobRef) -> None:
+        """Read all of *ref*, here or else in the bucket, and compare its hash with its name; nothing is kept."""
+        if self.find_at_once(ref) is None:
+            self.source.check_bytes(ref)
+        else:
+            self._objects.verify(ref)
+
     def verify(self, ref: BlobRef) -> None:
-        """Make sure that *ref* is here and matches its name; raises as `open` does."""
-        self._arrived(ref)
+        """Fetch *ref*, or read what is here; compare its hash with its name. Raises as `open` does."""
+        self.wait(self.start(ref))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
         """Make sure that *stretches* are here and sound; return the objects that are completely so."""
         chunks = {ref: self._sparse_objects.chunks(ref, of) for ref, of in stretches.items() if not self._is_here(ref)}
         whole = {ref for ref in stretches if not chunks.get(ref)}
-        self.expect(whole)
-        for ref in whole:
-            self._arrived(ref)
+        with self.expected(whole) as objects:
+            for ref in whole:
+                objects.verify(ref)
         for ref in stretches.keys() - whole:
             self._opened_sparse(ref, chunks[ref]).close()
         return whole
@@ -96,7 +102,7 @@ class FetchedObjects(ObjectStore):
             raise self.source.damaged(ref, exc) from exc
 
     def _is_here(self, ref: BlobRef) -> bool:
-        return self._files.exists(self._layout.object(ref.id))
+        return any(self._files.exists(path) for path in self._places_now(ref.id))
 
     def know(self, objects: Iterable[StoredObject]) -> None:
         """Note what a version says about *objects*."""
@@ -107,60 +113,42 @@ class FetchedObjects(ObjectStore):
         numbers = [] if stretches is None or self._is_here(ref) else self._sparse_objects.chunks(ref, stretches)
         if numbers:
             return self._opened_sparse(ref, numbers)
-        self._arrived(ref)
         for _ in range(_EVICTIONS_MAX):
-            with contextlib.suppress(IntegrityError):
-                return self._objects.open(ref)
-            self._forget(ref)  # it was evicted from a full cache
-            self._arrived(ref)
+            if self._is_here(ref):
+                with contextlib.suppress(IntegrityError):
+                    return self._objects.open(ref)
+            self.verify(ref)  # it is missing, was evicted from a full cache, or has another size
         return self._objects.open(ref)
 
-    def expect(self, refs: Iterable[BlobRef]) -> None:
-        """Start to fetch *refs*, in order, but not too far ahead of the reader."""
-        with self._guard:
-            self._expected.extend(refs)
-            self._set_out()
+    @contextlib.contextmanager
+    def expected(self, refs: Iterable[BlobRef]) -> Iterator[ObjectStore]:
+        """Yield the objects for one use of *refs*, which are fetched or verified ahead of the reader, in order."""
+        with contextlib.closing(_Expected(self, self._layout, self._files, refs)) as objects:
+            yield objects
 
-    def _arrived(self, ref: BlobRef) -> None:
+    def start(self, ref: BlobRef) -> "Future[None]":
+        """Begin to verify *ref*."""
         self.source.check_process()  # its threads do not exist in a forked child
-        with self._guard:
-            self._ahead.discard(ref.id)
-            coming = self._on_its_way(ref)
-            self._set_out()
+        self._check_open()
+        return self._pool.submit(self._verify_or_fetch, ref)
+
+    def wait(self, verified: "Future[None]") -> None:
+        """Return once what `start` began has been done; raises if it failed, or the objects were closed."""
         try:
-            coming.result()
+            verified.result()
         except CancelledError:
             self._check_open()
             raise
-        except BaseException:
-            self._forget(ref)  # the next reader tries again
-            raise
 
-    def _set_out(self) -> None:
-        while self._expected and len(self._ahead) < _AHEAD_MAX:
-            ref = self._expected.popleft()
-            if ref.id not in self._coming:
-                self._ahead.add(ref.id)
-                self._on_its_way(ref)
-
-    def _on_its_way(self, ref: BlobRef) -> "Future[None]":
-        coming = self._coming.get(ref.id)
-        if coming is None:
-            self._check_open()
-            coming = self._coming[ref.id] = self._pool.submit(self._fetch, ref)
-        return coming
-
-    def _forget(self, ref: BlobRef) -> None:
-        with self._guard:
-            self._coming.pop(ref.id, None)
-
-    def _fetch(self, ref: BlobRef) -> None:
-        home = self._layout.object(ref.id)
-        if not self.is_sound(home, ref):  # a rotted one is fetched again
-            with alone(self._layout.locks / f"fetch-{ref.id}"):
-                if not self.is_sound(home, ref):
-                    self._download(ref)
-        self._files.touch(home)  # eviction is least recently used first
+    def _verify_or_fetch(self, ref: BlobRef) -> None:
+        if self.find_at_once(ref) is not None:
+            self._objects.verify(ref)
+            return
+        with alone(self._layout.locks / f"fetch-{ref.id}"):
+            if self.find_at_once(ref) is None:
+                self._download(ref)
+                return
+        self._objects.verify(ref)
 
     def _download(self, ref: BlobRef) -> None:
         home, path = self._layout.object(ref.id), self._layout.tmp / secrets.token_hex(16)
@@ -170,7 +158,7 @@ class FetchedObjects(ObjectStore):
                 for offset, data in self.source.checked(ref):
                     self._check_open()
                     file.write_at(offset, data)
-                if not self._is_mirror:
+                if self._is_durable:
                     file.sync()  # writers reuse it without another sync
             self._files.make_directory(home.parent, durable=False)
             self._files.rename(path, home)
@@ -183,5 +171,49 @@ class FetchedObjects(ObjectStore):
             raise InvalidInput(f"{self.source.url} was closed, and nothing more is fetched", hint="open it again")
 
     def _make_room(self, size_bytes: int) -> None:
-        if self._is_mirror:
-            make_room(self._files, size_bytes)
+        """Make room for *size_bytes* more; a clone only grows."""
+
+
+class _Expected(ObjectStore):
+    """One use of objects: each is verified once, ahead of its readers, and none of them opens it before that."""
+
+    def __init__(self, objects: FetchedObjects, layout: Layout, files: Files, refs: Iterable[BlobRef]) -> None:
+        super().__init__(layout, files)
+        self._objects = objects
+        self._guard = threading.Lock()
+        self._expected = deque(dict.fromkeys(refs))
+        self._verified: dict[BlobRef, Future[None]] = {}
+        self._ahead: set[BlobRef] = set()
+        """Those that nobody has asked for yet."""
+        self._set_out()
+
+    def close(self) -> None:
+        """Cancel what nobody has asked for."""
+        for verified in self._verified.values():
+            verified.cancel()
+
+    def verify(self, ref: BlobRef) -> None:
+        """Return once *ref* is here and verified; raises if it is damaged."""
+        with self._guard:
+            verified = self._start(ref)
+            self._ahead.discard(ref)
+            self._set_out()
+        self._objects.wait(verified)
+
+    def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
+        """Open *ref* once it is verified."""
+        self.verify(ref)
+        return self._objects.open(ref, stretches)
+
+    def _set_out(self) -> None:
+        while self._expected and len(self._ahead) < _AHEAD_MAX:
+            ref = self._expected.popleft()
+            if ref not in self._verified:
+                self._ahead.add(ref)
+                self._start(ref)
+
+    def _start(self, ref: BlobRef) -> "Future[None]":
+        found = self._verified.get(ref)
+        if found is None:
+            found = self._verified[ref] = self._objects.start(ref)
+        return found

@@ -12,7 +12,7 @@ from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import Bucket, Chunks
 from layerstore.remote.identity import IDENTITY, identity_of, pushed_records, records_in
-from layerstore.remote.mirror import Remote, unmirrored
+from layerstore.remote.mirror import Remote, reread
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository
 
@@ -22,8 +22,7 @@ _LOOKS_MAX = 4
 
 def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
     """Check every record and every object's size in the bucket itself; with *read_data*, every byte as well."""
-    with unmirrored(remote.repo) as repo:
-        return verify_store(repo, read_data=read_data, progress=progress)
+    return verify_store(reread(remote.repo), read_data=read_data, progress=progress)
 
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:

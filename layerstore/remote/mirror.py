@@ -8,9 +8,9 @@ Several processes may share it. Nothing is ever written to the bucket.
 """
 
 import errno as errnos
+import mmap
 from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,11 +24,11 @@ from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, ObjectId
 from layerstore.publish import shows_pinned
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, Listed, in_parallel
-from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder
+from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.identity import identity_of
 from layerstore.remote.source import Source
-from layerstore.storage import Files, RecordStore, Repository, name_in, open_repository
+from layerstore.storage import Files, RecordStore, Repository, alone, name_in, open_repository
 
 
 class Remote:
@@ -51,7 +51,7 @@ class Remote:
         layout = layout_at(path)
         _make(layout, files, identity)
         self.source = Source(bucket.url, layout, bucket=bucket)
-        objects = MirroredObjects(layout, files, self.source, is_mirror=True)
+        objects = MirroredObjects(layout, files, self.source)
         self.repo = open_repository(path, files, remote=bucket.url, objects=objects)
         """The mirror; read-only."""
         self.listed: frozenset[str] = frozenset()
@@ -141,11 +141,56 @@ def _is_ours(name: str) -> bool:
 
 
 class MirroredObjects(FetchedObjects):
-    """The objects of a remote: the bucket's listing decides which exist."""
+    """
+    The objects of a remote: the bucket's listing decides which exist.
+
+    What is here is a cache: whatever has rotted is fetched again, and what was used longest ago makes room.
+    """
+
+    _is_durable = False
+
+    def close(self) -> None:
+        """Cancel pending downloads; trim the cache to its size."""
+        was_closed = self._is_closed
+        super().close()
+        if self.bytes_fetched and not was_closed:
+            trim(self._files)
+
+    def find(self, ref: BlobRef) -> Path | None:
+        """Return where *ref* is or will be."""
+        return self._layout.object(ref.id)
 
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless the bucket lists *ref* in full size."""
         self.source.check_there(ref)
+
+    def check_bytes(self, ref: BlobRef) -> None:
+        """Read all of *ref* from the bucket, whatever is here of it, and compare it with its name."""
+        self.source.check_bytes(ref)
+
+    def read(self, ref: BlobRef) -> bytes:
+        """Return the bytes of the small object *ref*; a rotted copy would look like damage in the bucket."""
+        self.verify(ref)
+        return super().read(ref)
+
+    def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
+        """Map the bytes of *ref* as read-only memory, verified as that of any store."""
+        try:
+            return super().map(ref, verify=verify)
+        except IntegrityError:  # it has rotted here
+            self.verify(ref)
+            return super().map(ref, verify=verify)
+
+    def _verify_or_fetch(self, ref: BlobRef) -> None:
+        home = self._layout.object(ref.id)
+        if not self.is_sound(home, ref):
+            with alone(self._layout.locks / f"fetch-{ref.id}"):
+                if not self.is_sound(home, ref):
+                    self._download(ref)
+        self._files.touch(home)  # eviction is least recently used first
+
+    def _make_room(self, size_bytes: int) -> None:
+        make_room(self._files, size_bytes)
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:
         """Return the size of an object in the bucket."""
@@ -177,15 +222,13 @@ def delete_pin_there(remote: Remote, name: str) -> bool | None:
     return shows
 
 
-@contextmanager
-def unmirrored(repo: Repository) -> Iterator[Repository]:
-    """Yield the mirror *repo* as its bucket is now: rereads records, and verifies objects in the bucket."""
+def reread(repo: Repository) -> Repository:
+    """Return the mirror *repo* as its bucket is now, with all records and pins read once more."""
     assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
     source = repo.objects.source
     source.forget()
     _, strangers = _refresh(repo, source.bucket, anew=True)
-    with closing(UnmirroredObjects(repo.layout, repo.files, source, is_mirror=True)) as objects:
-        yield replace(repo, objects=objects, records=UnmirroredRecords(repo, strangers))
+    return replace(repo, records=UnmirroredRecords(repo, strangers))
 
 
 class UnmirroredRecords(RecordStore):
@@ -198,12 +241,3 @@ class UnmirroredRecords(RecordStore):
     def strangers(self) -> Iterator[Path]:
         """Yield the paths that they would have in the mirror."""
         yield from self._strangers
-
-
-class UnmirroredObjects(MirroredObjects):
-    """The same, but verified against what the bucket has now."""
-
-    def verify(self, ref: BlobRef) -> None:
-        """Read all of *ref* from the bucket and compare it with its name."""
-        for _ in self.source.checked(ref):
-            pass

@@ -91,7 +91,7 @@ def clone(
     try:
         if repo.identity.store_id != identity.store_id:
             raise AlreadyExists(f"{path} is another store; nothing was fetched", hint="choose another path")
-        was_partial = _partial_of(repo) is not None
+        was_partial = partial_of(repo) is not None
         if is_partial and not was_partial and repo.records.runs():
             raise AlreadyExists(
                 f"{path} is a clone with all tensors; nothing was changed",
@@ -115,7 +115,7 @@ class _Pull:
         self._repo = repo
         self._remote = remote
         self._progress = progress
-        self._is_partial = _partial_of(repo) == remote.url
+        self._is_partial = partial_of(repo) == remote.url
         self._objects = 0
         self._bytes_received = 0
 
@@ -179,9 +179,17 @@ class _Pull:
     def _fetch(self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord) -> None:
         """Stage everything that *record* names and the store lacks; blobs come after what they name."""
         blobs = [blob for blob in record.blobs if not objects.claim(blob)]
-        self._remote.repo.objects.expect(blobs)
-        inner = {} if self._is_partial else dict.fromkeys(self._named_by(blobs))
-        lacking = [ref for ref in inner if not objects.reuse(ref)]
+        with self._remote.repo.objects.expected(blobs) as theirs:
+            source = replace(self._remote.repo, objects=theirs)
+            described = [] if self._is_partial else blobs
+            named = dict.fromkeys(ref for blob in described for ref in named_by(source, blob))
+            self._fetch_tensors(pool, objects, record, [ref for ref in named if not objects.reuse(ref)])
+            for blob in blobs:
+                objects.copy(blob, theirs)
+
+    def _fetch_tensors(
+        self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord, lacking: Sequence[BlobRef]
+    ) -> None:
         self._progress.start(f"pull {record.run}@{record.step}", sum(ref.size_bytes for ref in lacking))
         shares = self._repo.shares
         mine, *theirs = (
@@ -193,12 +201,6 @@ class _Pull:
                 objects.join(staged)
                 self._objects += len(staged.new)
                 self._bytes_received += sum(ref.size_bytes for ref, _ in staged.new)
-        for blob in blobs:
-            objects.copy(blob, self._remote.repo.objects)
-
-    def _named_by(self, blobs: Iterable[BlobRef]) -> Iterator[BlobRef]:
-        for blob in blobs:
-            yield from named_by(self._remote.repo, blob)
 
     def _stage_all(self, pool: ThreadPoolExecutor, objects: ObjectWriter, refs: Sequence[BlobRef]) -> None:
         """
@@ -259,12 +261,12 @@ def completed(repo: Repository) -> Repository:
     Raises:
         IntegrityError: ``partial.json`` is damaged.
     """
-    url = _partial_of(repo)
+    url = partial_of(repo)
     assert url is not None, "it is one"
     return replace(repo, objects=FetchedObjects(repo.layout, repo.files, Source(url, repo.layout)))
 
 
-def _partial_of(repo: Repository) -> str | None:
+def partial_of(repo: Repository) -> str | None:
     """Return the URL of the remote that completes *repo*; None if it is not a partial clone."""
     path = repo.layout.partial
     data = repo.files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)

@@ -71,6 +71,11 @@ class Source:
         except (NotFound, IntegrityError) as exc:
             raise self.damaged(ref, exc) from exc
 
+    def check_bytes(self, ref: BlobRef) -> None:
+        """Read all of *ref* from the bucket and compare it with its name; raises as `checked` does."""
+        for _ in self.checked(ref):
+            pass
+
     def damaged(self, ref: BlobRef, problem: Exception) -> IntegrityError:
         """Return the error for *ref*, which the bucket has lost or damaged."""
         text = str(problem)

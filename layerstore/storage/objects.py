@@ -9,6 +9,7 @@ import errno as errnos
 import mmap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from layerstore.errors import DAMAGED_HINT, IntegrityError, StorageIO
@@ -153,8 +154,10 @@ class ObjectStore:
         # In case it was linked back meanwhile.
         yield home
 
-    def expect(self, refs: Iterable[BlobRef]) -> None:
-        """Announce that *refs* will soon be opened, in order, so that a remote can prefetch them."""
+    @contextmanager
+    def expected(self, refs: Iterable[BlobRef]) -> Iterator["ObjectStore"]:  # for remotes
+        """Yield the objects for one use of *refs*, in order: a remote fetches and verifies them ahead of the reader."""
+        yield self
 
     def know(self, objects: Iterable[StoredObject]) -> None:
         """Note what a version says about *objects*: a remote can then verify stretches of them."""
@@ -190,8 +193,12 @@ class ObjectStore:
             return file.read_at(0, file.size_bytes)
 
     def verify(self, ref: BlobRef) -> None:
+        """Make sure that *ref*, which is about to be used, is here and sound; raises as `check_bytes` does."""
+        self.check_bytes(ref)
+
+    def check_bytes(self, ref: BlobRef) -> None:
         """
-        Read all of *ref* and compare its hash with its name.
+        Read all of *ref* as it is now, and compare its hash with its name.
 
         Raises:
             IntegrityError: A byte differs, or the object is missing or cut short.

@@ -8,6 +8,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.errors import Conflict, InvalidInput, NotFound, Overtaken, StorageIO
+from layerstore.history import Needs, named_by
 from layerstore.storage import RecordName
 from layerstore.storage.commits import RecordStore
 from tests.gc.test_gc import collect, masters, steps
@@ -261,3 +262,29 @@ def test_a_run_does_not_come_back_under_a_pins_name(store: Store, saved: Checkpo
     with pytest.raises(NotFound):
         store.undrop(commit[:2])
     assert store.undrop(commit).id == commit
+
+
+@pytest.mark.fault(112)
+def test_damage_of_a_dropped_commit_is_found_before_it_comes_back(three: Store) -> None:
+    """A verify that reads reads what only the trash names; a repair takes it out, and then nothing brings it back."""
+    three.drop("r@4")
+    [name] = three.repo.trash.records()
+    record = three.repo.trash.read_record(name).record
+    needed = {each for entry in record.layers for each in named_by(three.repo, entry.version)}
+    kept = Needs(three.repo)
+    for other in three.repo.records.names("r"):
+        kept.add_record(three.repo.records.read(other).record)
+    path = three.repo.layout.object(min(ref.id for ref in needed if ref.id not in kept))
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+    assert three.verify().ok
+    [damage] = three.verify(read_data=True).damaged
+    assert damage.id == path.name
+    assert [(cost.everything, len(cost.layers)) for cost in damage.costs] == [(False, 1)]
+    assert damage.needed_by[0].startswith("r@4 (commit ")
+
+    assert [moved.path for moved in three.repair(read_data=True).moved] == [f"objects/{path.name[:2]}/{path.name}"]
+    assert three.verify(read_data=True).ok
+    with pytest.raises(Overtaken, match="r@4 cannot come back"):
+        three.undrop("r@4")
+    assert steps(three) == [6, 2]

@@ -266,12 +266,12 @@ def test_what_is_closed_fetches_no_more(
     remote = layerstore.open(url)
     refs = list(dict.fromkeys(tensor_objects(pushed)))
     monkeypatch.setattr(Bucket, "_stream", held)
-    remote.repo.objects.expect(refs)
-    while len(begun) < REMOTE_REQUESTS_MAX:
-        time.sleep(0.001)
-    threading.Timer(0.05, go_on.set).start()
-    remote.close()
-    remote.close()
+    with remote.repo.objects.expected(refs):
+        while len(begun) < REMOTE_REQUESTS_MAX:
+            time.sleep(0.001)
+        threading.Timer(0.05, go_on.set).start()
+        remote.close()
+        remote.close()
     assert len(begun) == REMOTE_REQUESTS_MAX < len(refs)
     assert not [*remote.path.glob("objects/*/*"), *remote.path.glob("tmp/*"), *remote.path.glob("locks/fetch-*")]
     with pytest.raises(InvalidInput, match="was closed"):

@@ -8,6 +8,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, IntegrityError
+from layerstore.model import ObjectId
 from layerstore.remote import Bucket
 from tests.unit.checkpoints import Checkpoints, digests
 
@@ -133,3 +134,69 @@ def test_a_partial_clone_is_not_taken_for_a_whole_one(clone: Store, url: str) ->
     with pytest.raises(AlreadyExists, match="without all tensors"):
         layerstore.clone(url, clone.path)
     assert objects(clone) == before
+
+
+def harm(store: Store, path: Path) -> None:
+    """Flip a bit of a file below *store*."""
+    data = bytearray((store.path / path).read_bytes())
+    data[-1] ^= 1
+    (store.path / path).write_bytes(data)
+
+
+def tensor_of(store: Store, step: int) -> Path:
+    """Return where an object is that only *step* needs."""
+    needs = {
+        name.step: {
+            stored.id
+            for entry in store.repo.catalog.commit(name).record.layers
+            for stored in store.repo.version_of(entry).objects
+        }
+        for name in store.repo.records.names("r")
+    }
+    only = needs.pop(step).difference(*needs.values())
+    return Path(store.repo.layout.object_name(ObjectId(min(only))))
+
+
+@pytest.mark.fault(110)
+def test_a_verify_fetches_and_heals_nothing(pushed: Store, clone: Store, tmp_path: Path) -> None:
+    """What is here is read here, and what is not in the bucket; a repair takes the sound copy from there."""
+    clone.compose("r@4").write(tmp_path / "out")
+    path = tensor_of(clone, 4)
+    harm(clone, path)
+    before, harmed = objects(clone), (clone.path / path).read_bytes()
+
+    verdict = clone.verify(read_data=True)
+
+    assert [(damage.path, damage.needed_by) for damage in verdict.damaged] == [(path.as_posix(), ("r@4", "best"))]
+    assert (objects(clone), (clone.path / path).read_bytes()) == (before, harmed)
+    assert verdict.objects_read == pushed.verify(read_data=True).objects_read
+    assert [(of.path, of.source) for of in clone.repair(read_data=True).fetched] == [
+        (path.as_posix(), clone.remotes.url("origin"))
+    ]
+    assert clone.verify(read_data=True).ok
+
+
+@pytest.mark.fault(110)
+def test_damage_in_the_bucket_is_found_from_a_partial_clone(clone: Store, pushed: Store, bucket: Bucket) -> None:
+    """Also in what was never fetched."""
+    path = tensor_of(pushed, 2).as_posix()
+    data = (pushed.path / path).read_bytes()
+    bucket.write(path, lambda: [data[:-1] + bytes([data[-1] ^ 1])])
+    assert clone.verify().ok
+    [damage] = clone.verify(read_data=True).damaged
+    assert (damage.path, bucket.url in damage.reason) == (path, True)
+
+
+@pytest.mark.fault(111)
+def test_what_was_never_pushed_is_damaged_here(clone: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """The bucket, which never had it, is not blamed."""
+    saved.into(clone, 8)
+    path = tensor_of(clone, 8)
+    harm(clone, path)
+
+    [damage] = clone.verify(read_data=True).damaged
+    with pytest.raises(IntegrityError, match=f"{path.name} is damaged"):
+        clone.compose("r@8").write(tmp_path / "out")
+
+    assert damage.path == path.as_posix()
+    assert "its bytes hash to" in damage.reason

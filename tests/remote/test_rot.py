@@ -1,0 +1,146 @@
+"""Verified means read and hashed now: what rots here while a store is open is never handed out."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Composite, Store
+from layerstore.compose import RankLoad
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError
+from layerstore.format import STATE_MAGIC, VERSION_MAGIC, NameHasher
+from layerstore.remote.fetch import FetchedObjects
+from layerstore.storage import OpenFile, objects
+from layerstore.zero3.pt import layout_pt
+from tests.unit.checkpoints import Checkpoints, digests
+
+Way = Callable[[Store, Path], object]
+
+
+@pytest.fixture
+def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
+    """Return a store of three steps whose remote has it all."""
+    saved.into(store, 2, 4, 6)
+    store.push(url)
+    return store
+
+
+def loaded(store: Store, out: Path) -> object:
+    """Return all that two ranks of three load when they resume."""
+    found = []
+    for rank in range(2):
+        load = RankLoad(store.repo, store.compose("r").composition, rank=rank, world_size=3)
+        for file in (load.state.model, load.state.optimizer):
+            for storage, _offset in layout_pt(file.tree, name="any").storages:
+                data = bytearray(storage.elements * by_code(storage.dtype).bytes)
+                load.fill(storage, memoryview(data))
+                found.append(bytes(data))
+    return found
+
+
+def loaded_state(composite: Composite) -> dict[str, bytes]:
+    """Return the bytes of all weights."""
+    return {name: tensor.float().numpy().tobytes() for name, tensor in composite.state_dict().items()}
+
+
+def written(write: Callable[[Store, Path], object]) -> Way:
+    """Return the way out that writes a folder."""
+
+    def way(store: Store, out: Path) -> object:
+        write(store, out)
+        return digests(out)
+
+    return way
+
+
+WAYS: dict[str, Way] = {
+    "shards": written(lambda store, out: store.compose("r").write(out)),
+    "shards of older layers": written(lambda store, out: store.compose("r", policy="parity").write(out)),
+    "shards for other ranks": written(lambda store, out: store.compose("r").write(out, world_size=3)),
+    "shards without damage": written(lambda store, out: store.compose("r", without_damaged=True).write(out)),
+    "export": written(lambda store, out: store.compose("r").export(out)),
+    "rounded export": written(lambda store, out: store.compose("r").export(out, dtype="fp16")),
+    "dcp": written(lambda store, out: store.compose("r").write_dcp(out)),
+    "universal": written(lambda store, out: store.compose("r").write_universal(out)),
+    "average": written(lambda store, out: store.average("r@2,r@6").export(out)),
+    "delta": written(lambda store, out: store.compose("r").write_delta(out, since="r@4")),
+    "resume": loaded,
+    "tensors": lambda store, _: {name: array.tobytes() for name, array in store.compose("r").tensors().items()},
+    "state dict": lambda store, _: loaded_state(store.compose("r")),
+    "state dict of an average": lambda store, _: loaded_state(store.average("r@2,r@6")),
+    "diff": lambda store, _: store.diff("r@2", "r@6", stat=True).layers,
+    "show": lambda store, _: store.show("r@6"),
+}
+
+
+def rot(store: Store, *, blobs: bool) -> set[str]:
+    """Change the last byte of every object that is here, or of all but *blobs*; return their names."""
+    rotted = set()
+    for path in store.path.glob("objects/*/*"):
+        data = bytearray(path.read_bytes())
+        if blobs or not data.startswith((VERSION_MAGIC, STATE_MAGIC)):
+            data[-1] ^= 1
+            path.write_bytes(data)
+            rotted.add(path.name)
+    return rotted
+
+
+@pytest.mark.fault(108)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_rots_in_the_cache_is_never_handed_out(pushed: Store, url: str, way: str, tmp_path: Path) -> None:
+    """Not even by the store that fetched and checked it: it is fetched again."""
+    go = WAYS[way]
+    expected = go(pushed, tmp_path / "here")
+    with layerstore.open(url) as remote:
+        assert go(remote, tmp_path / "first") == expected
+        assert rot(remote, blobs=True)
+        assert go(remote, tmp_path / "second") == expected
+
+
+@pytest.mark.fault(109)
+@pytest.mark.parametrize("way", WAYS.keys() - {"show", "shards without damage"})
+def test_what_rots_in_a_partial_clone_is_never_handed_out(pushed: Store, url: str, way: str, tmp_path: Path) -> None:
+    """It is a store like any other: damage is an error, and nothing heals along the way."""
+    go = WAYS[way]
+    with layerstore.clone(url, tmp_path / "clone", records=True) as clone:
+        go(clone, tmp_path / "first")
+        rotted = rot(clone, blobs=False)
+        with pytest.raises(IntegrityError, match="is damaged") as told:
+            go(clone, tmp_path / "second")
+        assert "repair --read-data --from" in (told.value.hint or "")
+        assert not (tmp_path / "second").exists()
+        assert {damage.id for damage in clone.verify(read_data=True).damaged} == rotted
+
+
+@pytest.mark.fault(108)
+def test_no_check_is_remembered(pushed: Store, url: str, tmp_path: Path) -> None:
+    """Whether all of it was used or not, nothing of a finished download stays behind."""
+    with layerstore.open(url) as remote:
+        remote.compose("r").write(tmp_path / "unverified", verify=False)
+        remote.compose("r").write(tmp_path / "verified")
+        fetched = remote.repo.objects
+        assert isinstance(fetched, FetchedObjects)
+        kept = [value for value in vars(fetched).values() if isinstance(value, (dict, set, list))]
+        assert not any(kept)
+
+
+def test_what_was_just_fetched_is_not_read_twice(
+    pushed: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was hashed as it came, so a first composite costs one hash of each object, and the next one another."""
+    hashed, read = objects.hashed, list[str]()
+
+    def counted(file: OpenFile) -> NameHasher:
+        read.append(file.path.name)
+        return hashed(file)
+
+    monkeypatch.setattr(objects, "hashed", counted)
+    record = pushed.repo.catalog.commit(pushed.repo.records.names("r")[-1]).record
+    tensors = {each.ref.id for entry in record.layers for each in pushed.repo.version_of(entry).objects}
+    with layerstore.open(url) as remote:
+        remote.compose("r").write(tmp_path / "first")
+        assert not tensors & {*read}
+        remote.compose("r").write(tmp_path / "second")
+    assert sorted(tensors & {*read}) == sorted(name for name in read if name in tensors) == sorted(tensors)
