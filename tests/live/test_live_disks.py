@@ -14,6 +14,7 @@ import layerstore
 from layerstore.store import Store
 from tests.faults.disks import is_remounted, mounted
 from tests.forked import Nursery
+from tests.live.faulty import STEPS
 from tests.live.launched import due, losses, one
 
 PROGRAMS = "tests.live.faulty_disks"
@@ -88,6 +89,38 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
         told = any(words in error for words in ("were removed while", "had written, is gone"))
         assert name != "one rank's objects" or told, error
     assert os.listdir(tmp_path / "store" / "parts") == []
+
+
+@pytest.mark.fault(144)
+def test_one_slow_disk_does_not_end_training(ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """
+    All ranks wait for it together, for a while.
+
+    After that they leave the save out together, or it is given up, and nobody waits for a rank until the group breaks.
+    """
+    layerstore.init(tmp_path / "store").close()
+
+    with ranks.launch(
+        f"{PROGRAMS}:stuck_on_one", {"store": str(tmp_path / "store")}, folder=tmp_path, name="stuck"
+    ) as launch:
+        launch.done()
+
+    assert losses(launch, "piled") == undisturbed
+    skipped = [(event["rank"], event["step"]) for event in launch.events("saved") if event["skipped"]]
+    assert sorted(skipped) == [(0, 4), (1, 4)]
+    log = launch.log.read_text()
+    assert log.count("step 4 is not saved: earlier saves still wait for the disk") == 1
+    with Store(tmp_path / "store") as store:
+        assert store.verify(read_data=True).damaged == ()
+        assert [entry.step for entry in store.log("piled")] == [STEPS, 3, 2, 1]
+        assert {line.step for line in store.ls(f"piled@{STEPS}")} == {STEPS}  # what was due at step 4, too
+        assert [entry.step for entry in store.log("slow")] == [4, 1]
+        assert [entry.step for entry in store.log("dead")] == [4]
+    assert losses(launch, "slow").keys() == losses(launch, "dead").keys() == {1, 2, 3, 4}
+    errors = {(event["name"], event["rank"]): event["errors"] for event in launch.events("status")}
+    assert errors["slow", 0] == errors["slow", 1] == errors["piled", 0] == errors["piled", 1] == []
+    assert "the disk took nothing for 1 s" in errors["dead", 1][0]
+    assert "could not write its share" in errors["dead", 0][0]
 
 
 @pytest.mark.fault(27)
