@@ -44,7 +44,7 @@ class LayerstoreCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the engine that the Trainer has made."""
-        engine = engine_of(kwargs["model"])
+        engine = engine_of(kwargs["model"], kwargs.get("optimizer"))
         self.saver = attach(engine, self._store, run=self._run, **self._settings)
         self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
         self.saver.step_of = self._count.step
