@@ -19,7 +19,10 @@ import layerstore
 from layerstore.live.saver import saver as saving
 from layerstore.live.saver import snapshot
 from layerstore.live.saver.settings import Mode
+from layerstore.publish import SaveTiming
 from layerstore.store import Store
+from layerstore.transformers import checkpoint
+from tests.forked import tell
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Faults, attempt, build, done, fail, told, train
 
@@ -86,7 +89,8 @@ def broken(options: Any) -> None:
     with Store(path, hook=faults) as store:
         for name, rule in rules.items():
             engine = build()
-            with layerstore.attach(engine, store, run=name.replace(" ", "-").replace("'", "")) as saver:
+            run, hooks = name.replace(" ", "-").replace("'", ""), hooks_of(name)
+            with layerstore.attach(engine, store, run=run, on_saved=hooks[0], on_failed=hooks[1]) as saver:
                 train(engine, 1, saver=saver, save_at=(1,), name=name)
                 saver.wait()
                 dist.barrier()
@@ -101,6 +105,15 @@ def broken(options: Any) -> None:
                 dist.barrier()
                 train(engine, 3, saver=saver, save_at=(3,), name=name)
     done()
+
+
+def hooks_of(name: str) -> list[Callable[[SaveTiming], None]]:
+    """Return what tells of each save that became a commit, and of each that came to nothing."""
+
+    def hook(kind: str, timing: SaveTiming) -> None:
+        tell(kind, name=name, step=timing.step, commit=timing.commit, failure=timing.failure)
+
+    return [partial(hook, kind) for kind in ("on_saved", "on_failed")]
 
 
 def lost(store: Path) -> Callable[[Path], None]:
@@ -186,6 +199,27 @@ def stuck(faults: Faults) -> threading.Event:
 
     faults.on("write", "/tmp/", stay, rank=1)
     return go_on
+
+
+def first_launch(options: Any) -> None:
+    """Resume and attach where there is no store yet; then again, with names and paths that are mistyped."""
+    path = Path(options["store"])
+    engine = build()
+    attempt(lambda: layerstore.resume(engine, path, run=RUN, must_exist=True), "must exist")
+    attempt(lambda: layerstore.attach(engine, path, run=RUN, create=False), "create=False")
+    attempt(lambda: layerstore.attach(engine, path, run="a/b"), "run")
+    attempt(lambda: layerstore.resume(engine, "s3://", run=RUN), "URL")
+    tell("seen", there=path.exists(), resumed=layerstore.resume(engine, path, run=RUN), folder=checkpoint(path, RUN))
+    with layerstore.attach(engine, path, run=RUN) as saver:
+        train(engine, 2, saver=saver, save_at=(2,))
+    for run in ("rnu", "new"):
+        tell("seen", resumed=layerstore.resume(engine, path, run=run), folder=checkpoint(path, run))
+    attempt(lambda: layerstore.resume(engine, path, run="rnu", must_exist=True), "no such run")
+    layerstore.resume(engine, path, run=RUN)
+    with layerstore.attach(engine, path, run=RUN) as saver:
+        train(engine, 4, saver=saver, save_at=(4,))
+    layerstore.attach(build(), path, run=RUN).close()
+    done()
 
 
 def refused(options: Any) -> None:

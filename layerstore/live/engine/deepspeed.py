@@ -116,6 +116,11 @@ class Engine:
         count = self._zero.partition_count
         return int(count if self.stage == STAGE_3 else count[0])
 
+    def say(self, message: str, *arguments: object) -> None:
+        """Log *message*, on one of all processes."""
+        if self.engine.global_rank == 0:
+            LOG.info(message, *arguments)
+
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all processes."""
         for note in notes if self.engine.global_rank == 0 else ():

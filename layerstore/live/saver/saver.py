@@ -390,7 +390,7 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
         if self._is_first:
-            note_job(self._repo, self._session, job, self._settings.on_saved)
+            note_job(self._repo, self._session, job, self._settings)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -403,8 +403,6 @@ class Saver:
         captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
         self._check_cuttable(captured.share)
         check_not_half_loaded(self._engine.engine)
-        if self._is_first:
-            self._attempt.warn_if_not_resumed(self._place)
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample
