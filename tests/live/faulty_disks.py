@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import layerstore
+from layerstore.live.ranks import exchange
 from layerstore.live.saver import saver as saving
 from layerstore.live.saver import snapshot
 from layerstore.live.saver.settings import Mode
@@ -149,7 +150,7 @@ def stuck_on_one(options: Any) -> None:
     """One rank's disk stands still while saves pile up; then before an update, and at last as if it were dead."""
     vars(dist)["new_group"] = partial(dist.new_group, timeout=timedelta(seconds=GLOO_SECONDS_MAX))
     distributed_c10d._set_pg_timeout(timedelta(seconds=GLOO_SECONDS_MAX))
-    vars(saving)["_SILENT_SECONDS_MAX"] = 1
+    vars(exchange)["_SILENT_SECONDS_MAX"] = 1
     faults = Faults()
     with Store(options["store"], hook=faults) as store:
         piled_up(store, faults)

@@ -72,26 +72,26 @@ class AttemptLock:
 
     def _log_place(self, place: Place) -> None:
         view = self._repo.catalog.find(self._run)
-        saving = f"saving to {self._repo.layout.root}"
+        root = self._repo.layout.root
         if view is None or not view.visible:
-            LOG.info("%s: run %r begins", saving, self._run)
+            LOG.info("saving to %s: run %r begins", root, self._run)
             return
         newest = next(view.history(view.attempts[-1])).step
         if not place.inherited:
             LOG.warning(
-                "%s: run %r has commits up to step %d, and this engine was not resumed from them: starting attempt %d "
-                "from scratch, unless a load comes before the first save; layerstore.resume(engine, store, run=%r) "
-                "continues them",
-                saving,
+                "saving to %s: run %r has commits up to step %d, and this engine was not resumed from them: starting "
+                "attempt %d from scratch, unless a load comes before the first save; "
+                "layerstore.resume(engine, store, run=%r) continues them",
+                root,
                 self._run,
                 newest,
                 place.attempt,
                 self._run,
             )
         elif view.of_attempt(place.attempt):
-            LOG.info("%s, newest %s@%d", saving, self._run, newest)
+            LOG.info("saving to %s, newest %s@%d", root, self._run, newest)
         else:
-            LOG.info("%s, newest %s@%d; attempt %d begins", saving, self._run, newest, place.attempt)
+            LOG.info("saving to %s, newest %s@%d; attempt %d begins", root, self._run, newest, place.attempt)
 
     def release(self) -> None:
         """Release the attempt, so that other jobs may save it."""

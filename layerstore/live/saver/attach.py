@@ -85,15 +85,18 @@ def attach(
     if known.ungated and mode == "async":
         settings = replace(settings, mode="sync")
         LOG.warning("saves are synchronous: %s", known.ungated)
-    chosen = chosen_policy(policy)
+    return _attached(known, store, settings, run=run, policy=chosen_policy(policy))
+
+
+def _attached(engine: Engine, store: Store | StrPath, settings: Settings, *, run: str, policy: Policy) -> Saver:
     exchange = Exchange()
     try:
-        opened, resumed = _agreed(exchange, store, known, run=run, settings=settings, policy=chosen)
+        opened, resumed = _agreed(exchange, store, engine, run=run, settings=settings, policy=policy)
         attempt = AttemptLock(exchange, opened.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
-            saver = Saver(known, opened, exchange, settings, run=run, policy=chosen, attempt=attempt, place=place)
+            saver = Saver(engine, opened, exchange, settings, run=run, policy=policy, attempt=attempt, place=place)
             unless_made.pop_all()
     except BaseException:
         exchange.close()

@@ -73,8 +73,6 @@ JOBS_MAX = 2
 DISK_SECONDS_MAX = 600.0
 """With ``on_pressure="wait"``, a save is left out once an earlier one has waited so long for some rank's disk."""
 
-_SILENT_SECONDS_MAX = 60.0
-
 
 class Saver:
     """Saves an engine's state while it trains; made by `attach`. A context manager."""
@@ -193,7 +191,7 @@ class Saver:
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
         request, share, step = files.request, captured.share, files.request.step
-        agreed = agree_on_save(self.exchange, self._report(step=step, captured=captured))
+        agreed = agree_on_save(self.exchange, self._report(step=step, copied_bytes=changing_bytes(captured)))
         self._learn(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
         repeated = self._last.same(step, updates=self._updates, pin=request.pin, has_extras=has_extras)
@@ -201,10 +199,8 @@ class Saver:
             return repeated  # leave the previous save unsealed: more files may come into its folder
         self._seal()
         # Before any other collective: a rank that waited alone for its disk would break the others' in the end.
-        if agreed.is_pressed and self._settings.on_pressure == "wait":
-            is_skipped = not self._wait_for_room()
-        else:
-            is_skipped = agreed.is_pressed and self._settings.on_pressure == "skip"
+        pressure = self._settings.on_pressure if agreed.is_pressed else ""
+        is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
         moved = self._movements.movements(sample) if self._movements and sample else Movements()
         of_policy = partial(
@@ -221,7 +217,7 @@ class Saver:
             if self._is_first:
                 LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
             return Saved(step=step, number=number, layers_due=(), skipped=True, blocked_seconds=held.seconds)
-        if agreed.is_pressed and self._settings.on_pressure == "degrade":
+        if pressure == "degrade":
             sizes = {layer: -(-size // share.world_size) for layer, size in captured.bytes_by_layer.items()}
             due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=captured.has_moments)
         job = self._begin(captured, files, due, moved)
@@ -253,41 +249,29 @@ class Saver:
         if self._is_closed:
             return
         self._seal()
-        self._await(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
+        self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
         self._tight.clear()
         # Tell rank 0 first who has failed: until then, it waits for a part that will never come.
         self._learn(exchange_reports(self.exchange, self._report()))
-        self._await(lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs))
+        self.exchange.wait(
+            lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
+        )
         if self._settings.durable == "remote":
             behind = self._collector
             if behind is not None:
                 behind.retry()
-            self._await(lambda seconds: behind is None or behind.wait(seconds))
+            self.exchange.wait(lambda seconds: behind is None or behind.wait(seconds))
         self._learn(exchange_reports(self.exchange, self._report()))
         if self._settings.durable == "remote":
             with self.exchange.together():
                 if self._collector is not None and self._collector.push_error:
                     raise StorageIO(self._collector.push_error, errno=None, filename=str(self._settings.push))
 
-    def _await(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
-        """
-        Call *wait* on every rank until it returns True on all of them, or until the time *until* of one; return which.
-
-        Ranks exchange a message every minute: gloo aborts after half an hour of silence, and a first push may take
-        longer.
-        """
-        while True:
-            is_done = wait(min(max(until - time.monotonic(), 0), _SILENT_SECONDS_MAX))
-            is_late = not is_done and time.monotonic() >= until
-            open_, late = self.exchange.sums([float(not is_done), float(is_late)])
-            if not open_ or late:
-                return not open_
-
     def _wait_for_room(self) -> bool:
         """Return True once no rank has too many saves that wait for its disk, False if that takes one too long."""
         awaited = self._running()[: 1 - JOBS_MAX]
         until = awaited[0].begun + DISK_SECONDS_MAX if awaited else math.inf
-        return self._await(lambda seconds: all(job.is_written.wait(seconds) for job in awaited), until=until)
+        return self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in awaited), until=until)
 
     def status(self) -> Status:
         """Return the status of this rank's saves; asks no other rank."""
@@ -332,7 +316,7 @@ class Saver:
                 self._finish(job)
         tight, self._tight = self._tight, []
         if tight:  # some rank may wait for its disk: together, or the update's own collective would break
-            self._await(partial(self._wait_for_copies, tight))
+            self.exchange.wait(partial(self._wait_for_copies, tight))
         self._wait_for_copies(self._jobs)
 
     def _wait_for_copies(self, jobs: Iterable[Job], seconds: float | None = None) -> bool:
@@ -346,9 +330,7 @@ class Saver:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(
-        self, *, step: int = 0, captured: Captured | None = None, problem: Exception | None = None
-    ) -> RankReport:
+    def _report(self, *, step: int = 0, copied_bytes: int = 0, problem: Exception | None = None) -> RankReport:
         running = self._running()
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
@@ -357,7 +339,7 @@ class Saver:
             number=self._schedule.number,
             is_at_boundary=self._engine.is_at_boundary,
             is_pressed=len(running) >= JOBS_MAX or (bool(running) and last > free),
-            is_tight=captured is not None and changing_bytes(captured) + 2 * COPY_BYTES > free,
+            is_tight=copied_bytes + 2 * COPY_BYTES > free,
             free_bytes=free,
             failed=tuple(job.joint.save_number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._new_outcomes(),
