@@ -3,7 +3,7 @@ Read the tensors of a distributed checkpoint as flat runs of bytes, whatever chu
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -13,9 +13,9 @@ from layerstore.dcp.metadata import METADATA, Entry, read_metadata
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
-from layerstore.tree import Located, Tensor, Tree
-from layerstore.zero3 import damaged, linked, open_source
-from layerstore.zero3.pt import Pickles, PtFile, read_section
+from layerstore.tree import Located, Storage, Tensor, Tree
+from layerstore.zero3 import damaged, holds_zero, linked, open_source, several_distributed
+from layerstore.zero3.pt import Pickles, read_section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,11 @@ def _metadata_files(path: Path) -> list[Path]:
         sorted(inner / METADATA for inner in path.iterdir() if (inner / METADATA).is_file()) if path.is_dir() else []
     )
     if not found:
-        raise SourceCheckpoint(
+        raise (several_distributed(path) if path.is_dir() else None) or SourceCheckpoint(
             f"{path} is no distributed checkpoint: it has no file {METADATA!r}",
-            hint="--onto is for folders of torch.distributed.checkpoint; leave it out for DeepSpeed's",
+            hint="leave --onto out for a checkpoint of DeepSpeed"
+            if path.is_dir() and holds_zero(path)
+            else "--onto is for the folders that torch.distributed.checkpoint, or a Trainer under FSDP, saved",
         )
     return found
 
@@ -84,7 +86,7 @@ class Folder:
             below = file.parent.relative_to(path)
             for key, entry in read_metadata(file.parent).items():
                 if key in self.entries:
-                    raise damaged(path, f"two of its folders have {key!r}")
+                    raise several_distributed(path) or damaged(path, f"two of its folders have {key!r}")
                 chunks = tuple(replace(chunk, file=(below / chunk.file).as_posix()) for chunk in entry.chunks)
                 self.entries[key] = replace(entry, chunks=chunks)
         self.checks: list[tuple[str, Located]] = []
@@ -107,7 +109,7 @@ class Folder:
         entry = self.entries[key]
         if len(entry.chunks) != 1:
             raise damaged(self.path, f"{key!r} should lie in one piece, and lies in {len(entry.chunks)}")
-        return self._archive(entry, 0).tree
+        return self._content(entry, 0)
 
     def tensor(self, key: str) -> FlatTensor:
         """
@@ -132,7 +134,7 @@ class Folder:
     def _runs(self, entry: Entry) -> Iterator[Run]:
         count = 0
         for number, chunk in enumerate(entry.chunks):
-            tensor = self._archive(entry, number).tree
+            tensor = self._content(entry, number)
             if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or tensor.storage.dtype != entry.dtype:
                 raise damaged(self.path / chunk.file, f"what should be a chunk of {entry.key!r} is something else")
             if not tensor.is_contiguous:
@@ -147,14 +149,18 @@ class Folder:
                 yield Run(first=first, elements=elements, path=located.path, offset_bytes=offset)
                 offset += elements * item
 
-    def _archive(self, entry: Entry, number: int) -> PtFile:
+    def _content(self, entry: Entry, number: int) -> Tree:
+        """Return what lies in a chunk."""
         chunk = entry.chunks[number]
         with open_source(self.allowed(self.path / chunk.file)) as source:
             found = read_section(source, chunk.offset_bytes, chunk.size_bytes, self._pickles)
-        for storage in found.storages:
+        self._note_checks(entry, found.storages)
+        return found.tree
+
+    def _note_checks(self, entry: Entry, storages: Iterable[Storage]) -> None:
+        for storage in storages:
             assert isinstance(storage.content, Located)
             self.checks.append((f"of {entry.key}", storage.content))
-        return found
 
 
 def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from layerstore.dcp import FlatTensor, Folder
+from layerstore.dcp import FlatTensor, Folder, open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS, canonical_order, crc32
@@ -41,7 +41,6 @@ from layerstore.zero3 import (
     equal_bytes,
     number_of,
     read_source_file,
-    real_path,
     stamp_of,
     stat_source,
 )
@@ -203,13 +202,13 @@ def _exactly(of: _Wanted, data: memoryview) -> memoryview:
 
 def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = False) -> DcpCheckpoint:
     """
-    Read the distributed checkpoint in the folder *path* onto *base*; links in it are followed only with *follow*.
+    Read the checkpoint of FSDP in the folder *path* onto *base*; links in it are followed only with *follow*.
 
     Raises:
         SourceCheckpoint: It is incomplete, damaged or untrusted.
         LayoutMismatch: It is of another model or optimizer than *base*, or older.
     """
-    return _Reading(repo, Folder(real_path(path), follow=follow), base).checkpoint()
+    return _Reading(repo, open_folder(path, follow=follow), base).checkpoint()
 
 
 class _Reading:

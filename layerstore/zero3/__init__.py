@@ -18,8 +18,11 @@ from layerstore.zero3.discovery import (
     read_latest,
     stamp_of,
 )
+from layerstore.zero3.distributed import distributed_at, onto_hint, refuse_file_per_rank, several_distributed
 from layerstore.zero3.filenames import (
     FIRST_SHARD,
+    FSDP_MODEL,
+    FSDP_OPTIMIZER,
     LATEST,
     LATEST_BYTES_MAX,
     MODEL_STATES,
@@ -87,15 +90,16 @@ from layerstore.zero3.trees import (
 )
 
 __all__ = [
-    "FIRST_SHARD", "LATEST", "LATEST_BYTES_MAX", "MODEL_STATES", "RANDOM_STATE", "SHARD_STEM", "STAGE_3", "STEP",
-    "SUMMARY", "TRAINER_STATE", "Checkpoint", "FoundCheckpoint", "FoundTag", "GatheredSource", "LayerSource",
-    "ObjectSource", "OpenedSource", "PartitionSharding", "Piece", "Pointer", "RankSource", "Sharding", "Share",
-    "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView", "beside_shards", "can_convert",
-    "can_derive", "check_unchanged", "checked_step", "checkpoints_below", "config_of", "convert", "count_of",
-    "counter_like", "damaged", "dealt", "discover", "equal_bytes", "flavour_of", "gathered_again", "holds_zero",
-    "inner_optimizer", "is_dealt", "is_shard", "leaves_out_frozen", "linked", "masters_in", "mean", "members_of",
-    "newly_infinite", "number_of", "open_source", "outer_optimizer", "owner_of_file", "pointer_bytes", "rank_source",
-    "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path", "refuse_pointer",
+    "FIRST_SHARD", "FSDP_MODEL", "FSDP_OPTIMIZER", "LATEST", "LATEST_BYTES_MAX", "MODEL_STATES", "RANDOM_STATE",
+    "SHARD_STEM", "STAGE_3", "STEP", "SUMMARY", "TRAINER_STATE", "Checkpoint", "FoundCheckpoint", "FoundTag",
+    "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "PartitionSharding", "Piece", "Pointer",
+    "RankSource", "Sharding", "Share", "SliceSource", "Slices", "StoredSlice", "Stretch", "Survey", "TreeView",
+    "beside_shards", "can_convert", "can_derive", "check_unchanged", "checked_step", "checkpoints_below", "config_of",
+    "convert", "count_of", "counter_like", "damaged", "dealt", "discover", "distributed_at", "equal_bytes",
+    "flavour_of", "gathered_again", "holds_zero", "inner_optimizer", "is_dealt", "is_shard", "leaves_out_frozen",
+    "linked", "masters_in", "mean", "members_of", "newly_infinite", "number_of", "onto_hint", "open_source",
+    "outer_optimizer", "owner_of_file", "pointer_bytes", "rank_source", "read_checkpoint", "read_header", "read_latest",
+    "read_pointer", "read_source_file", "real_path", "refuse_file_per_rank", "refuse_pointer", "several_distributed",
     "sharding_in", "share_of", "slice_length", "slices_in", "stage_of", "stamp_of", "stat_source", "sub_group_shapes",
     "supplier_of", "suppliers_of", "tensors_in", "truncated", "undivided", "valid_elements", "with_optimizer",
 ]  # fmt: skip

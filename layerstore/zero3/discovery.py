@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from layerstore.errors import (
-    PERMISSION_ERRNOS,
     InvalidInput,
     LayoutMismatch,
     NotFound,
     SourceCheckpoint,
-    StorageIO,
     Unsupported,
 )
 from layerstore.layers import ADAPTER_WEIGHTS, typed
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
 from layerstore.nearest import did_you_mean, nearest
+from layerstore.zero3.distributed import refuse_distributed
 from layerstore.zero3.filenames import (
-    DCP,
+    FSDP,
     INCOMPLETE,
     LATEST,
     LATEST_BYTES_MAX,
     MODEL_STATES,
+    NOT_SUPPORTED,
     READABLE,
     SCRIPTS,
     SHARD,
@@ -41,10 +41,11 @@ from layerstore.zero3.filenames import (
     folder_kind,
     is_shard,
     is_text,
+    natural,
     rank_of_file,
     run_name,
 )
-from layerstore.zero3.sourcefile import read_source_file, real_path, stat_source
+from layerstore.zero3.sourcefile import list_folder, read_source_file, real_path, stat_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,19 +126,6 @@ def check_unchanged(found: FoundCheckpoint) -> None:
             )
 
 
-def list_folder(path: Path) -> list[str]:
-    """Return the names in the folder *path*, sorted."""
-    try:
-        return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
-    except OSError as exc:
-        if exc.errno in PERMISSION_ERRNOS:
-            hint = f"ls -ld {typed(str(path))} shows who may read it"
-            raise StorageIO(
-                f"cannot list {path}: {exc.strerror}", errno=exc.errno, filename=str(path), hint=hint
-            ) from exc
-        raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
-
-
 def holds_zero(path: Path) -> bool:
     """Whether `discover` would find a ZeRO checkpoint, complete or not, in the folder *path*."""
     folders = [path]
@@ -166,6 +154,8 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
             raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
         return path.parent, path.name
     tags = _tags(path)
+    if not tags:
+        refuse_distributed(path)
     if tags or (path / LATEST).exists() or tag is not None:
         return path, _choose_tag(path, tags, tag)
     return _only_save_folder(path)
@@ -197,7 +187,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
 
 def _other_tags(folder: Path, chosen: str) -> list[str]:
     """Note that *folder* holds tags besides the chosen one."""
-    others = sorted((name for name in _tags(folder) if name != chosen), key=_natural)
+    others = sorted((name for name in _tags(folder) if name != chosen), key=natural)
     shown = f"{', '.join(others[:5])}{' …' if len(others) > 5 else ''}"
     note = f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
     return [f"{note}; --all takes every one, --tag another"] if others else []
@@ -224,7 +214,7 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
     if len(inner) == 1:
         return _resolve(path / inner[0], None)
     if inner:
-        inner.sort(key=_natural)
+        inner.sort(key=natural)
         more = f" and {len(inner) - 10} more" if len(inner) > 10 else ""
         raise InvalidInput(
             f"{path} holds {len(inner)} checkpoints: {', '.join(inner[:10])}{more}",
@@ -237,16 +227,12 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
     )
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _tags(folder: Path) -> list[str]:
     return [name for name in list_folder(folder) if _is_tag_folder(folder / name)]
 
 
 def _is_tag_folder(path: Path) -> bool:
-    return path.is_dir() and folder_kind(list_folder(path)) is not None
+    return path.is_dir() and folder_kind(list_folder(path)) not in {None, *FSDP}
 
 
 # -- what kind -----------------------------------------------------------------------------------------------------
@@ -265,16 +251,8 @@ def flavour_of(folder: Path, tag: str) -> str:
 
 def _refuse_foreign(folder: Path, names: list[str]) -> None:
     kind = folder_kind(names)
-    if kind == DCP:
-        raise SourceCheckpoint(
-            f"{folder} is a folder of {DCP}, which lacks what DeepSpeed needs",
-            hint=f"layerstore ingest {typed(str(folder))} --onto RUN@STEP takes it from a commit of the same model",
-        )
-    if kind is not None and kind not in READABLE:
-        raise Unsupported(
-            f"{folder} is a {kind} checkpoint; ZeRO stages 1, 2 and 3 are supported",
-            hint="train with zero_optimization.stage 1, 2 or 3 and save again",
-        )
+    if kind in NOT_SUPPORTED:
+        raise Unsupported(f"{folder} is a {kind} checkpoint, which is not supported", hint=NOT_SUPPORTED[kind])
     if "offloaded_tensors" in names:
         raise Unsupported(
             f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the shards",

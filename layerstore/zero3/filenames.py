@@ -37,14 +37,29 @@ READABLE = frozenset({ZERO3, ZERO12})
 """The kinds of checkpoints that are ingested as they are."""
 UNIVERSAL = "universal"
 DCP = "torch.distributed.checkpoint"
+FULL_STATE_DICT = "FSDP's FULL_STATE_DICT"
+FILE_PER_RANK = "FSDP with a file for each rank"
+FSDP = frozenset({DCP, FULL_STATE_DICT, FILE_PER_RANK})
+"""The kinds that DeepSpeed has nothing to do with: their folders are no tags."""
+FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
+"""The files of a ``FULL_STATE_DICT``."""
 WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
 """Such a file, of any degree of tensor parallelism."""
+_PIPELINE, _EXPERTS = "pipeline-parallel", "mixture-of-experts (DeepSpeed's own)"
+NOT_SUPPORTED = {
+    _PIPELINE: "train without pipeline parallelism and save again",
+    _EXPERTS: "its experts are in files of their own; mixtures of Transformers, such as Mixtral, can be ingested",
+    UNIVERSAL: "ingest the checkpoint that it was made from",
+}
+"""What DeepSpeed saves and is not ingested, and what to do instead."""
 # Files of other kinds of checkpoints, and the names of those kinds.
 _FOREIGN = (
-    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
-    (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), "mixture-of-experts (stages 1 and 2)"),
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), _PIPELINE),
+    (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), _EXPERTS),
     (re.compile(r"zero"), UNIVERSAL),
     (re.compile(r"__\d+_\d+\.distcp|\.metadata"), DCP),
+    (re.compile(re.escape(FSDP_MODEL)), FULL_STATE_DICT),
+    (re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin"), FILE_PER_RANK),
 )
 
 _ONE_OF_SEVERAL_SAVES = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
@@ -79,6 +94,16 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """
+    Return a key that sorts names by the numbers in them.
+
+    >>> sorted(["step10", "step9"], key=natural)
+    ['step9', 'step10']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def rank_of_file(name: str) -> int | None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, StorageIO
+from layerstore.errors import PERMISSION_ERRNOS, InvalidInput, LayerstoreError, SourceCheckpoint, StorageIO
+from layerstore.layers import typed
 
 # Errors of the checkpoint rather than of the disk: nothing is there, or it is not a regular file.
 _NO_SUCH_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -171,3 +172,16 @@ def _refused_by_disk(path: Path, exc: OSError | ValueError) -> LayerstoreError:
 
 def _not_regular(path: Path) -> SourceCheckpoint:
     return SourceCheckpoint(f"{path}: not a regular file", path=str(path), reason="not_regular")
+
+
+def list_folder(path: Path) -> list[str]:
+    """Return the names in the folder *path*, sorted."""
+    try:
+        return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
+    except OSError as exc:
+        if exc.errno in PERMISSION_ERRNOS:
+            hint = f"ls -ld {typed(str(path))} shows who may read it"
+            raise StorageIO(
+                f"cannot list {path}: {exc.strerror}", errno=exc.errno, filename=str(path), hint=hint
+            ) from exc
+        raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc

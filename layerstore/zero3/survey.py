@@ -11,9 +11,11 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import SOURCE_FILES_MAX
-from layerstore.zero3.discovery import list_folder, step_of_trainer
+from layerstore.zero3.discovery import step_of_trainer
+from layerstore.zero3.distributed import distributed_at, onto_hint
 from layerstore.zero3.filenames import (
     FIRST_SHARD,
+    FSDP,
     MODEL_STATES,
     READABLE,
     TRAINER_STATE,
@@ -22,7 +24,7 @@ from layerstore.zero3.filenames import (
 )
 from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.pt import read_pt
-from layerstore.zero3.sourcefile import real_path
+from layerstore.zero3.sourcefile import list_folder, real_path
 from layerstore.zero3.trees import TreeView
 
 
@@ -91,7 +93,9 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
             else:
                 notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
             continue
-        if kind is not None:
+        if distributed_at(folder) == folder:
+            notes.append(f"ignored {folder}: it is not DeepSpeed's; {onto_hint(folder)} takes it")
+        elif kind is not None and kind not in FSDP:
             # Only the names say so, and an ordinary folder may have such names, so look below it anyway.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")
         if "store.json" in names and "objects" in names:

@@ -18,6 +18,8 @@ from layerstore.compose import dcp
 from layerstore.dcp import METADATA, Chunk, Entry, Folder, metadata_bytes
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint
 from layerstore.model import Kind
+from layerstore.tree import Located
+from layerstore.zero3.pt import read_pt
 from tests.compose.test_hf import SHAPES, mixed, objects_of
 from tests.deepspeed.compare import as_bits, full_tensors, whole_weights
 from tests.unit.checkpoints import checkpoint, snapshot
@@ -335,6 +337,83 @@ def test_a_folder_that_does_not_fit_is_refused(
 
     with pytest.raises(LayoutMismatch, match=message):
         stored.ingest(changed(folder, tmp_path / "other", change), onto="sft")
+
+    assert snapshot(stored) == before
+
+
+@pytest.fixture
+def full(folder: Path, tmp_path: Path) -> Path:
+    """Return it in the form that the Trainer saves by default: FSDP's ``FULL_STATE_DICT``."""
+    state, path = loaded(folder), tmp_path / "full"
+    path.mkdir()
+    torch.save(state["model"], path / "pytorch_model_fsdp.bin")
+    torch.save(state["optim"], path / "optimizer.bin")
+    return path
+
+
+@pytest.mark.fault(151)
+def test_a_full_state_dict_is_read_like_a_sharded_one(stored: Store, full: Path) -> None:
+    """It is the same commit."""
+    assert not stored.ingest(full, onto="sft").is_new
+
+
+@pytest.mark.fault(151)
+def test_what_was_trained_comes_from_a_full_state_dict(stored: Store, full: Path, tmp_path: Path) -> None:
+    """Masters, moments, settings of the groups, and the count of steps."""
+    model, optimizer = (torch.load(full / name) for name in ("pytorch_model_fsdp.bin", "optimizer.bin"))
+    for state in optimizer["state"].values():
+        state["step"] += 3
+    model["model.norm.weight"] += 1
+    optimizer["param_groups"][0]["lr"] = 0.25
+    torch.save(model, full / "pytorch_model_fsdp.bin")
+    torch.save(optimizer, full / "optimizer.bin")
+
+    saved = stored.ingest(full, onto="sft")
+
+    stored.compose("sft@5").write(tmp_path / "out")
+    assert saved.step == 5
+    tag = tmp_path / "out" / (tmp_path / "out/latest").read_text()
+    trees = torch.load(next(tag.glob("*optim_states.pt")), weights_only=False)
+    assert trees["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0]["lr"] == 0.25
+    weights = whole_weights(tag)
+    assert all(torch.equal(weights[name], of.to(weights[name].dtype)) for name, of in model.items())
+
+
+def lose_the_optimizer(path: Path) -> None:
+    """Remove the optimizer."""
+    (path / "optimizer.bin").unlink()
+
+
+def flip_a_byte(path: Path) -> None:
+    """Change one byte of the largest tensor."""
+    storages = read_pt(path / "pytorch_model_fsdp.bin").storages
+    place = max((of.content for of in storages if isinstance(of.content, Located)), key=lambda at: at.size_bytes)
+    data = bytearray((path / "pytorch_model_fsdp.bin").read_bytes())
+    data[place.offset_bytes + place.size_bytes // 2] ^= 1
+    (path / "pytorch_model_fsdp.bin").write_bytes(data)
+
+
+def run_when_loaded(path: Path) -> None:
+    """Put a call there."""
+    torch.save({"model.norm.weight": Path("/")}, path / "pytorch_model_fsdp.bin")
+
+
+@pytest.mark.fault(151)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_the_optimizer, "is incomplete: optimizer.bin missing"),
+        (flip_a_byte, "is damaged: entry of model"),
+        (run_when_loaded, "untrusted: its pickle names globals that are on no list: pathlib"),
+    ],
+)
+def test_a_broken_full_state_dict_is_refused(stored: Store, full: Path, damage: Any, message: str) -> None:
+    """Nothing of it is run, and nothing is written."""
+    damage(full)
+    before = snapshot(stored)
+
+    with pytest.raises(SourceCheckpoint, match=message):
+        stored.ingest(full, onto="sft")
 
     assert snapshot(stored) == before
 

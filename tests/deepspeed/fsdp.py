@@ -4,9 +4,10 @@
         -m tests.deepspeed.fsdp --out OUT --resume-from DIR [--flat] [--scenario NAME ...]
 
 Each module is sharded with ``fully_shard``, loads ``DIR/<scenario>`` with ``torch.distributed.checkpoint`` and saves
-it at once, unchanged, into ``OUT/<scenario>/loaded``. Then it trains on with the batches that DeepSpeed's two ranks
-have, saves into ``OUT/<scenario>/trained``, and leaves each step's loss in ``OUT/<scenario>/trace.jsonl``. With
-``--flat`` the optimizer's state is flattened, as torchtitan has it.
+it at once, unchanged, into ``OUT/<scenario>/loaded``, and in the Trainer's default form into ``OUT/<scenario>/full``.
+Then it trains on with the batches that DeepSpeed's two ranks have, saves into ``OUT/<scenario>/trained``, and leaves
+each step's loss in ``OUT/<scenario>/trace.jsonl``. With ``--flat`` the optimizer's state is flattened, as torchtitan
+has it.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def go_on(scenario: Scenario, source: Path, out: Path, *, flat: bool) -> None:
     state_dict_loader.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=source)
     set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
     save(module, optimizer, out / "loaded", options)
+    save_full(module, optimizer, out / "full")
     for step in range(RESUME_STEP + 1, RESUME_STEP + STEPS + 1):
         losses = [train_on(scenario, module, step=step, rank=rank) for rank in range(WORLD_SIZE)]
         optimizer.step()
@@ -108,6 +110,16 @@ def save(module: Any, optimizer: torch.optim.Optimizer, out: Path, options: Stat
     """Save both as PyTorch's own examples do."""
     model_state, optimizer_state = get_state_dict(module, optimizer, options=options)
     state_dict_saver.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=out)
+
+
+def save_full(module: Any, optimizer: torch.optim.Optimizer, out: Path) -> None:
+    """Save whole tensors into two files, as Accelerate's FULL_STATE_DICT."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=options)
+    if dist.get_rank() == 0:
+        out.mkdir()
+        torch.save(model_state, out / "pytorch_model_fsdp.bin")
+        torch.save(optimizer_state, out / "optimizer.bin")
 
 
 if __name__ == "__main__":

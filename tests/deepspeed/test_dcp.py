@@ -78,6 +78,23 @@ def test_masters_and_moments_come_back_bit_for_bit(
         assert {name: ours[name].tobytes() for name in ours} == {name: theirs[name].tobytes() for name in theirs}
 
 
+@pytest.mark.fault(151)
+@each_scenario
+def test_a_full_state_dict_is_the_same_commit(
+    scenario: Scenario, stored: Store, under_fsdp: Callable[[int], Launch]
+) -> None:
+    """The form that the Trainer saves by default holds what the other one does."""
+    root = under_fsdp(2).root / scenario.name
+
+    sharded, full = (
+        stored.ingest(root / form, onto=f"{scenario.name}@{RESUME_STEP}", run=f"{scenario.name}-{form}")
+        for form in ("loaded", "full")
+    )
+
+    expected, found = (stored.compose(f"{of.run}@{of.step}").layers for of in (sharded, full))
+    assert {name: of.version for name, of in found.items()} == {name: of.version for name, of in expected.items()}
+
+
 @each_scenario
 def test_the_first_loss_is_that_of_deepspeed(
     scenario: Scenario, trained: Launch, under_fsdp: Callable[[int], Launch]

@@ -170,7 +170,6 @@ OWN_FILES = {
     "layerstore.live.saver.collector": "it talks with its process through files without a name",
     "layerstore.live.scratch": "its folders are for libraries to read, and end with the process",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
-    "layerstore.zero3.discovery": "it looks at the source's folders, which are not the store",
 }
 WHY_SEAM = (
     "storage/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "

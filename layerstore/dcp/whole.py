@@ -1,0 +1,101 @@
+"""
+Read what FSDP saves as a ``FULL_STATE_DICT``, the Trainer's default: a file of ``torch.save`` for the model and one for
+the optimizer, with whole tensors.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from layerstore.dcp.metadata import Chunk, Entry, KeyPath
+from layerstore.dcp.read import Folder
+from layerstore.errors import SourceCheckpoint
+from layerstore.tree import Tensor, Tree
+from layerstore.zero3 import (
+    FSDP_MODEL,
+    FSDP_OPTIMIZER,
+    damaged,
+    distributed_at,
+    onto_hint,
+    real_path,
+    refuse_file_per_rank,
+)
+from layerstore.zero3.pt import Pickles, read_pt
+
+_TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
+"""Below what their contents are, as in a distributed checkpoint."""
+
+
+class WholeFolder(Folder):
+    """Such a checkpoint on disk, as if it was a distributed one in which each tensor is one chunk."""
+
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
+        """
+        Read both files; see `Folder`.
+
+        Raises:
+            SourceCheckpoint: One is missing, damaged, untrusted, or a link.
+        """
+        self.path = path
+        self._follow = follow
+        self.metadata = [self.allowed(path / name) for name in _TOPS]
+        self.entries: dict[str, Entry] = {}
+        self.checks = []
+        self._trees: dict[str, Tree] = {}
+        pickles = Pickles()
+        for name, top in _TOPS.items():
+            if not (path / name).is_file():
+                raise SourceCheckpoint(
+                    f"{path} is incomplete: {name} missing", hint="was it saved with save_only_model? unset that"
+                )
+            for steps, value in _leaves((top,), read_pt(path / name, pickles).tree):
+                self._add(steps, value, file=name)
+
+    def _add(self, steps: KeyPath, value: Tree, *, file: str) -> None:
+        key = ".".join(map(str, steps))
+        if key in self.entries:
+            raise damaged(self.path / file, f"it has {key!r} twice")
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file=file, offset_bytes=0, size_bytes=0)
+        self.entries[key] = Entry(
+            key=key,
+            path=steps,
+            dtype=value.storage.dtype if isinstance(value, Tensor) else None,
+            shape=shape,
+            chunks=(chunk,),
+        )
+        self._trees[key] = value
+
+    def _content(self, entry: Entry, number: int) -> Tree:
+        tree = self._trees[entry.key]
+        self._note_checks(entry, [tree.storage] if isinstance(tree, Tensor) else [])
+        return tree
+
+
+def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
+    """Yield what is in nested maps, and in the list of param groups, with the way to it."""
+    if isinstance(tree, dict) and tree:
+        pairs = list(tree.items())
+    elif isinstance(tree, list) and steps[-1] == "param_groups":
+        pairs = list(enumerate(tree))
+    else:
+        yield steps, tree
+        return
+    for step, value in pairs:
+        yield from _leaves((*steps, step if isinstance(step, int) else str(step)), value)
+
+
+def open_folder(path: Path, *, follow: bool = False) -> Folder:
+    """
+    Read the checkpoint in *path*, in either form; links in it are followed only with *follow*.
+
+    Raises:
+        SourceCheckpoint: There is none, or a half of one, or it is damaged, or a link.
+        Unsupported: Each rank has saved a file of its own.
+    """
+    path = real_path(path)
+    whole = distributed_at(path) if path.is_dir() else None
+    if whole is not None and whole != path:
+        raise SourceCheckpoint(f"{path} is one half of the checkpoint {whole}", hint=onto_hint(whole))
+    refuse_file_per_rank(path)
+    is_whole = (path / FSDP_MODEL).exists()
+    return (WholeFolder if is_whole else Folder)(path, follow=follow)

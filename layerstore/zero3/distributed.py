@@ -1,0 +1,75 @@
+"""
+Recognize checkpoints of ``torch.distributed.checkpoint`` and FSDP by the names in a folder; nothing is opened.
+
+Accelerate and the Trainer save the model and the optimizer into two folders inside one.
+"""
+
+import re
+from pathlib import Path
+
+from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
+from layerstore.layers import typed
+from layerstore.zero3.filenames import DCP, FILE_PER_RANK, FSDP, folder_kind, natural
+from layerstore.zero3.sourcefile import list_folder
+
+_HALF = re.compile(r"(?:pytorch_)?(?:model|optim).*")
+"""The names of such two folders."""
+
+
+def distributed_at(path: Path) -> Path | None:
+    """Return the whole checkpoint that *path* is, or is one half of; None if it is none."""
+    if _is_half(path) and len(_halves(path.parent)) > 1:
+        return path.parent
+    return path if _kind(path) in FSDP or _halves(path) else None
+
+
+def several_distributed(path: Path) -> LayerstoreError | None:
+    """Make the error for a folder that holds distributed checkpoints and is none itself; None if it holds none."""
+    inner = sorted((path / name for name in list_folder(path)), key=lambda each: natural(each.name))
+    found = [each for each in inner if each.is_dir() and distributed_at(each) == each]
+    if not found:
+        return None
+    names = f"{', '.join(each.name for each in found[:10])}{' …' if len(found) > 10 else ''}"
+    return SourceCheckpoint(f"{path} holds distributed checkpoints: {names}", hint=onto_hint(found[-1]))
+
+
+def refuse_distributed(path: Path) -> None:
+    """Raise if *path* is, or holds, a checkpoint that can only be ingested onto a commit."""
+    whole = distributed_at(path)
+    if whole is None:
+        several = several_distributed(path)
+        if several is not None:
+            raise several
+        return
+    kind = _kind(whole) or DCP
+    refuse_file_per_rank(whole)
+    raise SourceCheckpoint(
+        f"{path} is a folder of {kind}, which lacks what DeepSpeed needs",
+        hint=f"{onto_hint(whole)} takes it from a commit of the same model",
+    )
+
+
+def refuse_file_per_rank(path: Path) -> None:
+    """Raise Unsupported if FSDP's ranks have saved a file each into *path*."""
+    if _kind(path) == FILE_PER_RANK:
+        raise Unsupported(
+            f"{path} is a folder of {FILE_PER_RANK}, which is not supported",
+            hint="save with state_dict_type SHARDED_STATE_DICT",
+        )
+
+
+def onto_hint(path: Path) -> str:
+    """Return the command that ingests the distributed checkpoint *path*."""
+    return f"layerstore ingest {typed(str(path))} --onto RUN@STEP"
+
+
+def _is_half(path: Path) -> bool:
+    return _HALF.fullmatch(path.name) is not None and _kind(path) == DCP
+
+
+def _halves(path: Path) -> list[Path]:
+    return [path / name for name in list_folder(path) if _is_half(path / name)]
+
+
+def _kind(path: Path) -> str | None:
+    return folder_kind(list_folder(path)) if path.is_dir() else None
