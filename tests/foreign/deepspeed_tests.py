@@ -1,5 +1,5 @@
 """
-DeepSpeed's own tests of checkpoints under ZeRO stage 3, run three ways.
+DeepSpeed's own tests of checkpoints under ZeRO, run three ways.
 
     git clone --branch v0.19.8 https://github.com/deepspeedai/DeepSpeed
     pip install --target old-pytest 'pytest<8.4'
@@ -21,14 +21,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.live.demo.launch import cpu_environment
 from tests.environment import REPOSITORY, memory
-from tests.foreign.plugin import FOLDER, OUTCOMES
+from tests.foreign.plugin import FOLDER, OUTCOMES, STAGES
 from tests.operators import claim
 
 WAYS = ("plain", "drop-in", "round-trip")
@@ -54,8 +54,10 @@ class Outcome:
 
     outcome: str
     """``passed``, ``failed``, ``skipped`` or ``hung``."""
+    stage: int
+    """Of ZeRO."""
     saves: int
-    """How many checkpoints were saved under stage 3."""
+    """How many checkpoints were saved under ZeRO."""
     reason: str
     """The traceback, or why it was skipped."""
 
@@ -63,22 +65,22 @@ class Outcome:
         return f"{self.outcome}, {self.saves} saved" if self.outcome == "passed" else self.outcome
 
 
-LIMIT = Outcome("limit", 0, "")
+LIMIT = Outcome("limit", 0, 0, "")
 
-NOT_RUN = Outcome("not run", 0, "an earlier test hung, or pytest ended")
+NOT_RUN = Outcome("not run", 0, 0, "an earlier test hung, or pytest ended")
 
 
-def run(checkout: Path, folder: Path) -> dict[str, Outcome]:
-    """Run the tests in *checkout* the way that *folder* is called; return what came of each."""
+def run(checkout: Path, folder: Path, stages: Sequence[int], tests: Sequence[str]) -> dict[str, Outcome]:
+    """Run those of *tests* that are of *stages* the way that *folder* is called; return what came of each."""
     folder.mkdir()
-    command = [sys.executable, "-m", "pytest", "unit/checkpoint", "-p", "tests.foreign.plugin"]
+    command = [sys.executable, "-m", "pytest", *tests, "-p", "tests.foreign.plugin"]
     command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--basetemp={folder / 'pytest'}"]
     command += [f"--deselect=unit/checkpoint/{name}" for name in LIMITS.get(folder.name, ())]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
             cwd=checkout / "tests",
-            env=environment(folder),
+            env=environment(folder) | {STAGES: " ".join(map(str, stages))},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -118,7 +120,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     for line in path.read_text().splitlines():
         note = json.loads(line)
         begun = before.setdefault(note["test"], note["saves"])
-        found[note["test"]] = Outcome(note["outcome"], note["saves"] - begun, note["reason"])
+        found[note["test"]] = Outcome(note["outcome"], note["stage"], note["saves"] - begun, note["reason"])
     return found
 
 
@@ -141,12 +143,13 @@ def judged(found: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
 
 
 def counts(found: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
-    """Return the limits, and how many tests ended how: of other ways than plain, of those that passed plain."""
+    """Return the limits, and how many tests of each stage ended how; for other ways, of those that passed plain."""
     lines = [f"limit, {way}: {name}: {why}" for way in found for name, why in LIMITS.get(way, {}).items()]
+    counted = {test: plain for test, plain in found["plain"].items() if plain.outcome == "passed"}
     for way, each in found.items():
-        counted = [test for test, plain in found["plain"].items() if way == "plain" or plain.outcome == "passed"]
-        words = Counter(outcome(way, test, each).outcome for test in counted)
-        lines.append(f"{way}: " + ", ".join(f"{number} {word}" for word, number in sorted(words.items())))
+        tests = found["plain"] if way == "plain" else counted
+        words = Counter((plain.stage, outcome(way, test, each).outcome) for test, plain in tests.items())
+        lines += (f"{way}, stage {stage}: {number} {word}" for (stage, word), number in sorted(words.items()))
     return lines
 
 
@@ -154,13 +157,17 @@ def main() -> None:
     """Run the tests; exit with 1 where something that passes plain fails another way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="the folder of DeepSpeed's repository")
+    parser.add_argument("--stages", type=int, nargs="+", default=(1, 2, 3), help="of ZeRO, by default all")
     asked = parser.parse_args()
     if not (asked.checkout / "tests/unit/checkpoint").is_dir():
         parser.error(f"{asked.checkout} has no tests/unit/checkpoint: name a checkout of DeepSpeed's repository")
     claimed = claim()
     subprocess.run([sys.executable, "-m", "tests.operators"], check=True)  # a test that has to compile takes too long
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
-        found = {way: run(asked.checkout.resolve(), Path(folder) / way) for way in WAYS}
+        checkout, tests, found = asked.checkout.resolve(), ["unit/checkpoint"], dict[str, dict[str, Outcome]]()
+        for way in WAYS:
+            found[way] = run(checkout, Path(folder) / way, asked.stages, tests)
+            tests = [test for test, plain in found["plain"].items() if plain.outcome == "passed"]
     if claimed is not None:
         claimed.release()
     wrong = judged(found)

@@ -1,4 +1,4 @@
-"""In the pytest that runs DeepSpeed's tests: keeps those of ZeRO stage 3, and notes what came of each."""
+"""In the pytest that runs DeepSpeed's tests: keeps those of some ZeRO stages, and notes what came of each."""
 
 import faulthandler
 import json
@@ -19,8 +19,14 @@ SAVES = "saves"
 TEST_SECONDS_MAX = 300
 """A rank that has failed alone leaves the others waiting: then all of it ends."""
 
-STAGE_3 = ("ZeROPP", "Stage3")
-"""In the names of classes whose tests have no parameter ``zero_stage``."""
+STAGES = "LAYERSTORE_STAGES"
+"""The variable with the stages whose tests are kept."""
+
+STAGE_OF = {"ZeROPP": 3, "Stage3": 3, "Elastic": 2, "SharedWeights": 2}
+"""By a part of the names of classes whose tests have no parameter ``zero_stage``."""
+
+_stages: dict[str, int] = {}
+"""By test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,17 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all that is not about stage 3."""
-    kept = [item for item in items if _is_stage_3(item)]
+    """Deselect all that is not about the stages asked for."""
+    asked = set(map(int, os.environ[STAGES].split()))
+    kept = [item for item in items if _stage_of(item) in asked]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    _stages.update({item.nodeid: _stage_of(item) for item in kept})
     items[:] = kept
 
 
-def _is_stage_3(item: pytest.Item) -> bool:
+def _stage_of(item: pytest.Item) -> int:
     parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     if "zero_stage" in parameters:
-        return bool(parameters["zero_stage"] == 3)
-    return isinstance(item, pytest.Function) and any(part in getattr(item.cls, "__name__", "") for part in STAGE_3)
+        return int(parameters["zero_stage"])
+    named = getattr(getattr(item, "cls", None), "__name__", "")
+    return next((stage for part, stage in STAGE_OF.items() if part in named), 0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,6 +72,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def _note(test: str, outcome: str, reason: str) -> None:
     folder = Path(os.environ[FOLDER])
     saves = (folder / SAVES).read_text().count("\n") if (folder / SAVES).exists() else 0
-    line = json.dumps({"test": test, "outcome": outcome, "saves": saves, "reason": reason})
+    line = json.dumps({"test": test, "stage": _stages[test], "outcome": outcome, "saves": saves, "reason": reason})
     with (folder / OUTCOMES).open("a") as notes:
         notes.write(f"{line}\n")

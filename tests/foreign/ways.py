@@ -2,7 +2,7 @@
 In the ranks of DeepSpeed's tests: wraps DeepSpeed for the way that the environment names.
 
 The plugin has multiprocessing's fork server import this module, so every rank begins with it, and with torch and
-DeepSpeed imported. A line for each checkpoint saved under stage 3 tells the runner that the wrapping took place.
+DeepSpeed imported. A line for each checkpoint saved under ZeRO tells the runner that the wrapping took place.
 """
 
 import os
@@ -25,6 +25,9 @@ from layerstore.zero3 import read_pointer
 from tests.foreign.plugin import FOLDER, SAVES
 
 WAY = Path(os.environ[FOLDER]).name
+
+ZERO = {1, 2, 3}
+"""The stages that are saved."""
 
 _numbers = count(1)
 _savers: list[Saver] = []
@@ -50,12 +53,12 @@ def new_store() -> str:
 
 
 def attached(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Attach a saver to every engine that *initialize* returns under stage 3."""
+    """Attach a saver to every engine that *initialize* returns under ZeRO."""
 
     @wraps(initialize)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made = initialize(*args, **kwargs)
-        if made[0].zero_optimization_stage() == 3:
+        if made[0].zero_optimization_stage() in ZERO:
             store = str(_savers[0].store.path) if _savers else from_rank_0(new_store)
             _savers.append(layerstore.attach(made[0], store, run=f"engine-{next(_numbers)}"))
         return made
@@ -76,12 +79,12 @@ def closed(destroy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seen(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what *save* has written under stage 3 go the way, and note it."""
+    """Let what *save* has written under ZeRO go the way, and note it."""
 
     @wraps(save)
     def wrapped(engine: Any, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         saved = save(engine, save_dir, tag, *args, **kwargs)
-        if engine.zero_optimization_stage() == 3:
+        if engine.zero_optimization_stage() in ZERO:
             dist.barrier()
             folder = Path(save_dir) / str(tag or f"global_step{engine.global_steps}")
             from_rank_0(lambda: _gone(folder))
