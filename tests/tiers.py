@@ -29,6 +29,7 @@ FULL = (
     "live/test_loads.py",
     "live/test_matrix.py",
     "live/test_meta_model.py",
+    "live/test_parallel.py",
     "live/test_resume.py",
     "live/test_saved_names.py",
 )

@@ -165,7 +165,7 @@ def _counters(model: TreeView, updates: int) -> Iterator[tuple[Tree, Tree]]:
     before = model["global_steps"].integer()
     yield "global_steps", before + updates
     samples = model.get("global_samples")
-    if samples is not None and isinstance(samples.value, int) and before:
+    if samples is not None and isinstance(samples.value, int | float) and before:
         yield "global_samples", samples.value // before * (before + updates)
     scheduler = model.get("lr_scheduler")
     if scheduler is not None and isinstance(scheduler.value, dict):

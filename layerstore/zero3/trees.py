@@ -3,6 +3,7 @@ Typed views into the trees of DeepSpeed's files; settings and optimizers whose s
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import PurePath, PurePosixPath
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
@@ -55,7 +56,9 @@ class TreeView:
         return {} if found is None else found.mapping()
 
     def integer(self) -> int:
-        """Return this as an integer."""
+        """Return this as an integer; DeepSpeed counts samples in floats when it has an ``mpu``."""
+        if isinstance(self.value, float) and self.value.is_integer():
+            return int(self.value)
         if not isinstance(self.value, int) or isinstance(self.value, bool):
             raise self._unlike("an integer")
         return self.value
@@ -203,8 +206,15 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
     degree = model["mp_world_size"].integer()
     if degree != 1:
         yield f"was saved with tensor parallelism of degree {degree}", "train without tensor parallelism"
-    config = config_of(model)
-    zero = (config or {}).get("zero_optimization")
+    config = config_of(model) or {}
+    # DeepSpeed makes a mesh of these two, and groups of one of its dimensions.
+    job = prod(size if isinstance(size := config.get(f"{of}_parallel_size"), int) else 0 for of in ("data", "sequence"))
+    if job and (shared := model["dp_world_size"].integer()) < job:
+        yield (
+            f"was saved by {job} ranks whose state was shared among {shared}, so several wrote the same file",
+            "for sequence parallelism, give deepspeed.initialize an mpu, unset data_parallel_size",
+        )
+    zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         return  # DeepSpeed was given a path, so only the files themselves can tell
     offload = zero.get("offload_param")

@@ -118,6 +118,11 @@ def _setting(name: str, value: object, *, of: str = "raw") -> Edit:
     return _edited("model", lambda tree: tree["ds_config"]["zero_optimization"].update({name: value}), of=of)
 
 
+def _mesh(data: int, sequence: int) -> Edit:
+    sizes = {"data_parallel_size": data, "sequence_parallel_size": sequence}
+    return _edited("model", lambda tree: tree["ds_config"].update(sizes))
+
+
 def _both(*edits: Edit) -> Edit:
     return lambda place: [each(place) for each in edits]
 
@@ -241,10 +246,14 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     # Checkpoints of another kind.
     (_only("mp_rank_00_model_states.pt"), "has no optim_states files", Unsupported),
     (_only("layer_01-model_00-model_states.pt"), "pipeline-parallel", Unsupported),
-    (_only("layer_0_expert_0_mp_rank_00_model_states.pt"), "mixture-of-experts", Unsupported),
+    (
+        _only("layer_0_expert_0_mp_rank_00_model_states.pt"),
+        "is a mixture-of-experts (DeepSpeed's own) checkpoint, which is not supported",
+        Unsupported,
+    ),
     (_only("zero"), "universal", Unsupported),
-    (_only(".metadata"), "torch.distributed.checkpoint", SourceCheckpoint),
-    (_only("__0_0.distcp"), "torch.distributed.checkpoint", SourceCheckpoint),
+    (_only(".metadata"), "holds distributed checkpoints", SourceCheckpoint),
+    (_only("__0_0.distcp"), "holds distributed checkpoints", SourceCheckpoint),
     (
         _optimizer(zero_stage=_stage(2)),
         "is named as of stage 3, but the optimizer was saved under ZeRO stage 2",
@@ -257,6 +266,7 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     (_model(ds_autoep_layers=["x"]), "AutoEP layers", Unsupported),
     (_optimizer(ds_zero_partition_groups=["x"]), "AutoEP expert parallelism", Unsupported),
     (_setting("mics_shard_size", 2), "was saved under MiCS", Unsupported),
+    (_mesh(2, 2), "was saved by 4 ranks whose state was shared among 2", Unsupported),
     # What was offloaded, and is not there.
     (lambda place: (place / "raw" / TAG / "offloaded_tensors").mkdir(), "offloaded to NVMe", Unsupported),
     (_edited("optim", _swapped_out), "its optimizer was offloaded to NVMe", Unsupported),
@@ -359,7 +369,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.fault(57, 61, 62, 63, 64, 66, 67, 73)
+@pytest.mark.fault(57, 61, 62, 63, 64, 66, 67, 73, 153)
 @pytest.mark.known_fault("llmtailor 9", "llmtailor 11", "llmtailor 12", "llmtailor 13")
 @pytest.mark.parametrize(("source", "change", "words", "kind"), REFUSED)
 def test_what_does_not_add_up_is_refused(

@@ -82,10 +82,28 @@ class Engine:
         self._zero = engine.optimizer
         swapped = engine.zero_offload_param()
         self._swaps_parameters = swapped is not None and str(getattr(swapped, "device", "none")).endswith("nvme")
+        self._check_ranks()
         self._check_optimizer(engine.zero_offload_optimizer())
         # Read once: when the process exits, the groups may be gone.
         self.rank = _rank_in(self._zero.dp_process_group)
         """This rank among those that share the optimizer's state."""
+
+    def _check_ranks(self) -> None:
+        """Raise Unsupported unless each rank of the job has its own share of the whole model's state."""
+        degree, shared, job = int(self.engine.mp_world_size), _size_of(self._zero.dp_process_group), _size_of(None)
+        if getattr(self.engine, "pipeline_parallelism", False):
+            raise Unsupported("the engine is a pipeline, which is not supported", hint="train without a PipelineModule")
+        if degree > 1:
+            raise Unsupported(
+                f"the engine trains with tensor parallelism of degree {degree}, which is not supported",
+                hint="train without tensor parallelism",
+            )
+        if shared < job:
+            raise Unsupported(
+                f"the optimizer's state is shared among {shared} of {job} ranks, so several would save as the same one",
+                hint="for sequence parallelism, give deepspeed.initialize an mpu instead of mesh_param (in the config: "
+                "data_parallel_size)",
+            )
 
     def _check_optimizer(self, offload: Any) -> None:
         """Raise Unsupported if the optimizer keeps state where `states` does not find it."""
@@ -115,11 +133,6 @@ class Engine:
         """The number of ranks that share the optimizer's state."""
         count = self._zero.partition_count
         return int(count if self.stage == STAGE_3 else count[0])
-
-    def say(self, message: str, *arguments: object) -> None:
-        """Log *message*, on one of all processes."""
-        if self.engine.global_rank == 0:
-            LOG.info(message, *arguments)
 
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all processes."""
@@ -213,6 +226,8 @@ class Engine:
         catcher = _Catcher()
         engine, real = self.engine, self.engine.checkpoint_engine
         engine.checkpoint_engine = catcher
+        is_installed = "_get_param_fragment_func" in vars(engine)
+        engine._get_param_fragment_func = _fragment
         undo = self.hand_over_model()
         try:
             with self._settled():
@@ -226,6 +241,8 @@ class Engine:
             }
         finally:
             engine.checkpoint_engine = real
+            if not is_installed:
+                del engine._get_param_fragment_func
             undo()
         self._ungather(catcher.state["module"])
         return SavedStates(
@@ -368,44 +385,26 @@ def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
         module.get_fp32_state_dict_from_zero_checkpoint = real
 
 
-def engine_of(model: Any, optimizer: Any) -> Any:
-    """
-    Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine.
-
-    *optimizer* is the trainer's, perhaps in Accelerate's wrapper: earlier engines of the model may still be alive.
-
-    Raises:
-        InvalidInput: There is none, or there are several, and the optimizer tells none of them apart.
-    """
-    optimizers = (optimizer, getattr(optimizer, "optimizer", None))
-    engines = _engines_where(lambda engine: getattr(engine, "module", None) is model)
-    return _only([each for each in engines if any(each.optimizer is of for of in optimizers)] or engines)
+def engine_of(model: Any) -> Any:
+    """Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine."""
+    return _engine_where(lambda engine: engine.module is model)
 
 
 def engine_with(checkpoint_engine: Any) -> Any:
     """Return the engine that saves and loads with *checkpoint_engine*, which does not know its engine."""
-    return _only(_engines_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine))
+    return _engine_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine)
 
 
-def _engines_where(is_it: Callable[[Any], bool]) -> list[Any]:
+def _engine_where(is_it: Callable[[Any], bool]) -> Any:
     from deepspeed import DeepSpeedEngine
 
-    return [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
-
-
-def _only(engines: list[Any]) -> Any:
-    if not engines:
+    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
+    if not found:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed",
             hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3",
         )
-    if len(engines) > 1:
-        raise InvalidInput(
-            f"there are {len(engines)} DeepSpeed engines of this {type(engines[0].module).__name__}, and the Trainer's "
-            "cannot be told apart",
-            hint="delete the others first, or pass the Trainer's own to layerstore.attach",
-        )
-    return engines[0]
+    return found[-1]
 
 
 def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
@@ -431,6 +430,12 @@ def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
 
     wrapped.wrapper = wrapper  # type: ignore[attr-defined]
     engine.create_checkpoint_engine = wrapped
+
+
+def _size_of(group: Any) -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_world_size(group=group))
 
 
 def _rank_in(group: Any) -> int:

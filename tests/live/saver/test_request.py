@@ -29,8 +29,6 @@ USUAL: dict[str, Any] = {
     "push": "s3://checkpoints/sft",
     "durable": "local",
     "on_saved": None,
-    "on_failed": None,
-    "create": True,
 }
 
 
@@ -50,7 +48,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         ("frozen", "never", "choose one of: 'once', 'exclude'"),
         ("durable", "there", "choose one of: 'local', 'remote'"),
         ("keep", 3, "say layerstore.Keep(last=3)"),
-        ("on_failed", "print", "pass a function"),
     ],
 )
 def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> None:
