@@ -1,7 +1,6 @@
 """
 Train with Accelerate; its checkpoints go to a store. Started again, it goes on where it was.
 
-    layerstore init --store runs/store
     accelerate launch --num_processes 2 --use_deepspeed with_accelerate.py --store runs/store --steps 8
 
 That is for GPUs. The guide says what Accelerate wants to be told on CPUs.

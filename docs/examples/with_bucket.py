@@ -1,10 +1,9 @@
 """
 Train on a machine that may be gone tomorrow: each save goes to a bucket, and another machine goes on from there.
 
-    layerstore init --store runs/store
     deepspeed --num_gpus 2 with_bucket.py --store runs/store --bucket s3://checkpoints/sft --steps 8
 
-On the other machine the store is cloned instead:
+On the other machine the store is cloned first:
 
     layerstore clone --records s3://checkpoints/sft runs/store
 """

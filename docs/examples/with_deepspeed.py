@@ -1,7 +1,6 @@
 """
 Train in a loop of one's own; the engine's state goes to a store. Started again, it goes on where it was.
 
-    layerstore init --store runs/store
     deepspeed --num_gpus 2 with_deepspeed.py --store runs/store --steps 8
 """
 

@@ -1,7 +1,6 @@
 """
 Train under Ray Train; the engine's state goes to a store. Workers that fail are started again, and go on from there.
 
-    layerstore init --store runs/store
     python with_ray.py --store runs/store --steps 8
 """
 

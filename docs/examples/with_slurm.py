@@ -1,7 +1,6 @@
 """
 Train as a job that a queue may end: at SIGTERM it saves once more and fails, so that it is queued again and goes on.
 
-    layerstore init --store runs/store
     torchrun --nproc-per-node 2 with_slurm.py --store runs/store --steps 8
 
 The batch script around it is in the guide to Slurm.

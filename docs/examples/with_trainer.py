@@ -1,7 +1,6 @@
 """
 Train with the Trainer of Transformers; its checkpoints go to a store. Started again, it goes on where it was.
 
-    layerstore init --store runs/store
     torchrun --nproc-per-node 2 with_trainer.py --store runs/store --steps 8
 """
 

@@ -1,8 +1,31 @@
 """The logger of savers, and how an error becomes one line of it."""
 
 import logging
+import sys
 
 LOG = logging.getLogger("layerstore")
+
+
+class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # generic in the type stubs alone
+    """Writes to stderr unless somebody has configured logging: Python itself would write warnings only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write *record*."""
+        if len(LOG.handlers) == 1 and not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+def _show_lines() -> None:
+    """Make a job's few lines visible by default, unless its program has chosen a level for this logger already."""
+    if LOG.level == logging.NOTSET:
+        LOG.setLevel(logging.INFO)
+    handler = _UnlessConfigured()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    LOG.addHandler(handler)
+
+
+_show_lines()
 
 
 def words_of(exc: BaseException) -> str:

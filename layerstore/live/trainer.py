@@ -1,5 +1,6 @@
 """The callback for Transformers' Trainer; see `layerstore.transformers`."""
 
+import inspect
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,16 @@ from typing import Any, Unpack
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from layerstore.live.engine import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
+from layerstore.errors import InvalidInput, NoStore
+from layerstore.layout import folder_of
+from layerstore.live.engine import StoreCheckpointEngine, check_run, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
-from layerstore.live.saver import Saver, SaverSettings, attach
+from layerstore.live.saver import Saver, SaverSettings, Settings, attach
 from layerstore.live.scratch import put, scratch
-from layerstore.store import Store, StrPath
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.policy import chosen_policy
+from layerstore.storage import Files, check_free
+from layerstore.store import Store, StrPath, open_store
 from layerstore.zero3 import TRAINER_STATE
 
 
@@ -20,7 +26,7 @@ class LayerstoreCallback(TrainerCallback):
     Makes a Trainer under DeepSpeed ZeRO save to a store and resume from it, on its own schedule.
 
     Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
-    ``resume_from_checkpoint`` work as before. *settings* are those of ``layerstore.attach``.
+    ``resume_from_checkpoint`` work as before. *settings* are those of ``layerstore.attach``, checked when this is made.
 
     With *every*, the state is also saved at every multiple of that many steps, without a folder. It is captured at the
     end of the step, before the Trainer logs and evaluates, so what these change (the best metric, for example) is not
@@ -36,6 +42,7 @@ class LayerstoreCallback(TrainerCallback):
         self._run = run
         self._every = every
         self._settings = settings
+        _check(store, run, every, dict(settings))
         self._count: _Count | None = None
         # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must work by then.
         engines_are_made_with(StoreCheckpointEngine)
@@ -44,7 +51,7 @@ class LayerstoreCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the engine that the Trainer has made."""
-        engine = engine_of(kwargs["model"])
+        engine = engine_of(kwargs["model"], kwargs.get("optimizer"))
         self.saver = attach(engine, self._store, run=self._run, **self._settings)
         self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
         self.saver.step_of = self._count.step
@@ -77,6 +84,37 @@ class LayerstoreCallback(TrainerCallback):
         """Return the step of this run that *engine* resumed from, 0 if none."""
         loaded = filled_with(engine)
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
+
+
+def _check(store: Store | StrPath, run: str, every: object, settings: dict[str, Any]) -> None:
+    """Refuse now what `attach` would refuse once model and data are set up."""
+    named = inspect.signature(attach).parameters.values()
+    usual = {each.name: each.default for each in named if each.default is not each.empty}
+    for name in settings:
+        if name not in usual:
+            known = ["every", *usual]
+            meant = did_you_mean(nearest(name, known)) or f"there are {', '.join(known)}"
+            raise TypeError(f"LayerstoreCallback() got an unexpected keyword argument {name!r}: {meant}")
+    if every is not None and (not isinstance(every, int) or every < 0):
+        raise InvalidInput(f"every is {every!r}", hint="every=50 also saves at every fiftieth step")
+    chosen = usual | settings
+    chosen_policy(chosen.pop("policy"))
+    _check_store(store, run, may_make=Settings(**chosen).create)
+
+
+def _check_store(store: Store | StrPath, run: str, *, may_make: bool) -> None:
+    if isinstance(store, Store):
+        check_run(store, run)
+        return
+    path = folder_of(store)
+    try:
+        with open_store(path) as opened:
+            check_run(opened, run)
+    except NoStore:
+        check_run(None, run)
+        if not may_make:
+            raise
+        check_free(path, Files())
 
 
 class _Count:

@@ -9,7 +9,7 @@ from layerstore.storage.locks import alone, host_name, hosts_seen, lock, open_lo
 from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
 from layerstore.storage.object_writer import ObjectWriter, Staged
 from layerstore.storage.objects import Hashing, ObjectStore, Stretch, check_hash, read_chunks
-from layerstore.storage.repository import Repository, make_store, open_repository
+from layerstore.storage.repository import Repository, check_free, make_store, open_repository
 from layerstore.storage.syncing import Syncing
 from layerstore.storage.trash import Trash
 
@@ -36,6 +36,7 @@ __all__ = [
     "Trash",
     "WeakDurability",
     "alone",
+    "check_free",
     "check_hash",
     "engine_version",
     "hinted",

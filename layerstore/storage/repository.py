@@ -165,6 +165,22 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
         IntegrityError: There was a store, but its ``store.json`` is lost.
         InvalidInput: *path* is inside another store.
     """
+    layout = check_free(path, files)
+    files.make_directories(layout.root.parent)
+    for folder in (layout.root, *layout.folders):
+        files.make_directory(folder)
+    # Made now, because on a full disk gc could not make it.
+    os.close(open_lock_file(layout.gc_lock))
+    identity = identity or new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+        if not files.link_exclusive(source, layout.identity):
+            raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
+    files.sync_directory(layout.root)
+    return identity
+
+
+def check_free(path: Path, files: Files) -> Layout:
+    """Return the layout of a store that could be made at *path*; raises what `make_store` raises if it could not."""
     layout = layout_at(path)
     if files.exists(layout.identity):
         raise AlreadyExists(
@@ -181,17 +197,7 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
     strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.manifest)})
     if strangers:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
-    files.make_directories(layout.root.parent)
-    for folder in (layout.root, *layout.folders):
-        files.make_directory(folder)
-    # Made now, because on a full disk gc could not make it.
-    os.close(open_lock_file(layout.gc_lock))
-    identity = identity or new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    with files.temporary(layout.tmp, encode_identity(identity)) as source:
-        if not files.link_exclusive(source, layout.identity):
-            raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
-    files.sync_directory(layout.root)
-    return identity
+    return layout
 
 
 def _is_store(folder: Path, files: Files) -> bool:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import layerstore
+from layerstore.live.ranks import exchange
+from layerstore.live.saver import saver as saving
+from layerstore.live.saver import snapshot
 from layerstore.live.saver.settings import Mode
+from layerstore.publish import SaveTiming
 from layerstore.store import Store
+from layerstore.transformers import checkpoint
+from tests.forked import tell
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Faults, attempt, build, done, fail, told, train
 
@@ -80,7 +90,8 @@ def broken(options: Any) -> None:
     with Store(path, hook=faults) as store:
         for name, rule in rules.items():
             engine = build()
-            with layerstore.attach(engine, store, run=name.replace(" ", "-").replace("'", "")) as saver:
+            run, hooks = name.replace(" ", "-").replace("'", ""), hooks_of(name)
+            with layerstore.attach(engine, store, run=run, on_saved=hooks[0], on_failed=hooks[1]) as saver:
                 train(engine, 1, saver=saver, save_at=(1,), name=name)
                 saver.wait()
                 dist.barrier()
@@ -95,6 +106,15 @@ def broken(options: Any) -> None:
                 dist.barrier()
                 train(engine, 3, saver=saver, save_at=(3,), name=name)
     done()
+
+
+def hooks_of(name: str) -> list[Callable[[SaveTiming], None]]:
+    """Return what tells of each save that became a commit, and of each that came to nothing."""
+
+    def hook(kind: str, timing: SaveTiming) -> None:
+        tell(kind, name=name, step=timing.step, commit=timing.commit, failure=timing.failure)
+
+    return [partial(hook, kind) for kind in ("on_saved", "on_failed")]
 
 
 def lost(store: Path) -> Callable[[Path], None]:
@@ -116,6 +136,91 @@ def move(source: Path, target: Path) -> None:
     """Let the first rank rename *source*, if it is there."""
     if dist.get_rank() == 0 and source.exists():
         source.rename(target)
+
+
+GLOO_SECONDS_MAX = 4
+"""How long the ranks wait for each other before they give training up; half an hour by default."""
+
+STUCK_SECONDS = GLOO_SECONDS_MAX + 3
+WIDE = 256
+"""So wide a model's save does not fit into the smallest buffer."""
+
+
+def stuck_on_one(options: Any) -> None:
+    """One rank's disk stands still while saves pile up; then before an update, and at last as if it were dead."""
+    vars(dist)["new_group"] = partial(dist.new_group, timeout=timedelta(seconds=GLOO_SECONDS_MAX))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=GLOO_SECONDS_MAX))
+    vars(exchange)["_SILENT_SECONDS_MAX"] = 1
+    faults = Faults()
+    with Store(options["store"], hook=faults) as store:
+        piled_up(store, faults)
+        before_an_update(store, faults, "slow", WIDE)
+        vars(snapshot)["STALLED_SECONDS_MAX"] = 1
+        before_an_update(store, faults, "dead", 2 * WIDE)  # another width: equal objects would not be written
+    done()
+
+
+def piled_up(store: Store, faults: Faults) -> None:
+    """Save by a policy that asks all ranks, while two saves wait for one rank's disk; then when it works again."""
+    vars(saving)["DISK_SECONDS_MAX"] = 2
+    engine = build()
+    with layerstore.attach(engine, store, run="piled", policy=layerstore.Drift(threshold=0)) as saver:
+        train(engine, 1, saver=saver, save_at=(1,), name="piled")
+        saver.wait()
+        go_on = stuck(faults)
+        train(engine, 5, saver=saver, save_at=(2, 3, 4), name="piled")
+        go_on.set()
+        saver.wait()
+        train(engine, STEPS, saver=saver, save_at=(STEPS,), name="piled")
+        saver.wait()
+        told(saver, "piled")
+
+
+def before_an_update(store: Store, faults: Faults, name: str, width: int) -> None:
+    """Save more than the buffer holds: what remains is copied as the disk takes it, and the update waits for that."""
+    engine = build(width)
+    with layerstore.attach(engine, store, run=name, host_buffer=1_000_000) as saver:
+        go_on = stuck(faults)
+        threading.Timer(STUCK_SECONDS, go_on.set).start()
+        train(engine, 3, saver=saver, save_at=(1,), name=name)
+        go_on.wait()
+        saver.wait()
+        train(engine, 4, saver=saver, save_at=(4,), name=name)
+        saver.wait()
+        told(saver, name)
+
+
+def stuck(faults: Faults) -> threading.Event:
+    """Make the last rank's disk stand still until the event is set."""
+    go_on = threading.Event()
+    faults.clear()
+
+    def stay(_: Path) -> None:
+        go_on.wait()
+
+    faults.on("write", "/tmp/", stay, rank=1)
+    return go_on
+
+
+def first_launch(options: Any) -> None:
+    """Resume and attach where there is no store yet; then again, with names and paths that are mistyped."""
+    path = Path(options["store"])
+    engine = build()
+    attempt(lambda: layerstore.resume(engine, path, run=RUN, must_exist=True), "must exist")
+    attempt(lambda: layerstore.attach(engine, path, run=RUN, create=False), "create=False")
+    attempt(lambda: layerstore.attach(engine, path, run="a/b"), "run")
+    attempt(lambda: layerstore.resume(engine, "s3://", run=RUN), "URL")
+    tell("seen", there=path.exists(), resumed=layerstore.resume(engine, path, run=RUN), folder=checkpoint(path, RUN))
+    with layerstore.attach(engine, path, run=RUN) as saver:
+        train(engine, 2, saver=saver, save_at=(2,))
+    for run in ("rnu", "new"):
+        tell("seen", resumed=layerstore.resume(engine, path, run=run), folder=checkpoint(path, run))
+    attempt(lambda: layerstore.resume(engine, path, run="rnu", must_exist=True), "no such run")
+    layerstore.resume(engine, path, run=RUN)
+    with layerstore.attach(engine, path, run=RUN) as saver:
+        train(engine, 4, saver=saver, save_at=(4,))
+    layerstore.attach(build(), path, run=RUN).close()
+    done()
 
 
 def refused(options: Any) -> None:

@@ -33,14 +33,12 @@ RUN_OF = {
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
-    Return what the examples left after four steps and, started again, four more.
+    Return what the examples left after four steps and, started again, four more; the first launch makes the stores.
 
     Meanwhile the store of with_bucket is lost with its machine; at the end another one has what is in the bucket.
     """
     out = tmp_path_factory.mktemp("left")
     here = out / "bucket-store"
-    for store in (out / "store", here):
-        layerstore.init(store).close()
     with seaweedfs(tmp_path_factory.mktemp("server")) as endpoint, pytest.MonkeyPatch.context() as patch:
         for name, value in credentials(endpoint).items():
             patch.setenv(name, value)
@@ -73,7 +71,20 @@ def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> N
     assert [line.split(":")[0] for line in printed(left, name)] == [f"step {step}" for step in range(1, 9)]
     assert [entry.step for entry in entries] == [8, 6, 4, 2]
     assert {entry.attempt for entry in entries} == {1}
-    assert "from scratch" not in (left / "8.log").read_text()
+    anew = [line for line in (left / "8.log").read_text().splitlines() if "from scratch" in line]
+    assert ["run 'accelerate'" in line for line in anew] == [True]  # which is loaded once the saver is attached
+
+
+def test_a_plain_job_shows_what_becomes_of_its_state(left: Path) -> None:
+    """At the first launch that the store was made, and each time in one line where saves go; nobody set up logging."""
+    store = left / "store"
+    first, second = ((left / f"{steps}.log").read_text() for steps in (4, 8))
+
+    assert first.count(f"layerstore: made a new store: {store}\n") == 1
+    for run in ("plain", "slurm", "trainer", "accelerate"):
+        assert first.count(f"layerstore: saving to {store}: run {run!r} begins\n") == 1
+        assert second.count(f"layerstore: loaded {run}@4 from {store}\n") == 1
+        assert second.count(f"layerstore: saving to {store}, newest {run}@4\n") == 1
 
 
 def test_commits_have_what_training_measured(left: Path) -> None:

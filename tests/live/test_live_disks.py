@@ -14,11 +14,13 @@ import layerstore
 from layerstore.store import Store
 from tests.faults.disks import is_remounted, mounted
 from tests.forked import Nursery
+from tests.live.faulty import STEPS
 from tests.live.launched import due, losses, one
 
 PROGRAMS = "tests.live.faulty_disks"
 DISK_BYTES = 48 << 20
 LAYERS = 6
+HOOKS = ("on_saved", "on_failed")
 
 
 @pytest.fixture
@@ -87,7 +89,93 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
         # Whoever looks first says so: the rank that wrote them, or the one that commits what all have written.
         told = any(words in error for words in ("were removed while", "had written, is gone"))
         assert name != "one rank's objects" or told, error
+        # Each save that became a commit is for on_saved, on rank 0, each other one for on_failed.
+        hooked = {kind: [each for each in launch.events(kind) if each["name"] == name] for kind in HOOKS}
+        assert [(each["rank"], each["step"], bool(each["commit"])) for each in hooked["on_saved"]] == [
+            (0, 1, True),
+            (0, 3, True),
+        ]
+        [failed] = hooked["on_failed"]
+        assert (failed["rank"], failed["step"], failed["commit"]) == (0, 2, "")
+        assert f"step 2: {failed['failure']}" == error
     assert os.listdir(tmp_path / "store" / "parts") == []
+
+
+@pytest.mark.fault(144)
+def test_one_slow_disk_does_not_end_training(ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """
+    All ranks wait for it together, for a while.
+
+    After that they leave the save out together, or it is given up, and nobody waits for a rank until the group breaks.
+    """
+    layerstore.init(tmp_path / "store").close()
+
+    with ranks.launch(
+        f"{PROGRAMS}:stuck_on_one", {"store": str(tmp_path / "store")}, folder=tmp_path, name="stuck"
+    ) as launch:
+        launch.done()
+
+    assert losses(launch, "piled") == undisturbed
+    skipped = [(event["rank"], event["step"]) for event in launch.events("saved") if event["skipped"]]
+    assert sorted(skipped) == [(0, 4), (1, 4)]
+    log = launch.log.read_text()
+    assert log.count("step 4 is not saved: earlier saves still wait for the disk") == 1
+    with Store(tmp_path / "store") as store:
+        assert store.verify(read_data=True).damaged == ()
+        assert [entry.step for entry in store.log("piled")] == [STEPS, 3, 2, 1]
+        assert {line.step for line in store.ls(f"piled@{STEPS}")} == {STEPS}  # what was due at step 4, too
+        assert [entry.step for entry in store.log("slow")] == [4, 1]
+        assert [entry.step for entry in store.log("dead")] == [4]
+    assert losses(launch, "slow").keys() == losses(launch, "dead").keys() == {1, 2, 3, 4}
+    errors = {(event["name"], event["rank"]): event["errors"] for event in launch.events("status")}
+    assert errors["slow", 0] == errors["slow", 1] == errors["piled", 0] == errors["piled", 1] == []
+    assert "the disk took nothing for 1 s" in errors["dead", 1][0]
+    assert "could not write its share" in errors["dead", 0][0]
+
+
+@pytest.mark.fault(147, 148)
+def test_a_first_launch_makes_the_store_and_says_so(
+    ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """Three lines serve the first launch and all later ones; what may be mistyped is said in one line of rank 0."""
+    store = tmp_path / "runs" / "store"
+
+    with ranks.launch(f"{PROGRAMS}:first_launch", {"store": str(store)}, folder=tmp_path, name="first") as launch:
+        launch.done()
+
+    assert losses(launch) == {step: loss for step, loss in undisturbed.items() if step <= 4}
+    raised = {(event["name"], event["rank"]): event for event in launch.events("raised")}
+    errors = {name: event["error"] for (name, _), event in raised.items()}
+    assert errors == {
+        "must exist": "NoStore",
+        "create=False": "NoStore",
+        "run": "InvalidInput",
+        "URL": "InvalidInput",
+        "no such run": "NotFound",
+    }
+    assert raised["must exist", 0]["message"] == raised["must exist", 1]["message"] == f"there is no store at {store}"
+    seen = [{name: event.get(name) for name in ("there", "resumed", "folder")} for event in launch.events("seen")]
+    nothing = {"resumed": None, "folder": None}
+    assert seen == 2 * [{"there": False} | nothing] + 4 * [{"there": None} | nothing]
+
+    said = [line.removeprefix("layerstore: ") for line in launch.log.read_text().splitlines() if "layerstore: " in line]
+    mistyped = "run 'rnu' has no commit yet: training begins from nothing; did you mean run? runs here: run"
+    other = "run 'new' has no commit yet: training begins from nothing; runs here: run"
+    refusal = "; resume(…, must_exist=True) refuses to begin"
+    assert said == [
+        *2 * [f"there is no store at {store} yet: training begins from nothing"],
+        f"made a new store: {store}",
+        f"saving to {store}: run 'run' begins",
+        mistyped + refusal,
+        mistyped,
+        other + refusal,
+        other,
+        f"loaded run@2 from {store}",
+        f"saving to {store}, newest run@2",
+        f"saving to {store}: run 'run' has commits up to step 4, and this engine was not resumed from them: starting "
+        "attempt 2 from scratch, unless a load comes before the first save; layerstore.resume(engine, store, run='run')"
+        " continues them",
+    ]
 
 
 @pytest.mark.fault(27)

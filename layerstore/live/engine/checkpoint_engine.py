@@ -157,6 +157,7 @@ class StoreCheckpointEngine:
         optimizer = loaded.optimizer()
         self._load = None  # the engine asks for the optimizer's state last, and is now its only owner
         note_filled(self._raw_engine(), loaded.store, loaded.composition)
+        self._known_engine().say("loaded %s from %s", loaded.name, loaded.store.path)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:

@@ -134,6 +134,11 @@ class Engine:
         count = self._zero.partition_count
         return int(count if self.stage == STAGE_3 else count[0])
 
+    def say(self, message: str, *arguments: object) -> None:
+        """Log *message*, on one of all processes."""
+        if self.engine.global_rank == 0:
+            LOG.info(message, *arguments)
+
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all processes."""
         for note in notes if self.engine.global_rank == 0 else ():
@@ -385,26 +390,44 @@ def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
         module.get_fp32_state_dict_from_zero_checkpoint = real
 
 
-def engine_of(model: Any) -> Any:
-    """Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine."""
-    return _engine_where(lambda engine: engine.module is model)
+def engine_of(model: Any, optimizer: Any) -> Any:
+    """
+    Return the engine that trains *model*: trainers pass callbacks the bare model, which does not know its engine.
+
+    *optimizer* is the trainer's, perhaps in Accelerate's wrapper: earlier engines of the model may still be alive.
+
+    Raises:
+        InvalidInput: There is none, or there are several, and the optimizer tells none of them apart.
+    """
+    optimizers = (optimizer, getattr(optimizer, "optimizer", None))
+    engines = _engines_where(lambda engine: getattr(engine, "module", None) is model)
+    return _only([each for each in engines if any(each.optimizer is of for of in optimizers)] or engines)
 
 
 def engine_with(checkpoint_engine: Any) -> Any:
     """Return the engine that saves and loads with *checkpoint_engine*, which does not know its engine."""
-    return _engine_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine)
+    return _only(_engines_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine))
 
 
-def _engine_where(is_it: Callable[[Any], bool]) -> Any:
+def _engines_where(is_it: Callable[[Any], bool]) -> list[Any]:
     from deepspeed import DeepSpeedEngine
 
-    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
-    if not found:
+    return [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
+
+
+def _only(engines: list[Any]) -> Any:
+    if not engines:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed",
             hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3",
         )
-    return found[-1]
+    if len(engines) > 1:
+        raise InvalidInput(
+            f"there are {len(engines)} DeepSpeed engines of this {type(engines[0].module).__name__}, and the Trainer's "
+            "cannot be told apart",
+            hint="delete the others first, or pass the Trainer's own to layerstore.attach",
+        )
+    return engines[0]
 
 
 def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:

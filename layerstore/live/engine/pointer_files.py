@@ -18,12 +18,12 @@ from layerstore.format import Plain, from_plain, to_plain
 from layerstore.history import Resolved, reference_to, saved_now
 from layerstore.layers import parse_reference
 from layerstore.live.log import LOG
-from layerstore.live.ranks import Exchange
+from layerstore.live.ranks import Exchange, log_nothing_yet, store_if_there
 from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
 from layerstore.storage import Files, RunView
-from layerstore.store import Store, StrPath, as_store
+from layerstore.store import Store, StrPath
 from layerstore.tree import Tree
 from layerstore.zero3 import LATEST, MODEL_STATES, TRAINER_STATE, Pointer, pointer_bytes
 
@@ -113,9 +113,10 @@ def checkpoint(
     """
     Return a folder that ``resume_from_checkpoint`` takes, for the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
 
-    None if *ref* is a run that has no commit yet, so one script serves the first launch and every later one. Every rank
-    calls it. The folder is for the present number of ranks, however many saved the commit. It is *folder*, or a
-    temporary one of this process, removed at exit. *policy* says which version of each layer to take.
+    None if *ref* is a run that has no commit yet, or *store* is a path without a store, so one script serves the first
+    launch and every later one; a line of the log says so. Every rank calls it. The folder is for the present number of
+    ranks, however many saved the commit. It is *folder*, or a temporary one of this process, removed at exit. *policy*
+    says which version of each layer to take.
 
     Raises:
         NotFound: There is no such commit, or no Trainer has saved it.
@@ -126,12 +127,16 @@ def checkpoint(
     together = nullcontext if exchange is None else exchange.together
     try:
         with together():
-            opened = as_store(store)
-            found = _found(opened, ref, policy)
+            opened = store_if_there(store)
+            found = None if opened is None else _found(opened, ref, policy)
         if exchange is not None and not exchange.is_same("" if found is None else found[0].commit):
             raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
+        if opened is None or found is None:
+            if exchange is None or exchange.rank == 0:
+                log_nothing_yet(opened or store, ref)
+            return None
         with together():
-            return None if found is None else _written(opened, *found, folder)
+            return _written(opened, *found, folder)
     finally:
         if exchange is not None:
             exchange.close()
@@ -145,7 +150,6 @@ def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, P
     if not is_pin and reference.step is None and not reference.back:
         view = repo.catalog.find(reference.name)
         if view is None or not view.rows:
-            LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
             return None
     composition = store.compose(ref, policy=policy).composition
     return composition, pointer_to(store, composition, pin=reference.name if is_pin and policy == "latest" else None)

@@ -20,8 +20,7 @@ from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded
 from layerstore.live.engine.randomness import read_random_state, set_random_state
 from layerstore.live.engine.savers import wait_for_saves
-from layerstore.live.log import LOG
-from layerstore.live.ranks import Exchange
+from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
 from layerstore.policy import Policy
 from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3 import TreeView
@@ -58,13 +57,15 @@ def resume(
     must_exist: bool = False,
 ) -> Resumed | None:
     """
-    Fill *engine* from run *run* of *store*, at the engine's own world size; None if the run has no commit yet.
+    Fill *engine* from run *run* of *store*, at the engine's own world size.
 
-    Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its newest step;
-    otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from *step*.
+    None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
+    says so. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
+    newest step; otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from
+    *step*.
 
     Raises:
-        NotFound: There is no such step or, with *must_exist*, no commit at all.
+        NotFound: There is no such step or, with *must_exist*, no commit, or no store, at all.
         Conflict: *run* is the name of a pin.
         LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -73,9 +74,17 @@ def resume(
     loader = checkpoint_engine_of(known)
     loader.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
+        opened = open_together(exchange, store)
         with exchange.together():
-            opened = as_store(store)
-            wait_for_saves(opened.id, run)
+            check_run(opened, run)
+            if opened is None and must_exist:
+                as_store(store)  # raises
+            if opened is not None:
+                wait_for_saves(opened.id, run)
+        if opened is None:
+            if exchange.rank == 0:
+                log_nothing_yet(store, run)
+            return None
         composite, said = exchange.looked(
             partial(_composite, opened, run, step=step, policy=policy, must_exist=must_exist),
             _commit_of,
@@ -86,6 +95,8 @@ def resume(
         if set(said) != {said[0]}:
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
         if composite is None:
+            if exchange.rank == 0:
+                log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) refuses to begin")
             return None
         composition = composite.composition
         with exchange.together(), losses_told(opened.repo, composition):
@@ -106,9 +117,9 @@ def resume(
     return _resumed(composite, loaded, notes, random_state_restored=is_restored)
 
 
-def check_run(store: Store, run: str) -> None:
+def check_run(store: Store | None, run: str) -> None:
     """
-    Make sure that *run* can be a run's name.
+    Make sure that *run* can be a run's name; given a *store*, there.
 
     Raises:
         InvalidInput: It is a reference to a step, or not a name at all.
@@ -124,7 +135,7 @@ def check_run(store: Store, run: str) -> None:
             hint=f'run="{reference.name}"{step}; layerstore.transformers.checkpoint takes references',
         )
     check_name(run, what="the run's name")
-    if run in store.repo.records.pin_names() and not store.repo.records.names(run):
+    if store is not None and run in store.repo.records.pin_names() and not store.repo.records.names(run):
         raise Conflict(
             f"{run!r} is a pin; runs and pins share their names",
             hint="name the run; layerstore.transformers.checkpoint takes a pin",
@@ -134,14 +145,9 @@ def check_run(store: Store, run: str) -> None:
 def _composite(
     store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
 ) -> Composite | NotFound | None:
-    check_run(store, run)
     view = store.repo.catalog.find(run)
     if view is None or not view.rows:
-        if must_exist:
-            return NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs())}")
-        if store.runs():
-            LOG.warning("run %r has no commit yet, training begins; runs here: %s", run, ", ".join(store.runs()[:10]))
-        return None
+        return NotFound(f"run {run!r} has no commit to resume from", hint=runs_here(store, run)) if must_exist else None
     try:
         return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
     except NotFound as exc:

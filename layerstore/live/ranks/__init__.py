@@ -14,6 +14,7 @@ from layerstore.live.ranks.agreement import (
 )
 from layerstore.live.ranks.attempt import AttemptLock
 from layerstore.live.ranks.exchange import Exchange
+from layerstore.live.ranks.opening import log_nothing_yet, make_together, open_together, runs_here, store_if_there
 
 __all__ = [
     "SAVES_MAX",
@@ -23,5 +24,10 @@ __all__ = [
     "agree_on_save",
     "agreed_layers",
     "exchange_reports",
+    "log_nothing_yet",
+    "make_together",
     "open_session",
+    "open_together",
+    "runs_here",
+    "store_if_there",
 ]

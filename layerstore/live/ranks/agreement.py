@@ -30,6 +30,8 @@ class RankReport:
     """Whether no gradients are being accumulated for a coming update."""
     is_pressed: bool = False
     """Whether so much is still unwritten that another save would hold training up."""
+    is_tight: bool = False
+    """Whether the next update may have to wait until this save's copies find room in the host buffer."""
     free_bytes: int = 0
     """Free space in the host buffer."""
     failed: tuple[int, ...] = ()
@@ -130,6 +132,7 @@ def _merged(reports: Sequence[RankReport]) -> RankReport:
         outcomes={number: found for each in reports for number, found in each.outcomes.items()},
         failed=tuple({number for each in reports for number in each.failed}),
         is_pressed=any(each.is_pressed for each in reports),
+        is_tight=any(each.is_tight for each in reports),
         free_bytes=min(each.free_bytes for each in reports),
         has_lost_base=any(each.has_lost_base for each in reports),
     )

@@ -31,11 +31,10 @@ class AttemptLock:
         self._lock = ExitStack()
         self._held = 0
         """The locked attempt; 0 for none."""
-        self._has_saved = False
 
     def acquire(self, wish: PlaceFinder) -> Place:
         """
-        Return the place where all ranks save from now on: the wished one, or the next free one.
+        Return the place where all ranks save from now on: the wished one, or the next free one; log it once.
 
         If it raises, the lock is unchanged.
 
@@ -61,7 +60,9 @@ class AttemptLock:
                         hint="does every host see the same store?",
                     )
                 self._hold(attempt, unless_agreed.pop_all())
-                self._has_saved = False
+                with self._exchange.together():
+                    if self._exchange.rank == 0:
+                        self._log_place(place)
                 return place
         raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
 
@@ -69,21 +70,28 @@ class AttemptLock:
         view = self._repo.catalog.find(self._run)
         return place_at(view, wish(view), attempt)
 
-    def warn_if_not_resumed(self, place: Place) -> None:
-        """At the first save at *place*, warn if the run has commits but training was not resumed from them."""
-        if self._has_saved:
-            return
-        self._has_saved = True
+    def _log_place(self, place: Place) -> None:
         view = self._repo.catalog.find(self._run)
-        if view is not None and view.visible and place.fork is None and not place.inherited:
+        root = self._repo.layout.root
+        if view is None or not view.visible:
+            LOG.info("saving to %s: run %r begins", root, self._run)
+            return
+        newest = next(view.history(view.attempts[-1])).step
+        if not place.inherited:
             LOG.warning(
-                "run %r has commits up to step %d, and this engine was not resumed from them: starting attempt %d "
-                "from scratch; call layerstore.resume(engine, store, run=%r) to continue them",
+                "saving to %s: run %r has commits up to step %d, and this engine was not resumed from them: starting "
+                "attempt %d from scratch, unless a load comes before the first save; "
+                "layerstore.resume(engine, store, run=%r) continues them",
+                root,
                 self._run,
-                max(row.step for row in view.of_attempt(view.attempts[-1])),
+                newest,
                 place.attempt,
                 self._run,
             )
+        elif view.of_attempt(place.attempt):
+            LOG.info("saving to %s, newest %s@%d", root, self._run, newest)
+        else:
+            LOG.info("saving to %s, newest %s@%d; attempt %d begins", root, self._run, newest, place.attempt)
 
     def release(self) -> None:
         """Release the attempt, so that other jobs may save it."""

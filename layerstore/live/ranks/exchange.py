@@ -4,6 +4,8 @@ Messages between ranks: one small all-gather on the host, called by the main thr
 It uses its own gloo group, which does not wait for the accelerator's work.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 TEXT_BYTES_MAX = 2048
+
+_SILENT_SECONDS_MAX = 60.0
 
 Found = TypeVar("Found")
 
@@ -82,6 +86,20 @@ class Exchange:
 
         found = self._gathered(torch.tensor(values, dtype=torch.float64))
         return [sum(column) for column in zip(*(each.tolist() for each in found), strict=True)]
+
+    def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
+        """
+        Call *wait* on every rank until it returns True on all of them, or until the time *until* of one; return which.
+
+        Ranks exchange a message every minute: gloo aborts after half an hour of silence, and a first push may take
+        longer.
+        """
+        while True:
+            is_done = wait(min(max(until - time.monotonic(), 0), _SILENT_SECONDS_MAX))
+            is_late = not is_done and time.monotonic() >= until
+            open_, late = self.sums([float(not is_done), float(is_late)])
+            if not open_ or late:
+                return not open_
 
     def is_same(self, text: str) -> bool:
         """Whether all ranks sent the same *text*."""

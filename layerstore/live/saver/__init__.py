@@ -7,6 +7,6 @@ The saver: saves checkpoints of a running engine to a store while training conti
 from layerstore.live.saver.attach import attach
 from layerstore.live.saver.results import Saved, Status
 from layerstore.live.saver.saver import Saver
-from layerstore.live.saver.settings import SaverSettings, SmallBuffer
+from layerstore.live.saver.settings import SaverSettings, Settings, SmallBuffer
 
-__all__ = ["Saved", "Saver", "SaverSettings", "SmallBuffer", "Status", "attach"]
+__all__ = ["Saved", "Saver", "SaverSettings", "Settings", "SmallBuffer", "Status", "attach"]

@@ -19,7 +19,7 @@ from layerstore.live.engine import (
     place_resumed,
 )
 from layerstore.live.log import LOG
-from layerstore.live.ranks import AttemptLock, Exchange
+from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together
 from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.settings import Durable, Frozen, Mode, Pressure, Settings
 from layerstore.policy import Keep, Policy, chosen_policy
@@ -42,6 +42,8 @@ def attach(
     frozen: Frozen = "once",
     layer_pattern: str | None = None,
     on_saved: Callable[[SaveTiming], None] | None = None,
+    on_failed: Callable[[SaveTiming], None] | None = None,
+    create: bool = True,
 ) -> Saver:
     """
     Return a saver of *engine*, a DeepSpeed engine under ZeRO, into *store* as run *run*.
@@ -53,7 +55,9 @@ def attach(
     *keep* says which commits of the run to keep: after each save, the others are collected in the background. *push* is
     a remote's name or URL: after each save, the run is pushed there in the background, and *keep* removes only what the
     remote has. With *durable* ``remote``, a save counts as safe only once the remote has it, and ``wait`` and ``sync``
-    saves return then. *on_saved* is called on rank 0, in its training thread, with the timing of each finished save.
+    saves return then. *on_saved* is called on rank 0, in its training thread, with the timing of each save that became
+    a commit, *on_failed* with that of each that came to nothing, which says why. If *store* is a path without a store,
+    one is made there, unless *create* is False.
 
     On a run that has commits, this begins a new attempt, whose first save is full. To continue a run, call
     ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
@@ -63,6 +67,7 @@ def attach(
 
     Raises:
         InvalidInput: *engine* is not a DeepSpeed engine, or the ranks do not see the same store.
+        NoStore: There is none, and *create* is False, or only some ranks see it.
         Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: It does not train under ZeRO, or keeps state where it cannot be saved.
     """
@@ -76,20 +81,25 @@ def attach(
         push=push,
         durable=durable,
         on_saved=on_saved,
+        on_failed=on_failed,
+        create=create,
     )
     known = Engine(engine)
     if known.ungated and mode == "async":
         settings = replace(settings, mode="sync")
         LOG.warning("saves are synchronous: %s", known.ungated)
-    chosen = chosen_policy(policy)
+    return _attached(known, store, settings, run=run, policy=chosen_policy(policy))
+
+
+def _attached(engine: Engine, store: Store | StrPath, settings: Settings, *, run: str, policy: Policy) -> Saver:
     exchange = Exchange()
     try:
-        opened, resumed = _agreed(exchange, store, known, run=run, settings=settings, policy=chosen)
+        opened, resumed = _agreed(exchange, store, engine, run=run, settings=settings, policy=policy)
         attempt = AttemptLock(exchange, opened.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
-            saver = Saver(known, opened, exchange, settings, run=run, policy=chosen, attempt=attempt, place=place)
+            saver = Saver(engine, opened, exchange, settings, run=run, policy=policy, attempt=attempt, place=place)
             unless_made.pop_all()
     except BaseException:
         exchange.close()
@@ -101,13 +111,18 @@ def _agreed(
     exchange: Exchange, store: Store | StrPath, engine: Engine, *, run: str, settings: Settings, policy: Policy
 ) -> tuple[Store, Composition | None]:
     """Return the store and what *engine* continues from; raise on every rank unless all want the same."""
+    opened = open_together(exchange, store)
     with exchange.together():
-        opened = as_store(store)
         check_run(opened, run)
+        if opened is None and not settings.create:
+            as_store(store)  # raises
         attached = checkpoint_engine_of(engine).saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         _check_saves(engine, settings)
+    if opened is None:
+        opened = make_together(exchange, str(store))
+    with exchange.together():
         resumed = filled_with(engine.engine, opened)
         opened.repo.prepare_writing()
         if settings.push is not None and engine.rank == 0:

@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from layerstore.errors import Conflict, LayerstoreError
 from layerstore.live.log import LOG
 from layerstore.live.saver.request import SaveFiles
+from layerstore.live.saver.settings import Settings
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
 from layerstore.publish import JointCommit, SaveTiming, note_timing
@@ -213,8 +213,8 @@ class LastSave:
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
-def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
-    """Write the timing of the finished *job* to the store, and pass it to *on_saved*; on rank 0 only."""
+def note_job(repo: Repository, session: str, job: Job, settings: Settings) -> None:
+    """Write the timing of the finished *job* to the store, and pass it to the user's function; on rank 0 only."""
     joint = job.joint
     assert job.durable_seconds is not None
     timing = SaveTiming(
@@ -237,8 +237,9 @@ def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveT
         note_timing(repo, session, timing)
     except LayerstoreError as exc:
         LOG.warning("could not record the timing of step %d: %s", joint.step, exc)
+    name, hook = ("on_saved", settings.on_saved) if timing.commit else ("on_failed", settings.on_failed)
     try:
-        if on_saved is not None:
-            on_saved(timing)
+        if hook is not None:
+            hook(timing)
     except Exception as exc:  # noqa: BLE001  # the user's own code, on rank 0 only, while the other ranks wait
-        LOG.warning("on_saved failed at step %d: %s", joint.step, exc)
+        LOG.warning("%s failed at step %d: %s", name, joint.step, exc)

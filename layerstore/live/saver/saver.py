@@ -14,9 +14,10 @@ share.
 """
 
 import atexit
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import takewhile
@@ -60,7 +61,7 @@ from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_training, note_job, with_job
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
-from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
+from layerstore.live.saver.snapshot import COPY_BYTES, Copier, CudaCopier, Pool, Snapshot, changing, changing_bytes
 from layerstore.policy import Latest, Policy
 from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
@@ -69,7 +70,8 @@ from layerstore.zero3 import Pointer, Share, undivided
 JOBS_MAX = 2
 """The most pending saves; with ``on_pressure="wait"``, the next one waits until the oldest is on disk."""
 
-_SILENT_SECONDS_MAX = 60.0
+DISK_SECONDS_MAX = 600.0
+"""With ``on_pressure="wait"``, a save is left out once an earlier one has waited so long for some rank's disk."""
 
 
 class Saver:
@@ -115,6 +117,8 @@ class Saver:
         """Saves whose outcome is still unknown."""
         self._over = Status()
         """The summed status of the saves whose outcome is known, so that memory stays bounded."""
+        self._tight: list[Job] = []
+        """Saves since the last update that some rank may have no room to copy; the same on every rank."""
         self._last = LastSave(place.after)
         self._updates = 0
         self.step_of: Callable[[], int] = lambda: engine.step
@@ -187,16 +191,16 @@ class Saver:
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
         request, share, step = files.request, captured.share, files.request.step
-        agreed = agree_on_save(self.exchange, self._report(step=step))
+        agreed = agree_on_save(self.exchange, self._report(step=step, copied_bytes=changing_bytes(captured)))
         self._learn(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
         repeated = self._last.same(step, updates=self._updates, pin=request.pin, has_extras=has_extras)
         if repeated is not None:
             return repeated  # leave the previous save unsealed: more files may come into its folder
         self._seal()
-        if self._settings.on_pressure == "wait":
-            while len(running := self._running()) >= JOBS_MAX:
-                running[0].is_written.wait()
+        # Before any other collective: a rank that waited alone for its disk would break the others' in the end.
+        pressure = self._settings.on_pressure if agreed.is_pressed else ""
+        is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
         moved = self._movements.movements(sample) if self._movements and sample else Movements()
         of_policy = partial(
@@ -208,14 +212,17 @@ class Saver:
         )
         due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
         # A rank's report has room for the outcomes of only SAVES_MAX saves, however small the saves are.
-        if (agreed.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
+        if is_skipped or self._schedule.open_for >= SAVES_MAX:
             number = self._schedule.skip(due)
-            LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
+            if self._is_first:
+                LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
             return Saved(step=step, number=number, layers_due=(), skipped=True, blocked_seconds=held.seconds)
-        if agreed.is_pressed and self._settings.on_pressure == "degrade":
+        if pressure == "degrade":
             sizes = {layer: -(-size // share.world_size) for layer, size in captured.bytes_by_layer.items()}
             due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=captured.has_moments)
         job = self._begin(captured, files, due, moved)
+        if agreed.is_tight:
+            self._tight.append(job)
         if self._movements and sample:
             self._movements.saved(sample, due)
         job.held.append(held)
@@ -242,30 +249,29 @@ class Saver:
         if self._is_closed:
             return
         self._seal()
-        self._await(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
+        self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
+        self._tight.clear()
         # Tell rank 0 first who has failed: until then, it waits for a part that will never come.
         self._learn(exchange_reports(self.exchange, self._report()))
-        self._await(lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs))
+        self.exchange.wait(
+            lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
+        )
         if self._settings.durable == "remote":
             behind = self._collector
             if behind is not None:
                 behind.retry()
-            self._await(lambda seconds: behind is None or behind.wait(seconds))
+            self.exchange.wait(lambda seconds: behind is None or behind.wait(seconds))
         self._learn(exchange_reports(self.exchange, self._report()))
         if self._settings.durable == "remote":
             with self.exchange.together():
                 if self._collector is not None and self._collector.push_error:
                     raise StorageIO(self._collector.push_error, errno=None, filename=str(self._settings.push))
 
-    def _await(self, wait: Callable[[float], bool]) -> None:
-        """
-        Call *wait* on every rank until it returns True on all of them, however long that takes.
-
-        Ranks exchange a message every minute: gloo aborts after half an hour of silence, and a first push may take
-        longer.
-        """
-        while any(self.exchange.sums([0.0 if wait(_SILENT_SECONDS_MAX) else 1.0])):
-            pass
+    def _wait_for_room(self) -> bool:
+        """Return True once no rank has too many saves that wait for its disk, False if that takes one too long."""
+        awaited = self._running()[: 1 - JOBS_MAX]
+        until = awaited[0].begun + DISK_SECONDS_MAX if awaited else math.inf
+        return self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in awaited), until=until)
 
     def status(self) -> Status:
         """Return the status of this rank's saves; asks no other rank."""
@@ -308,15 +314,23 @@ class Saver:
             job.held.append(hold_training(self._engine.device))
             with job.held[-1]:
                 self._finish(job)
-        for job in self._jobs:
+        tight, self._tight = self._tight, []
+        if tight:  # some rank may wait for its disk: together, or the update's own collective would break
+            self.exchange.wait(partial(self._wait_for_copies, tight))
+        self._wait_for_copies(self._jobs)
+
+    def _wait_for_copies(self, jobs: Iterable[Job], seconds: float | None = None) -> bool:
+        """Wait at most *seconds* for each of *jobs* to be copied; return whether all are."""
+        for job in jobs:
             if not job.snapshot.copied.is_set():
                 job.held.append(hold_training(self._engine.device))
                 with job.held[-1]:
-                    job.snapshot.copied.wait()
+                    job.snapshot.copied.wait(seconds)
+        return all(job.snapshot.copied.is_set() for job in jobs)
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(self, *, step: int = 0, problem: Exception | None = None) -> RankReport:
+    def _report(self, *, step: int = 0, copied_bytes: int = 0, problem: Exception | None = None) -> RankReport:
         running = self._running()
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
@@ -325,6 +339,7 @@ class Saver:
             number=self._schedule.number,
             is_at_boundary=self._engine.is_at_boundary,
             is_pressed=len(running) >= JOBS_MAX or (bool(running) and last > free),
+            is_tight=copied_bytes + 2 * COPY_BYTES > free,
             free_bytes=free,
             failed=tuple(job.joint.save_number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._new_outcomes(),
@@ -357,7 +372,7 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
         if self._is_first:
-            note_job(self._repo, self._session, job, self._settings.on_saved)
+            note_job(self._repo, self._session, job, self._settings)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -370,8 +385,6 @@ class Saver:
         captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
         self._check_cuttable(captured.share)
         check_not_half_loaded(self._engine.engine)
-        if self._is_first:
-            self._attempt.warn_if_not_resumed(self._place)
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample

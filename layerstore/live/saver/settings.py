@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
 from layerstore.errors import InvalidInput
+from layerstore.layers import compile_pattern
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
 from layerstore.policy import Keep, Policy, chosen_keep
@@ -40,6 +41,8 @@ class SaverSettings(TypedDict, total=False):
     frozen: Frozen
     layer_pattern: str | None
     on_saved: Callable[[SaveTiming], None] | None
+    on_failed: Callable[[SaveTiming], None] | None
+    create: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,8 @@ class Settings:
     push: str | None
     durable: Durable
     on_saved: Callable[[SaveTiming], None] | None
+    on_failed: Callable[[SaveTiming], None] | None
+    create: bool
 
     def __post_init__(self) -> None:
         for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen), ("durable", Durable)):
@@ -62,6 +67,11 @@ class Settings:
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
         chosen_keep(self.keep)
+        for name in ("on_saved", "on_failed"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint="pass a function of one SaveTiming")
+        compile_pattern(self.layer_pattern)
+        _buffer_bytes(self.host_buffer)
         if self.durable == "remote" and self.push is None:
             raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
 
@@ -72,17 +82,20 @@ class Settings:
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
-def pool_bytes(engine: Engine, wanted: int | str) -> int:
-    """
-    Return the size of one rank's host buffer; for ``auto`` its largest save, capped by the free memory.
+def _buffer_bytes(wanted: int | str) -> int | None:
+    """Return the size of a host buffer that is *wanted*, None for ``auto``; raises InvalidInput if it is no size."""
+    if wanted == "auto":
+        return None
+    size = size_in_bytes(wanted)
+    if size < _BUFFER_BYTES_MIN:
+        raise InvalidInput(f"host_buffer is {wanted}: at least 1 MB is needed", hint='say "auto", or "4GB"')
+    return size
 
-    Raises:
-        InvalidInput: *wanted* is not a size.
-    """
-    if wanted != "auto":
-        size = size_in_bytes(wanted)
-        if size < _BUFFER_BYTES_MIN:
-            raise InvalidInput(f"host_buffer is {wanted}: at least 1 MB is needed", hint='say "auto", or "4GB"')
+
+def pool_bytes(engine: Engine, wanted: int | str) -> int:
+    """Return the size of one rank's host buffer; for ``auto`` its largest save, capped by the free memory."""
+    size = _buffer_bytes(wanted)
+    if size is not None:
         return size
     needed = engine.state_bytes + _SLACK_BYTES
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 # Large enough for a transfer at full speed, small enough that the writer starts soon.
 COPY_BYTES = 4 * MIB
 
+STALLED_SECONDS_MAX = 300.0
+"""How long an update waits for a disk that takes nothing at all; then the save is given up."""
+
 
 class PoolClosed(Exception):
     """The ring was closed, and nobody empties it any more."""
+
+
+class DiskStalled(Exception):
+    """Nobody has emptied the ring for so long that training must not wait for it."""
 
 
 class Pool:
@@ -55,6 +62,7 @@ class Pool:
 
         Raises:
             PoolClosed: The ring was closed meanwhile.
+            DiskStalled: Nothing was freed for `STALLED_SECONDS_MAX`.
         """
         assert 0 < size_bytes <= self.size_bytes
         with self._changed:
@@ -63,7 +71,8 @@ class Pool:
                 if begin is not None:
                     self._given.append((begin, begin + size_bytes))
                     return self._memory[begin : begin + size_bytes]
-                self._changed.wait()
+                if not self._changed.wait(STALLED_SECONDS_MAX):
+                    raise DiskStalled(f"the disk took nothing for {STALLED_SECONDS_MAX:g} s")
         raise PoolClosed
 
     def _free_at(self, size_bytes: int) -> int | None:
@@ -198,6 +207,12 @@ class Snapshot:
 def changing(objects: Iterable[ObjectSource]) -> list[SliceSource]:
     """Return the slices of *objects* that the next update changes."""
     return [part for of in objects if of.kind in {Kind.MASTER, Kind.OPTIMIZER} for part in of.slices]
+
+
+def changing_bytes(captured: Captured) -> int:
+    """Return how many bytes a save of every layer copies."""
+    objects = (of for layer in captured.share.layers for of in layer.objects)
+    return sum(part.size_bytes for part in changing(objects))
 
 
 class Copier:

@@ -80,9 +80,33 @@ def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pyt
 
     assert (found.attempt, found.fork) == (2, Fork(attempt=1, step=4))
     assert (found.inherited, found.save_number, found.after) == (wanted.inherited, wanted.save_number, 4)
-    (record,) = caplog.records
-    assert f"attempt 1 of run 'sft' is locked by pid {os.getpid()} on " in record.getMessage()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"attempt 1 of run 'sft' is locked by pid {os.getpid()} on " in warning
     assert third.acquire(wish).attempt == 3
+
+
+def test_what_will_be_saved_is_said_in_one_line(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the saves go and what they follow; a warning before the first save if they follow nothing."""
+    earlier = store.compose(f"{RUN}@2").composition
+    caplog.set_level("INFO", logger="layerstore")
+
+    def said(composition: Composition | None, run: str = RUN) -> str:
+        caplog.clear()
+        attempt = AttemptLock(OneRank(), store.repo, run=run)
+        attempt.acquire(partial(place_resumed, composition=composition))
+        attempt.release()
+        (record,) = caplog.records
+        return f"{record.levelname} {record.getMessage()}"
+
+    assert said(tip(store)) == f"INFO saving to {store.path}, newest sft@4"
+    assert said(earlier) == f"INFO saving to {store.path}, newest sft@4; attempt 2 begins"
+    assert said(None, run="new") == f"INFO saving to {store.path}: run 'new' begins"
+    anew = said(None)
+    assert anew.startswith(
+        f"WARNING saving to {store.path}: run 'sft' has commits up to step 4, and this engine was not"
+    )
+    assert "starting attempt 2 from scratch, unless a load comes before the first save" in anew
+    assert "layerstore.resume(engine, store, run='sft') continues them" in anew
 
 
 def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -> None:

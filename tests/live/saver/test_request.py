@@ -29,6 +29,8 @@ USUAL: dict[str, Any] = {
     "push": "s3://checkpoints/sft",
     "durable": "local",
     "on_saved": None,
+    "on_failed": None,
+    "create": True,
 }
 
 
@@ -48,6 +50,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         ("frozen", "never", "choose one of: 'once', 'exclude'"),
         ("durable", "there", "choose one of: 'local', 'remote'"),
         ("keep", 3, "say layerstore.Keep(last=3)"),
+        ("on_failed", "print", "pass a function"),
     ],
 )
 def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> None:

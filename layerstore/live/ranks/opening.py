@@ -1,0 +1,89 @@
+"""Open the store on all ranks, or make it: the ranks of a first launch find none, and none of them acts alone."""
+
+from pathlib import Path
+
+from layerstore.errors import AlreadyExists, NoStore
+from layerstore.layout import is_url, layout_at
+from layerstore.live.log import LOG
+from layerstore.live.ranks.exchange import Exchange
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.storage import Files
+from layerstore.store import Store, StrPath, as_store, init
+
+_RUNS_SHOWN_MAX = 10
+
+
+def store_if_there(store: Store | StrPath) -> Store | None:
+    """Return *store*, opened; None if it is a path without a store. Raises NoStore for a URL without one."""
+    try:
+        return as_store(store)
+    except NoStore:
+        if is_url(str(store)):
+            raise
+        return None
+
+
+def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
+    """
+    Return *store*, opened on every rank; None if it is a path under which no rank finds one.
+
+    Raises:
+        NoStore: Some ranks find one and others do not, or it is a URL without one.
+    """
+    with exchange.together():
+        opened = store_if_there(store)
+    if not any(exchange.texts("" if opened is None else "there")):
+        return None
+    with exchange.together():
+        return opened or as_store(store)  # raises where others have found one
+
+
+def make_together(exchange: Exchange, path: StrPath) -> Store:
+    """Make *path* a store, on the first rank, and open it on every rank."""
+    with exchange.together():
+        if exchange.rank == 0:
+            _make(path)
+            LOG.info("made a new store: %s", path)
+    with exchange.together():
+        return _opened_late(path)
+
+
+def _make(path: StrPath) -> None:
+    try:
+        init(path).close()
+    except AlreadyExists:
+        try:
+            as_store(path).close()  # another job has made it meanwhile
+        except NoStore:
+            pass
+        else:
+            return
+        raise
+
+
+def _opened_late(path: StrPath) -> Store:
+    """Open the store that another rank has just made, which may become visible late."""
+    try:
+        return as_store(path)
+    except NoStore:
+        if any(Files().again(layout_at(Path(path)).identity)):
+            return as_store(path)
+        raise
+
+
+def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> None:
+    """Log that training begins from nothing: a warning if the *store* has other runs, so that *run* may be mistyped."""
+    if not isinstance(store, Store):
+        LOG.info("there is no store at %s yet: training begins from nothing", store)
+    elif not store.runs():
+        LOG.info("%s has no commit yet: training begins from nothing", store.path)
+    else:
+        LOG.warning("run %r has no commit yet: training begins from nothing; %s%s", run, runs_here(store, run), refusal)
+
+
+def runs_here(store: Store, run: str) -> str:
+    """Return the hint for a *run* that *store* does not have: the nearest runs, and those that there are."""
+    runs = store.runs()
+    more = f" and {len(runs) - _RUNS_SHOWN_MAX} more" if len(runs) > _RUNS_SHOWN_MAX else ""
+    here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}" if runs else "there is no other run"
+    return did_you_mean(nearest(run, runs), else_=here)

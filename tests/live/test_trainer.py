@@ -1,0 +1,72 @@
+"""What the Trainer's callback refuses when it is made, before a model and its data are set up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore import Keep
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput, NoStore
+from layerstore.transformers import LayerstoreCallback
+from tests.generated import generate
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return a store with a run and a pin."""
+    with layerstore.init(tmp_path / "store") as made:
+        made.ingest(generate(tmp_path / "c", layers=1, hidden=8, vocab=8, step=2), run="sft", pin="best")
+    return tmp_path / "store"
+
+
+@pytest.mark.fault(146)
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"evry": 3}, TypeError, "unexpected keyword argument 'evry': did you mean every?"),
+        ({"on_presure": "skip"}, TypeError, "'on_presure': did you mean on_pressure"),
+        ({"zzz": 1}, TypeError, "'zzz': there are every, policy, mode"),
+        ({"every": "3"}, InvalidInput, "every is '3'"),
+        ({"every": -1}, InvalidInput, "every is -1"),
+        ({"policy": "partiy"}, InvalidInput, "there is no policy 'partiy'"),
+        ({"mode": "synchronous"}, InvalidInput, "mode is 'synchronous'"),
+        ({"host_buffer": "8 GBX"}, InvalidInput, "8 GBX"),
+        ({"layer_pattern": "("}, InvalidInput, r"\("),
+        ({"keep": 3}, InvalidInput, "keep is 3"),
+        ({"on_saved": 3}, InvalidInput, "on_saved is 3"),
+        ({"on_failed": "print"}, InvalidInput, "on_failed is 'print'"),
+        ({"run": "a/b"}, InvalidInput, "a/b"),
+        ({"run": "sft@3"}, InvalidInput, "'sft@3' is no run but a reference"),
+        ({"run": "best"}, Conflict, "'best' is a pin"),
+    ],
+)
+def test_a_callback_is_checked_when_it_is_made(
+    settings: dict[str, Any], error: type[Exception], words: str, store: Path
+) -> None:
+    """Every mistake that shows in the arguments alone, with the words that attach has for it."""
+    with pytest.raises(error, match=words):
+        LayerstoreCallback(store, **{"run": "sft"} | settings)
+
+
+@pytest.mark.fault(146)
+def test_a_callback_looks_at_its_store_when_it_is_made(store: Path, tmp_path: Path) -> None:
+    """A path without a store is one for a new store, or it is refused; nothing is made yet."""
+    new, other = tmp_path / "new", tmp_path / "other"
+    (other / "thesis").mkdir(parents=True)
+
+    with pytest.raises(NoStore, match="there is no store at"):
+        LayerstoreCallback(new, run="sft", create=False)
+    with pytest.raises(AlreadyExists, match="is not empty: it holds 'thesis'"):
+        LayerstoreCallback(other, run="sft")
+    with pytest.raises(InvalidInput, match="is inside the store"):
+        LayerstoreCallback(store / "new", run="sft")
+    with pytest.raises(InvalidInput, match="is a URL"):
+        LayerstoreCallback("s3://bucket/prefix", run="sft")
+    with pytest.raises(InvalidInput, match="a/b"):
+        LayerstoreCallback(new, run="a/b")
+
+    LayerstoreCallback(new, run="sft", every=50, keep=Keep(last=3), policy="parity", host_buffer="4GB")
+    with layerstore.open(store) as opened:
+        LayerstoreCallback(opened, run="sft")
+    assert not new.exists()
