@@ -1,7 +1,6 @@
 """
 A bucket: one prefix of S3, Google Cloud Storage or Azure, a folder, or this process's memory.
 
-Only this module uses obstore, which reads credentials and endpoints from the environment as the clouds' own tools do.
 Transient failures are retried with growing pauses, and every retry is reported.
 """
 
@@ -14,40 +13,31 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from layerstore.errors import (
     IntegrityError,
     Internal,
-    InvalidInput,
     LayerstoreError,
     NoStore,
     NotFound,
     StorageIO,
-    Unsupported,
 )
 from layerstore.limits import (
-    IO_CHUNK_BYTES,
     REMOTE_PART_BYTES,
     REMOTE_PAUSE_SECONDS,
     REMOTE_REQUESTS_MAX,
-    REMOTE_SILENCE_SECONDS,
     REMOTE_TRIES,
-    REMOTE_UPLOAD_SECONDS,
 )
-from layerstore.remote.credentials import checked_url, credentials_hint, s3_options
-
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig
-    from obstore.store import ObjectStore as Client
+from layerstore.remote.cloud import Cloud, first_line
+from layerstore.remote.credentials import checked_url, credentials_hint
+from layerstore.remote.folder import Folder, Listed
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -74,23 +64,9 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound",
 _PASSING = frozenset({"GenericError", "JoinError", "TimeoutError", "ConnectionError", "OSError"})
 """Names of errors that may be transient: a dropped connection, a busy server."""
 
-_memories: dict[str, "Client"] = {}
-"""One client per ``memory://`` URL: all buckets of this process with the same URL see the same bytes."""
-_memories_guard = threading.Lock()
-
 
 class RemoteNotice(UserWarning):
     """A request to a remote failed and is retried."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One name in a bucket."""
-
-    name: str
-    size_bytes: int
-    modified_ns: int
-    """By the server's clock."""
 
 
 class _Download:
@@ -132,8 +108,7 @@ class Bucket:
             NoStore: It is a folder that does not exist, unless it *may be made*.
         """
         self.url = checked_url(url)
-        self._obstore = _imported()
-        self._client, self._writer = _clients_of(self.url, may_make=may_make)
+        self._client = _client_of(self.url, may_make=may_make)
         self._pid = os.getpid()
         self._told_until = 0.0
         """No further failures are reported before this time: many requests fail at once for the same reason."""
@@ -147,13 +122,12 @@ class Bucket:
         """Return the bytes of *name*, None if it does not exist; raises IntegrityError if there are too many."""
 
         def once() -> bytes:
-            found = self._obstore.get(self._client, name)
-            size_bytes = found.meta["size"]
+            size_bytes, pieces = self._client.get(name)
             if size_bytes > size_bytes_max:
                 raise IntegrityError(
                     f"{self._called(name)} has {size_bytes} bytes, at most {size_bytes_max} were expected"
                 )
-            return bytes(found.bytes())
+            return b"".join(pieces)
 
         return self._answer(f"read {name}", once)
 
@@ -178,21 +152,21 @@ class Bucket:
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
         # If the range covers the whole object, some servers answer as if there had been no range.
-        options = {} if is_whole and not start else {"range": (start, end)}
+        stretch = None if is_whole and not start else (start, end)
         try:
-            found = self._obstore.get(self._client, name, options=options)
+            _, pieces = self._client.get(name, stretch)
         except Exception as exc:
             if not _NO_SUCH_RANGE.search(str(exc)):
                 raise
             raise self._too_short(name, end) from None
-        return iter(found.stream(IO_CHUNK_BYTES))
+        return pieces
 
     def _too_short(self, name: str, end: int) -> IntegrityError:
         return IntegrityError(f"{self._called(name)} is shorter than the {end} bytes that were expected")
 
     def _look(self, name: str) -> Listed | None:
         """Return the listing entry of *name*, None if there is none."""
-        return self._answer(f"look at {name}", lambda: _listed(self._obstore.head(self._client, name)))
+        return self._answer(f"look at {name}", lambda: self._client.head(name))
 
     def size(self, name: str) -> int | None:
         """Return the size of *name*, None if it does not exist."""
@@ -201,9 +175,7 @@ class Bucket:
 
     def listed(self, folder: str) -> list[Listed]:
         """Return everything below *folder*, by name; raises StorageIO if an empty answer cannot be trusted."""
-        found = self._answer(
-            f"list {folder}", lambda: [_listed(each) for batch in self._batches(folder) for each in batch]
-        )
+        found = self._answer(f"list {folder}", lambda: list(self._client.list(folder)))
         if found is None:
             raise StorageIO(
                 f"{self.url}: cannot list {folder}: the server says that there is no such place",
@@ -219,8 +191,10 @@ class Bucket:
             folders = pool.map(self.listed, OBJECT_FOLDERS)
             return [each for listed in folders for each in listed]
 
-    def _batches(self, folder: str) -> Iterable[Any]:
-        return cast("Iterable[Any]", self._obstore.list(self._client, f"{folder}/", chunk_size=1000))
+    def check_links(self) -> None:
+        """Raise IntegrityError if anything in it is a link, which only a folder can have."""
+        if isinstance(self._client, Folder):
+            self._answer("list all of it", self._client.check)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -228,15 +202,7 @@ class Bucket:
         """Write what *chunks* yields as *name*, replacing any old content; if it raises, nothing is written."""
 
         def once() -> bool:
-            body = _body(chunks())
-            self._obstore.put(
-                self._writer,
-                name,
-                body,
-                use_multipart=not isinstance(body, bytes),
-                chunk_size=REMOTE_PART_BYTES,
-                max_concurrency=2,
-            )
+            self._client.put(name, _body(chunks()))
             return True
 
         self._write(name, once)
@@ -256,15 +222,9 @@ class Bucket:
 
         Servers that do not support conditions overwrite it.
         """
-        known = self._obstore.exceptions
 
         def once() -> bool:
-            try:
-                self._obstore.put(self._writer, name, data, mode="create")
-            except (known.AlreadyExistsError, known.PreconditionError):
-                pass  # the caller reads what is there
-            except known.NotSupportedError:
-                self._obstore.put(self._writer, name, data)
+            self._client.create(name, data)
             return True
 
         self._write(name, once)
@@ -276,11 +236,13 @@ class Bucket:
             if hours_on() > until:
                 return False
             try:
-                self._obstore.delete(self._client, some)
+                self._client.delete(some)
             except FileNotFoundError:
                 # Some servers stop at the first missing name.
                 return len(some) == 1 or all(once([name]) for name in some)
-            except self._obstore.exceptions.GenericError as exc:
+            except LayerstoreError:
+                raise
+            except Exception as exc:
                 # Some servers delete the objects but send an answer that cannot be parsed.
                 if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in some):
                     raise
@@ -342,7 +304,7 @@ class Bucket:
                 if time.monotonic() >= self._told_until:
                     self._told_until = time.monotonic() + pause
                     warnings.warn(
-                        f"{self.url}: cannot {doing} ({_first_line(exc)}); trying again in {pause:.1f} s "
+                        f"{self.url}: cannot {doing} ({first_line(exc)}); trying again in {pause:.1f} s "
                         f"({tried} of {REMOTE_TRIES - 1})",
                         RemoteNotice,
                         stacklevel=3,
@@ -370,7 +332,7 @@ class Bucket:
 
     def _gave_up(self, doing: str, exc: Exception) -> StorageIO:
         return StorageIO(
-            f"{self.url}: cannot {doing}: {_first_line(exc)}",
+            f"{self.url}: cannot {doing}: {first_line(exc)}",
             errno=errnos.EIO,
             filename=self.url,
             hint="repeat the command once the server answers: what has arrived is not sent again",
@@ -420,49 +382,11 @@ def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[
         raise
 
 
-def _imported() -> Any:
-    try:
-        import obstore
-    except ImportError as exc:
-        raise Unsupported("remotes need obstore", hint="pip install 'layerstore[remote]'") from exc
-    return obstore
-
-
-def _clients_of(url: str, *, may_make: bool) -> "tuple[Client, Client]":
-    """Return the clients for reading and for writing; the writer may stay silent for as long as an upload takes."""
-    from obstore.store import LocalStore, MemoryStore
-
+def _client_of(url: str, *, may_make: bool) -> Cloud | Folder:
     parts = urlsplit(url)
-    if parts.scheme == "memory":
-        with _memories_guard:
-            memory = _memories.setdefault(url, MemoryStore())
-        return memory, memory
     if parts.scheme == "file":
-        path = Path(unquote(parts.path))
-        if not (may_make or path.is_dir()):
-            raise NoStore(f"there is no folder {path}", hint="check its name; a push from a store makes one")
-        folder = LocalStore(path, mkdir=may_make)
-        return folder, folder
-    options = s3_options() if parts.scheme == "s3" else {}
-    # Downloads may take long; one that is cut after a day resumes.
-    reader = _client(url, options, {"read_timeout": f"{REMOTE_SILENCE_SECONDS}s", "timeout": "1d"})
-    return reader, _client(url, options, {"timeout": f"{REMOTE_UPLOAD_SECONDS}s"})
-
-
-def _client(url: str, options: Mapping[str, Any], patience: "ClientConfig") -> "Client":
-    from obstore.store import from_url
-
-    client_options: ClientConfig = {"allow_http": True, **patience}
-    # obstore would retry silently; we retry ourselves and report it.
-    try:
-        return from_url(url, retry_config={"max_retries": 0}, client_options=client_options, **options)
-    except Exception as exc:  # noqa: BLE001  # each cloud has its own
-        raise InvalidInput(f"{url} cannot be used: {_first_line(exc)}", hint=credentials_hint(url)) from None
-
-
-def _listed(meta: Any) -> Listed:
-    modified: datetime = meta["last_modified"]
-    return Listed(meta["path"], meta["size"], int(modified.timestamp() * 1e6) * 1000)
+        return Folder(Path(unquote(parts.path)), url=url, may_make=may_make)
+    return Cloud(url)
 
 
 def _body(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
@@ -484,12 +408,3 @@ def _code_of(text: str) -> str:
     """Return which of its codes a server's answer gives, in brackets: a wrong clock is refused as a wrong key is."""
     found = re.search(r"<Code>(\w+)</Code>", text)
     return f" ({found[1]})" if found else ""
-
-
-def _first_line(exc: Exception) -> str:
-    """Return the message of *exc* without what obstore adds: its name for the service, microseconds, and XML."""
-    line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-    line = re.sub(r"//[^/\s]*@", "//…@", line)
-    line = re.sub(r": <\?xml.*?<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?.*", r": \1: \2", line)
-    line = re.sub(r"^Generic \S+ error: (Error performing )?| in [0-9.]+[µmn]?s(?= - )", "", line)
-    return line if len(line) <= 300 else f"{line[:300]}…"

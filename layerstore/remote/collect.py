@@ -64,6 +64,7 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
             f"a remote's grace cannot be {request.grace_seconds:g} s: a push counts on 24 hours",
             hint="--grace 0s, where nobody pushes; else 24h or more",
         )
+    remote.bucket.check_links()
     watch = _Watch()  # before the mark: it must expire before pushes ignore the mark as old
     with contextlib.nullcontext(time.time_ns()) if dry_run else _at_work(remote.bucket) as now_ns:
         return _collected(remote, request, now_ns, watch, dry_run=dry_run, progress=progress)

@@ -23,9 +23,10 @@ from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, ObjectId
 from layerstore.publish import shows_pinned
-from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, Listed, in_parallel
+from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects
+from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
 from layerstore.remote.source import Source
 from layerstore.storage import Files, RecordStore, Repository, alone, name_in, open_repository
@@ -99,7 +100,9 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> tuple[f
     Return their names, and those of strangers beside them.
     """
     files, layout = repo.files, repo.layout
-    here = {layout.name(path): path for path in (*layout.commits.glob("*/*"), *layout.pins.glob("*"))}
+    folders = [*map(layout.run, files.names_in_folder(layout.commits)), layout.pins]  # glob would follow links
+    paths = [folder / name for folder in folders for name in files.names_in_folder(folder)]
+    here = {layout.name(path): path for path in paths}
     there = [each for folder in ("commits", "pins") for each in bucket.listed(folder)]
     listed = {each.name: each for each in there if _is_ours(each.name)}
     strangers = tuple(each.name for each in there if each.name not in listed and not _is_folder(each))

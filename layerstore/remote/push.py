@@ -34,11 +34,11 @@ from layerstore.remote.bucket import (
     COLLECTIONS_AT_WORK,
     COLLECTIONS_ENDED,
     Bucket,
-    Listed,
     RemoteNotice,
     hours_on,
     in_parallel,
 )
+from layerstore.remote.folder import Listed
 from layerstore.remote.identity import claim, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks

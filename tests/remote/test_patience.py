@@ -65,7 +65,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_SILENCE_SECONDS", SILENCE_SECONDS)
+    monkeypatch.setattr("layerstore.remote.cloud.REMOTE_SILENCE_SECONDS", SILENCE_SECONDS)
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_TRIES", 2)
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
     yield Bucket("s3://bucket")
@@ -87,7 +87,7 @@ def test_silence_is_not_waited_for(bucket: Bucket) -> None:
 
 def test_a_signal_is_heard_while_a_server_is_silent(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Ctrl-C would wait for two minutes, and a scheduler kill what it asked to end."""
-    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_SILENCE_SECONDS", 2 * MUTE_SECONDS)
+    monkeypatch.setattr("layerstore.remote.cloud.REMOTE_SILENCE_SECONDS", 2 * MUTE_SECONDS)
     patient = Bucket(bucket.url)
     # Not SIGINT: whatever a shell starts in the background ignores that.
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)

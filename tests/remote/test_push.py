@@ -14,7 +14,7 @@ from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, NotFound, StorageIO
 from layerstore.history import PushedNotice
 from layerstore.remote import Bucket, RemoteNotice
-from layerstore.remote.bucket import Listed
+from layerstore.remote.folder import Listed
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints, snapshot
 
@@ -455,17 +455,10 @@ def test_a_place_that_is_not_there_is_no_success(
 ) -> None:
     """Some servers say so when an upload was swept away half way."""
     saved.into(store, 2)
-    obstore = bucket._obstore
 
-    class Gone:
-        exceptions = obstore.exceptions
+    def put(*_: object) -> None:
+        raise FileNotFoundError("NoSuchUpload")
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(obstore, name)
-
-        def put(self, *_: object, **__: object) -> None:
-            raise FileNotFoundError("NoSuchUpload")
-
-    monkeypatch.setattr("layerstore.remote.bucket._imported", Gone)
+    monkeypatch.setattr(type(bucket._client), "put", put)
     with pytest.raises(StorageIO, match="there is no such place"):
         store.push(bucket.url)

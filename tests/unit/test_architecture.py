@@ -139,8 +139,8 @@ FOREIGN = {
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
     "obstore": (
-        ("layerstore.remote.bucket", "layerstore.remote.credentials"),
-        "its errors are mapped, and its requests repeated, there alone",
+        ("layerstore.remote.cloud", "layerstore.remote.credentials"),
+        "its requests are made there alone; bucket maps its errors and repeats them",
     ),
     "boto3": (("layerstore.remote.credentials",), "it is asked who we are, and nothing else"),
     "torch": (

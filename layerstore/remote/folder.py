@@ -1,0 +1,196 @@
+"""
+A folder that serves as a bucket: ``file://``. It is held to the rule of a store on disk.
+
+Its path is resolved once, on opening. Below it no link is followed, for reading, writing, listing or removing: a link
+is refused by name. What is written is durable, and replaces the old content whole.
+"""
+
+import errno as errnos
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, InvalidInput, NoStore, StorageIO
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.storage import Files
+
+_UNFINISHED = "gc/unfinished"
+"""What killed writers leave here is removed by a collection of the remote, with its other old marks."""
+
+_TOP = ("objects", "commits", "pins", "trash", "gc")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One name in a bucket."""
+
+    name: str
+    size_bytes: int
+    modified_ns: int
+    """By the server's clock."""
+
+
+class Folder:
+    """The folder at *path*; every name becomes a path in one place, which refuses links."""
+
+    def __init__(self, path: Path, *, url: str, may_make: bool) -> None:
+        """
+        Open the folder.
+
+        Raises:
+            NoStore: It does not exist, and may not be made.
+            IntegrityError: One of its folders is a link.
+        """
+        self._files = Files()
+        self._url = url
+        if may_make:
+            self._files.make_directories(path)
+        elif not path.is_dir():
+            raise NoStore(f"there is no folder {path}", hint="check its name; a push from a store makes one")
+        self._root = path.resolve()
+        with self._told():
+            for name in (*_TOP, "trash/commits"):
+                self._check_no_links(name)
+
+    def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[bytes]]:
+        """Return the size of *name*, and its bytes or a *stretch* of them; ends early if it is shorter."""
+        with self._told():
+            path = self._path(name)
+            state = self._files.state(path)
+        if state is None:
+            raise FileNotFoundError(path)
+        start, end = stretch or (0, state.st_size)
+        return state.st_size, self._pieces(path, start, end)
+
+    def _pieces(self, path: Path, start: int, end: int) -> Iterator[bytes]:
+        with self._told(), self._files.open(path) as file:
+            end = min(end, file.size_bytes)
+            for at in range(start, end, IO_CHUNK_BYTES):
+                yield file.read_at(at, min(IO_CHUNK_BYTES, end - at))
+
+    def head(self, name: str) -> Listed:
+        """Return the listing entry of *name*."""
+        with self._told():
+            path = self._path(name)
+            state = self._files.state(path)
+        if state is None:
+            raise FileNotFoundError(path)
+        return Listed(name, state.st_size, state.st_mtime_ns)
+
+    def list(self, folder: str) -> Iterator[Listed]:
+        """Yield everything below *folder*."""
+        with self._told():
+            if not self._files.is_directory(self._root):
+                raise FileNotFoundError(self._root)
+            waiting = [folder]
+            while waiting:
+                above = waiting.pop()
+                path = self._path(f"{above}/")
+                for called in self._files.names_unsorted(path):
+                    state = self._files.look(path / called)
+                    if state is None:
+                        continue  # removed since it was listed
+                    if stat.S_ISDIR(state.st_mode):
+                        waiting.append(f"{above}/{called}")
+                    elif stat.S_ISREG(state.st_mode):
+                        yield Listed(f"{above}/{called}", state.st_size, state.st_mtime_ns)
+                    else:
+                        raise _refused(path / called)
+
+    def check(self) -> None:
+        """Raise IntegrityError if anything in the folders of the remote is a link."""
+        for name in _TOP:
+            for _ in self.list(name):
+                pass
+
+    def put(self, name: str, body: bytes | Iterable[bytes]) -> None:
+        """Write *body* as *name*."""
+        with self._told(), self._written(name, body) as (source, path):
+            self._files.rename(source, path)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write *data* as *name* unless it exists."""
+        with self._told(), self._written(name, data) as (source, path):
+            self._files.link_exclusive(source, path)
+
+    @contextmanager
+    def _written(self, name: str, body: bytes | Iterable[bytes]) -> Iterator[tuple[Path, Path]]:
+        """Yield a synced file with *body*, and the path of *name*, which is durable afterwards."""
+        path, source = self._path(name), self._path(f"{_UNFINISHED}/{secrets.token_hex(16)}")
+        for folder in (source.parent, path.parent):
+            self._make(folder)
+        self._files.state(path)  # raises if it is a link
+        try:
+            self._write(source, [body] if isinstance(body, bytes) else body)
+            yield source, path
+        finally:
+            self._files.discard(source)
+        self._files.sync_directory(path.parent)
+
+    def _write(self, path: Path, pieces: Iterable[bytes]) -> None:
+        with self._files.create(path) as file:
+            at = 0
+            for piece in pieces:
+                file.write_at(at, piece)
+                at += len(piece)
+            file.sync()
+
+    def _make(self, folder: Path) -> None:
+        if folder != self._root and not self._files.is_directory(folder):
+            self._make(folder.parent)
+            self._files.make_directory(folder)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove *names*, ignoring missing ones."""
+        with self._told():
+            paths = [path for path in map(self._path, names) if self._files.state(path) is not None]
+            for path in paths:
+                self._files.unlink(path)
+            for folder in {path.parent for path in paths}:
+                self._files.sync_directory(folder)
+
+    # -- names and errors ----------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> Path:
+        """Return the path of *name*; raises IntegrityError if a folder on the way is a link, or no folder."""
+        *folders, last = name.split("/")
+        if not {"", ".", ".."}.isdisjoint(folders) or last in {".", ".."}:
+            raise InvalidInput(f"{name!r} is no name in a remote")
+        path = self._root
+        for folder in folders:
+            path /= folder
+            state = self._files.look(path)
+            if state is not None and not stat.S_ISDIR(state.st_mode):
+                raise _refused(path)
+        return path / last
+
+    def _check_no_links(self, folder: str) -> None:
+        path = self._path(f"{folder}/")
+        for called in self._files.names_unsorted(path):
+            state = self._files.look(path / called)
+            if state is not None and stat.S_ISLNK(state.st_mode):
+                raise _refused(path / called)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise what a bucket raises: FileNotFoundError for what is missing, EIO for what may work later."""
+        try:
+            yield
+        except StorageIO as exc:
+            is_ours = Path(exc.filename).is_relative_to(self._root)  # else what is sent cannot be read
+            if not is_ours or exc.exit_code != StorageIO.exit_code:  # nobody may, or no room is left
+                raise
+            if exc.errno == errnos.ENOENT:
+                raise FileNotFoundError(exc.filename) from exc
+            raise StorageIO(f"{self._url}: {exc}", errno=errnos.EIO, filename=self._url, hint=exc.hint) from exc
+
+
+def _refused(path: Path) -> IntegrityError:
+    return IntegrityError(
+        f"{path} is a link, or no file or folder of a remote; it is never followed",
+        hint="remove it by hand, and find out who put it there",
+        path=str(path),
+    )

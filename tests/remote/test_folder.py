@@ -1,0 +1,208 @@
+"""A remote in a folder: no link in it is followed, for reading, writing, listing or removing."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
+from layerstore.remote import Bucket
+from layerstore.remote.folder import Folder
+from tests.unit.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Return the URL of a folder."""
+    return f"file://{tmp_path}/remote"
+
+
+@pytest.fixture
+def pushed(store: Store, saved: Checkpoints, url: str) -> Store:
+    """Return a store of three steps whose remote has it all, and a pin."""
+    saved.into(store, 2, 4, 6)
+    store.pin("best", "r@4")
+    store.remotes.add("origin", url)
+    store.push()
+    return store
+
+
+@pytest.fixture
+def remote(pushed: Store, tmp_path: Path) -> Path:
+    """Return the folder of the remote."""
+    return tmp_path / "remote"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """Return a folder of somebody else's, with names as in a store."""
+    folder = tmp_path / "elsewhere"
+    for name in ("thesis.tex", "2." + "0" * 32, "0" * 32, "r/2." + "0" * 32, "deep/down/notes"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+        os.utime(folder / name, (0, 0))
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    """Return everything in *folder*; links as what they say."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+VERBS: dict[str, Callable[[Store, str], object]] = {
+    "gc": lambda store, _: store.gc(Keep(last=1), remote="origin", grace_seconds=0),
+    "push": lambda store, _: store.push(),
+    "log": lambda _, url: layerstore.open(url).log(),
+    "pin --delete": lambda store, _: store.delete_pin("best", remote="origin"),
+    "repair": lambda store, _: store.repair(remote="origin"),
+    "pull": lambda store, _: store.pull(),
+}
+
+
+@pytest.mark.fault(118)
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "name", ["trash", "trash/commits", "trash/commits/r", "gc", "gc/at-work", "objects/00", "commits/root", "pins/p"]
+)
+def test_a_planted_link_is_refused_before_anything_is_changed(
+    pushed: Store, saved: Checkpoints, remote: Path, elsewhere: Path, url: str, name: str, verb: str
+) -> None:
+    """By its name, by every verb, neither the remote nor the folder that it leads to is touched."""
+    saved.into(pushed, 8)
+    link = remote / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.exists():
+        link.rename(remote.parent / "moved")
+    link.symlink_to("/" if name == "commits/root" else elsewhere)
+    before = content(remote), content(elsewhere)
+
+    with pytest.raises(IntegrityError, match=f"{link} is a link"):
+        VERBS[verb](pushed, url)
+
+    assert (content(remote), content(elsewhere)) == before
+
+
+@pytest.mark.fault(118)
+@pytest.mark.parametrize("verb", ["gc", "push", "repair"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_link_in_the_place_of_an_object_is_refused(
+    pushed: Store, saved: Checkpoints, remote: Path, elsewhere: Path, url: str, verb: str, kind: str
+) -> None:
+    """Also before anything is removed, although others are listed first; nor is a fifo waited for."""
+    saved.into(pushed, 8)
+    victim = max((remote / "objects").rglob("??/*"))
+    victim.unlink()
+    if kind == "link":
+        victim.symlink_to(elsewhere / "thesis.tex")
+    else:
+        os.mkfifo(victim)
+    before = content(remote), content(elsewhere)
+
+    with pytest.raises(IntegrityError, match=victim.name):
+        VERBS[verb](pushed, url)
+    with pytest.raises(IntegrityError, match=victim.name):
+        layerstore.clone(url, remote.parent / "clone")
+
+    assert (content(remote), content(elsewhere)) == before
+
+
+@pytest.mark.fault(118)
+def test_a_link_that_is_planted_later_is_refused(pushed: Store, remote: Path, elsewhere: Path, url: str) -> None:
+    """Each request looks at the folders on its way."""
+    bucket = Bucket(url)
+    (remote / "gc/planted").symlink_to(elsewhere)
+    (remote / "gc/file").symlink_to(elsewhere / "thesis.tex")
+    before = content(elsewhere)
+    attempts: list[Callable[[], object]] = [
+        lambda: bucket.write("gc/planted/new", lambda: [b"new"]),
+        lambda: bucket.create("gc/planted/new", b"new"),
+        lambda: bucket.write("gc/file", lambda: [b"new"]),
+        lambda: bucket.read("gc/planted/thesis.tex", size_bytes_max=100),
+        lambda: bucket.read("gc/file", size_bytes_max=100),
+        lambda: list(bucket.chunks("gc/file", start=0, size_bytes=4)),
+        lambda: bucket.size("gc/planted/thesis.tex"),
+        lambda: bucket.listed("gc"),
+        lambda: bucket.listed("gc/planted"),
+        lambda: bucket.remove(["gc/planted/thesis.tex"]),
+        lambda: bucket.remove(["gc/file"]),
+        lambda: bucket.remove(["gc/../gc/ended/x"]),
+        lambda: bucket.write("../elsewhere/new", lambda: [b"new"]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(LayerstoreError, match=r"is a link|not a regular file|no name in a remote"):
+            attempt()
+    assert content(elsewhere) == before
+
+
+def test_the_remote_itself_may_be_reached_through_a_link(pushed: Store, remote: Path, tmp_path: Path) -> None:
+    """Its path is resolved once, as that of a store."""
+    (tmp_path / "short").symlink_to(remote)
+    with layerstore.open(f"file://{tmp_path}/short") as opened:
+        assert [entry.step for entry in opened.log()] == [6, 4, 2]
+
+
+def test_what_a_killed_push_has_left_goes_with_a_collection(
+    pushed: Store, url: str, remote: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never had a name that a reader looks at."""
+    names = content(remote)
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("layerstore.storage.files.Files.rename", cut)
+        patched.setattr("layerstore.storage.files.Files.discard", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            Bucket(url).write("objects/00/half", lambda: [b"half"])
+    [left] = content(remote).keys() - names.keys()
+    assert left.startswith("gc/unfinished/")
+
+    pushed.gc(remote="origin", grace_seconds=0)
+
+    assert left not in content(remote)
+
+
+def test_what_is_written_there_is_durable(pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a store: the bytes are synced before they have a name, and then the name."""
+    done: list[str] = []
+    bucket = Bucket(url)
+    assert isinstance(bucket._client, Folder)
+    monkeypatch.setattr(bucket._client._files, "_hook", lambda operation, path: done.append(operation))
+
+    bucket.write("gc/mark", lambda: [b"mark"])
+
+    assert [name for name in done if name in {"write", "fsync", "rename"}] == ["write", "fsync", "rename", "fsync"]
+
+
+def test_a_folder_that_is_gone_is_not_empty(pushed: Store, url: str, remote: Path) -> None:
+    """A disk that was unplugged must not make everything look unneeded, nor a push fill the place where it was."""
+    bucket = Bucket(url)
+    remote.rename(remote.parent / "unplugged")
+    with pytest.raises(StorageIO, match="cannot list commits"):
+        bucket.listed("commits")
+    with pytest.raises(StorageIO, match="cannot write commits/r/1"):
+        bucket.write("commits/r/1", lambda: [b""])
+    assert not remote.exists()
+
+
+@pytest.mark.fault(118)
+def test_a_link_in_the_cache_of_remotes_is_not_followed(
+    pushed: Store, url: str, tmp_path: Path, elsewhere: Path
+) -> None:
+    """Its records are compared with the bucket's, and what that does not list is removed."""
+    layerstore.open(url).close()
+    [mirror] = (tmp_path / "cache").rglob("commits")
+    (mirror / "s").symlink_to(elsewhere)
+    before = content(elsewhere)
+
+    layerstore.open(url).close()
+
+    assert content(elsewhere) == before
