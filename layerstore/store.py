@@ -6,7 +6,7 @@ The store: opens a repository and offers the verbs. Each verb imports its room w
     store.compose("sft@200").write("resume")
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from layerstore.dtypes import DTypeName
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
 from layerstore.layers import typed
 from layerstore.layout import folder_of, is_url, layout_at
-from layerstore.model import Commit, CommitId, Pin, Saving, StrPath
+from layerstore.model import Commit, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
 from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
@@ -441,8 +441,9 @@ class Store:
         others use the store; with *dry_run*, nothing is removed. Objects younger than *grace_seconds* stay; change it
         only if nothing else writes. Commits that were dropped or replaced a week ago leave the trash; with
         *empty_trash*, all of them do. With *confirmed*, a plan that somebody has approved, nothing beyond that plan is
-        removed. With *pushed_to*, a remote's name or URL, commits that the remote lacks stay. With *remote*, a name or
-        a URL, that remote is collected instead: there, objects go a day after the last commit that names them.
+        removed. With *pushed_to*, a remote's name or URL, commits that the remote lacks, or of which it does
+        not list everything in full size, stay. With *remote*, a name or a URL, that remote is collected instead:
+        there, objects go a day after the last commit that names them.
 
         Raises:
             IntegrityError: Something cannot be read, so what it needs is unknown, or commits would go although a commit
@@ -672,14 +673,10 @@ class Store:
                 hint="name a remote of this store, or do it in a store that pushes there",
             )
 
-    def _pushed_to(self, remote: str) -> "frozenset[CommitId]":
-        from layerstore.remote import Bucket, check_own, identity_of, pushed_records
+    def _pushed_to(self, remote: str) -> "Container[object]":
+        from layerstore.remote import Bucket, kept_there
 
-        bucket = Bucket(self.remotes.url(remote))
-        found = identity_of(bucket)
-        if found is not None:
-            check_own(bucket, found, self._repo.identity, outcome="nothing was removed")
-        return frozenset(name.id for name in pushed_records(self._repo, bucket))
+        return kept_there(self._repo, Bucket(self.remotes.url(remote)))
 
     def _resolved(self, ref: str | None) -> "Resolved":
         from layerstore.history import resolve

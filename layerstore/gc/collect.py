@@ -7,7 +7,7 @@ moved aside and looked at again, so that writers and readers need not wait (docs
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, metrics_if_sound, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
-from layerstore.model import CommitId
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
@@ -80,7 +79,7 @@ class GcRequest:
     """The least age of what goes; None for the default."""
     trash_seconds: float | None = None
     """How long dropped commits stay in the trash; None for the default."""
-    elsewhere: Collection[CommitId] | None = None
+    elsewhere: Container[object] | None = None
     """The only commits that may go, since a remote has them; None for all."""
     confirmed: GcOutcome | None = None
     """The plan that a user has confirmed, if any."""

@@ -1,6 +1,6 @@
 """Retention: which commits of a run a collection keeps, and why; which composites that changes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -180,7 +180,7 @@ def choose(
     *,
     pins: Pins,
     now_ns: int,
-    elsewhere: Collection[CommitId] | None = None,
+    elsewhere: Container[object] | None = None,
 ) -> tuple[CommitFate, ...]:
     """
     Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
@@ -194,8 +194,8 @@ def choose(
     return fates if elsewhere is None else tuple(_spared(fate, elsewhere) for fate in fates)
 
 
-def _spared(fate: CommitFate, elsewhere: Collection[CommitId]) -> CommitFate:
-    if fate.commit in elsewhere or not (fate.goes or fate.loses_moments):
+def _spared(fate: CommitFate, elsewhere: Container[object]) -> CommitFate:
+    if not (fate.goes or fate.loses_moments) or fate.commit in elsewhere:
         return fate
     return replace(fate, kept_by=fate.kept_by or (NOT_PUSHED,), goes_because="", loses_moments=False)
 

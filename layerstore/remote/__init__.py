@@ -3,7 +3,7 @@
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, heal_identity, verify_remote
-from layerstore.remote.identity import check_own, claim, identity_of, pushed_records
+from layerstore.remote.identity import claim, kept_there
 from layerstore.remote.mirror import Remote, delete_pin_there, reread
 from layerstore.remote.pull import Pulled, clone, completed, partial_of, pull
 from layerstore.remote.push import Pushed, follow, push
@@ -16,7 +16,6 @@ __all__ = [
     "Remote",
     "RemoteNotice",
     "Remotes",
-    "check_own",
     "claim",
     "clone",
     "collect",
@@ -25,11 +24,10 @@ __all__ = [
     "follow",
     "heal",
     "heal_identity",
-    "identity_of",
+    "kept_there",
     "partial_of",
     "pull",
     "push",
-    "pushed_records",
     "reread",
     "verify_remote",
 ]

@@ -1,14 +1,24 @@
 """
-Whose a bucket is, and which records it has.
+Whose a bucket is, and which records it has, with or without all that they name.
 
-A bucket becomes a remote of a store by that store's ``store.json``, which the first push writes there.
+A bucket becomes a remote of a store by that store's ``store.json``, which the first push writes there. A record there
+promises that everything it names is there, too; but a bucket may lose objects (by a lifecycle rule, say), so whoever
+lets bytes go here, or says that a bucket has a commit, looks at the objects.
 """
 
-from layerstore.errors import Conflict, IntegrityError
+import warnings
+from collections.abc import Container, Iterable
+from contextlib import suppress
+from functools import cached_property
+
+from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.format import StoreIdentity, decode_identity, encode_identity
+from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
 from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId
 from layerstore.remote.bucket import Bucket
+from layerstore.remote.folder import Listed
 from layerstore.storage import RecordName, Repository, name_in
 
 IDENTITY = "store.json"
@@ -53,6 +63,103 @@ def records_in(bucket: Bucket) -> dict[RecordName, int]:
 def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
     """Return the records of *repo* that its remote *bucket* has in full size."""
     return {name for name, size_bytes in records_in(bucket).items() if _size_here(repo, name) == size_bytes}
+
+
+class Inventory:
+    """The objects that a bucket has listed, held against what records of *repo* name."""
+
+    def __init__(self, repo: Repository, listed: Iterable[Listed]) -> None:
+        self._repo = repo
+        self._listed = {each.name: each for each in listed}
+        self.nothing_is_lost = False
+        """Whether everything that is here is known to be there, too: then a blob that is there need not be read."""
+        self._blobs: dict[ObjectId, bool] = {}
+        """Whether each blob that was asked for is there with all that it names."""
+
+    def find(self, ref: BlobRef) -> Listed | None:
+        """Return the entry of *ref*, None unless it is listed in full size."""
+        listed = self._listed.get(self._repo.layout.object_name(ref.id))
+        return listed if listed is not None and listed.size_bytes == ref.size_bytes else None
+
+    def has_all_of(self, record: CommitRecord) -> bool:
+        """
+        Whether everything that *record* names is listed in full size.
+
+        Raises:
+            IntegrityError: A blob is damaged here, so what it names is unknown.
+        """
+        return all(map(self._has_all_of_blob, record.blobs))
+
+    def has_all_here(self, *, besides: Container[object]) -> bool:
+        """Whether every object of this store, *besides* some, is listed in full size."""
+        if self._repo.files.exists(self._repo.layout.partial):
+            return False  # not every object is here
+        sizes = ((name, self._repo.files.size(self._repo.layout.object(name))) for name in self._repo.objects.ids())
+        return all(
+            name in besides or self.find(BlobRef(id=name, size_bytes=size)) is not None
+            for name, size in sizes
+            if size is not None
+        )
+
+    def _has_all_of_blob(self, blob: BlobRef) -> bool:
+        if blob.id not in self._blobs:
+            self._blobs[blob.id] = self.find(blob) is not None and (
+                self.nothing_is_lost or None not in map(self.find, named_by(self._repo, blob))
+            )
+        return self._blobs[blob.id]
+
+
+class SecondCopies:
+    """
+    The commits of *repo* that its remote *bucket* has with everything that they name, in full size.
+
+    Objects are listed once somebody asks for a commit whose record is there.
+    """
+
+    def __init__(self, repo: Repository, bucket: Bucket) -> None:
+        self._repo = repo
+        self._bucket = bucket
+        self._there = {name.id: name for name in pushed_records(repo, bucket)}
+        self._found: dict[CommitId, bool] = {}
+
+    @cached_property
+    def _inventory(self) -> Inventory:
+        return Inventory(self._repo, self._bucket.objects())
+
+    def __contains__(self, commit: object) -> bool:
+        name = self._there.get(CommitId(str(commit)))
+        if name is None:
+            return False
+        if name.id not in self._found:
+            self._found[name.id] = self._is_whole(name)
+        return self._found[name.id]
+
+    def _is_whole(self, name: RecordName) -> bool:
+        with suppress(IntegrityError, NotFound):  # damaged here: what it names is unknown
+            if self._inventory.has_all_of(self._repo.records.read(name).record):
+                return True
+        if all(self._found.values()):  # the first one; a lifecycle rule takes thousands
+            warnings.warn(
+                f"{self._bucket.url} has the record of {name.run}@{name.step}, but not all that it names: such commits "
+                "count as not pushed; layerstore push sends the rest",
+                PushedNotice,
+                stacklevel=2,
+            )
+        return False
+
+
+def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:
+    """
+    Return the commits of *repo* that may go here, since its remote *bucket* has them whole.
+
+    Raises:
+        Conflict: It belongs to another store.
+    """
+    found = identity_of(bucket)
+    if found is None:
+        return ()  # nobody can open or clone it
+    check_own(bucket, found, repo.identity, outcome="nothing was removed")
+    return SecondCopies(repo, bucket)
 
 
 def _size_here(repo: Repository, name: RecordName) -> int | None:

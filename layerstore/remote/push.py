@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
-from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, StorageIO
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NotFound, StorageIO
 from layerstore.format import NameHasher, unseal_pin
 from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, references_to
 from layerstore.layers import typed
@@ -38,8 +38,7 @@ from layerstore.remote.bucket import (
     hours_on,
     in_parallel,
 )
-from layerstore.remote.folder import Listed
-from layerstore.remote.identity import claim, pushed_records
+from layerstore.remote.identity import Inventory, claim, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks
 
@@ -53,7 +52,7 @@ class Pushed:
 
     url: str
     commits: tuple[str, ...]
-    """References of the commits that the remote did not have."""
+    """References of the commits that the remote did not have, or of which it had lost something."""
     pins: tuple[str, ...]
     objects: int
     bytes_sent: int
@@ -72,6 +71,7 @@ def push(
     Send what *bucket* lacks of *refs*, or else of every visible commit and pin, of *runs* or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
+    Objects are listed, and their sizes compared: what the remote has lost of a commit or pin is sent again.
     A pin that means something else there is left alone, unless *moves_pins* is set.
 
     Raises:
@@ -194,7 +194,7 @@ class _Push:
         """The records that the bucket has, together with all that they name."""
         self._common_blobs: set[ObjectId] = set()
         self._named: Needs | None = None
-        self._listed: dict[str, Listed] = {}
+        self._inventory = Inventory(repo, ())
         self._listed_ns = self._old_before_ns = 0
         """By the server's clock."""
         self._list_again_at = 0.0
@@ -215,15 +215,19 @@ class _Push:
         """
         self.left, self._made = dict(left), made
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
-        names = [name for name in names if name not in there]
-        self._own.update(names)
-        commits = dict(self._read(names))
-        for name in names:
+        new = [name for name in names if name not in there]
+        self._own.update(new)
+        commits = dict(self._read(new))
+        for name in new:
             if name not in commits and f"{name.run}@{name.step}" not in self.left:
                 _tell_gone(name.run, name.step)
-        pins = [pin for pin in pins if not self._has_or_leaves(pin)]
-        paths = {layout.record(name.run, name.step, name.id): name for name in commits}
-        waiting = deque(zip(paths, commits.values(), strict=True))
+        is_first = not self._listed_ns and bool(there or pins)
+        if is_first:
+            self._list()
+            commits |= self._incomplete(there.intersection(names), new=commits.values())
+        pins = [pin for pin in pins if not self._has_or_leaves(pin, is_first=is_first)]
+        paths = {layout.record(name.run, name.step, name.id): name for name in names if name in commits}
+        waiting = deque((path, commits[name]) for path, name in paths.items())
         waiting += ((layout.pin(pin.name), pin.record) for pin in pins)
         if waiting:
             if self._is_stale():
@@ -237,7 +241,7 @@ class _Push:
                 sent.update(path for path, _ in self._send(pool, waiting))
         names = [name for path, name in paths.items() if path in sent]
         try:
-            note_pushed(self._repo, self._bucket.url, {name.id for name in (*there, *names)})
+            note_pushed(self._repo, self._bucket.url, {name.id for name in (*there.difference(commits), *names)})
         except StorageIO as exc:  # a read-only store
             warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=2)
         pushed = Pushed(
@@ -260,9 +264,27 @@ class _Push:
             elif name in self._own:
                 self.left[f"{name.run}@{name.step}"] = commit
 
-    def _has_or_leaves(self, pin: Pin) -> bool:
+    def _incomplete(
+        self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
+    ) -> dict[RecordName, CommitRecord]:
+        """Return those of *names*, records in the bucket, of which it has lost something; *new* ones are not there."""
+        found, needs = {}, Needs(self._repo)
+        for record in new:
+            needs.add_readable(record)
+        # Reading the blobs of thousands of commits takes minutes; usually the bucket has all that is here.
+        self._inventory.nothing_is_lost = self._inventory.has_all_here(besides=needs)
+        for name, record in self._read(sorted(names)):
+            try:
+                if not self._inventory.has_all_of(record):
+                    found[name] = record
+            except (IntegrityError, NotFound) as exc:  # damaged here, so nobody knows what it needs there
+                self.left[f"{name.run}@{name.step}"] = exc
+        return found
+
+    def _has_or_leaves(self, pin: Pin, *, is_first: bool) -> bool:
+        """Whether nothing is to be sent of *pin*; at *first*, also look for what it names."""
         try:
-            return self._has_pin(pin)
+            return self._has_pin(pin) and (not is_first or self._inventory.has_all_of(pin.record))
         except (AlreadyExists, IntegrityError) as exc:
             self.left[f"pin {pin.name}"] = exc
             return True
@@ -301,7 +323,7 @@ class _Push:
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
         self._named = None
-        self._listed = {each.name: each for each in self._bucket.objects()}
+        self._inventory = Inventory(self._repo, self._bucket.objects())
         self._sent.clear()
         self._unnamed.clear()
 
@@ -320,8 +342,8 @@ class _Push:
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
         """Whether the bucket has *ref* and will keep it; *is_common* says that a record there names it."""
-        listed = self._listed.get(self._repo.layout.object_name(ref.id))
-        if listed is None or listed.size_bytes != ref.size_bytes:
+        listed = self._inventory.find(ref)
+        if listed is None:
             return False
         if is_common or ref.id in self._needs_of_common():
             return True

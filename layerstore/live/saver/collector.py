@@ -200,11 +200,11 @@ def _pushed(store: Store, newest: RecordName, remote: str) -> dict[str, Any]:
     A damaged commit or a pin that was moved is no reason to keep the newest save from being safe, or to collect nothing
     until the disk is full: what the remote lacks stays in any case.
     """
-    from layerstore.remote import Bucket, pushed_records
+    from layerstore.remote import Bucket, kept_there
 
     try:
         store.push(remote, runs=[newest.run])
     except (AlreadyExists, IntegrityError) as exc:
-        there = pushed_records(store.repo, Bucket(store.remotes.url(remote)))
-        return {"error": words_of(exc)} | ({"pushed_step": newest.step} if newest in there else {})
+        there = kept_there(store.repo, Bucket(store.remotes.url(remote)))
+        return {"error": words_of(exc)} | ({"pushed_step": newest.step} if newest.id in there else {})
     return {"pushed_step": newest.step}
