@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from layerstore.arguments import checked
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, typed
 from layerstore.layout import is_url
@@ -13,6 +14,7 @@ from layerstore.remote.credentials import checked_url
 from layerstore.storage import Repository
 
 
+@checked
 class Remotes:
     """The remotes of one store, by name."""
 

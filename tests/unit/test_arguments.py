@@ -87,6 +87,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: dict[type, Store | Comp
         (store.pin, {}, "missing a required argument: 'name'", "it takes name, ref"),
         (layerstore.open, {"path": 3}, "open: path is 3, but must be text or a path", ""),
         (layerstore.Store, {"path": 3}, "open: path is 3, but must be text or a path", ""),
+        (store.remotes.add, {"name": "origin", "url": 3}, "Remotes.add: url is 3, but must be text", ""),
         (layerstore.init, {"path": None}, "init: path is None, but must be text or a path", ""),
         (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is no DeepSpeed engine", ""),
     ]
