@@ -12,7 +12,7 @@ from layerstore.cli.progress import LINE_SECONDS, Phase, bar_line, progress_line
 from layerstore.cli.render import be_quiet, speak_up
 
 
-def _worked(*, as_json: bool = False, seconds: float = 0.3) -> None:
+def _worked(*, as_json: bool = False, seconds: float) -> None:
     """Do a fifth of something, slowly, telling of it every twentieth of a second."""
     with shown_progress(as_json=as_json, every_seconds=0.05) as told:
         told.start("ingest", 10**9)
@@ -27,13 +27,20 @@ def test_a_log_is_told_every_half_minute() -> None:
 
 def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """Phase, share, amount, rate and the time left, on stderr, without colour; and nothing once the work is done."""
-    _worked()
-    lines = capsys.readouterr()
+    out, err = "", ""
+    with shown_progress(as_json=False, every_seconds=0.05) as told:
+        told.start("ingest", 10**9)
+        told.advance(2 * 10**8)
+        while err.count("\n") < 2:
+            time.sleep(0.01)
+            said = capsys.readouterr()
+            out, err = out + said.out, err + said.err
+    capsys.readouterr()
     time.sleep(0.1)
 
-    assert lines.out == ""
-    assert re.fullmatch(r"ingest: 20%, 200\.0 MB of 1\.0 GB, [\d.]+ GB/s, \d+ s left", lines.err.splitlines()[0])
-    assert lines.err.splitlines()[1] == "ingest: 20%, 200.0 MB of 1.0 GB, 0 B/s"
+    assert out == ""
+    assert re.fullmatch(r"ingest: 20%, 200\.0 MB of 1\.0 GB, [\d.]+ [MG]B/s, \d+ s left", err.splitlines()[0])
+    assert err.splitlines()[1] == "ingest: 20%, 200.0 MB of 1.0 GB, 0 B/s"
     assert capsys.readouterr().err == ""
     assert [thread.name for thread in threading.enumerate() if "speak" in thread.name] == []
 
@@ -73,7 +80,7 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(monkeypatch: pyt
 
     monkeypatch.setattr(sys, "stderr", Closed())
 
-    _worked()
+    _worked(seconds=0.15)
 
 
 class Terminal(io.StringIO):

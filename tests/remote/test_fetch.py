@@ -266,10 +266,16 @@ def test_what_is_closed_fetches_no_more(
     remote = layerstore.open(url)
     refs = list(dict.fromkeys(tensor_objects(pushed)))
     monkeypatch.setattr(Bucket, "_stream", held)
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def shut_down(pool: ThreadPoolExecutor, *args: bool, **options: bool) -> None:
+        go_on.set()  # the remote is closed by now, and waits for what is on its way
+        shutdown(pool, *args, **options)
+
     with remote.repo.objects.expected(refs):
         while len(begun) < REMOTE_REQUESTS_MAX:
             time.sleep(0.001)
-        threading.Timer(0.05, go_on.set).start()
+        monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut_down)
         remote.close()
         remote.close()
     assert len(begun) == REMOTE_REQUESTS_MAX < len(refs)

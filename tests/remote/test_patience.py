@@ -17,10 +17,17 @@ from tests.remote.conftest import KEY, SECRET
 PIECES, PIECE_BYTES, PAUSE_SECONDS = 8, 1000, 0.05
 SILENCE_SECONDS = 0.2
 MUTE_SECONDS = 10.0
+MANY = 8
 
 
 class _Slow(BaseHTTPRequestHandler):
-    """Takes and sends a few bytes at a time; what is called ``silent`` it never sends."""
+    """
+    Takes and sends a few bytes at a time; what is called ``silent`` it never sends.
+
+    What is ``broken`` it answers once many have asked for it; who asks for ``mute`` gets a signal.
+    """
+
+    have_asked = threading.Barrier(MANY)
 
     def do_PUT(self) -> None:
         for _ in range(PIECES):
@@ -33,6 +40,7 @@ class _Slow(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.endswith("broken"):
+            self.have_asked.wait(60)
             answer = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>Try later</Message></Error>"
             self.send_response(500)
             self.send_header("Content-Length", str(len(answer)))
@@ -44,6 +52,8 @@ class _Slow(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.end_headers()
+        if self.path.endswith("mute"):
+            os.kill(os.getpid(), signal.SIGUSR1)
         if self.path.endswith(("silent", "mute")):
             time.sleep(MUTE_SECONDS if self.path.endswith("mute") else 3 * SILENCE_SECONDS)
             return
@@ -91,7 +101,6 @@ def test_a_signal_is_heard_while_a_server_is_silent(bucket: Bucket, monkeypatch:
     patient = Bucket(bucket.url)
     # Not SIGINT: whatever a shell starts in the background ignores that.
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         patient.read("mute", size_bytes_max=10_000)
@@ -99,15 +108,18 @@ def test_a_signal_is_heard_while_a_server_is_silent(bucket: Bucket, monkeypatch:
     assert time.monotonic() - started < MUTE_SECONDS / 2
 
 
-def test_what_many_requests_meet_is_told_once(bucket: Bucket) -> None:
-    """In the words of the server, without its XML."""
+def test_what_many_requests_meet_is_told_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the server, without its XML; all of them are answered at once, twice."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_SILENCE_SECONDS", 60.0)
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.5)
+    patient = Bucket(bucket.url)
 
     def read(_: int) -> None:
         with pytest.raises(StorageIO):
-            bucket.read("broken", size_bytes_max=10_000)
+            patient.read("broken", size_bytes_max=10_000)
 
-    with pytest.warns(RemoteNotice) as told, ThreadPoolExecutor(8) as pool:
-        list(pool.map(read, range(8)))
-    assert len(told) < 8
+    with pytest.warns(RemoteNotice) as told, ThreadPoolExecutor(MANY) as pool:
+        list(pool.map(read, range(MANY)))
+    assert len(told) < MANY
     assert "InternalError: Try later" in str(told[0].message)
     assert "<" not in str(told[0].message)
