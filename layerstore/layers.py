@@ -167,9 +167,15 @@ def check_name(name: str, *, what: str) -> str:
     return name
 
 
+@lru_cache(maxsize=1 << 10)  # each layer of a commit names its run
 def is_name(name: str) -> bool:
     """Whether *name* may name a run or a pin."""
     return _name_problem(name) is None
+
+
+def is_inside(path: str) -> bool:
+    """Whether *path*, which somebody else gave, stays inside the folder that it is relative to."""
+    return "\0" not in path and not {"", ".", ".."}.intersection(path.split("/"))
 
 
 def _name_problem(name: str) -> str | None:  # noqa: PLR0911  # one line per rule

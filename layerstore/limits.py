@@ -40,6 +40,23 @@ INLINE_BYTES_MAX = 32 * KIB
 RECORD_BYTES_MAX = 64 * MIB
 BLOB_BYTES_MAX = 256 * MIB
 
+# Maps and lists in one of them: each takes a byte there and 64 bytes or more of memory. A record of 10,000 layers and
+# ranks has 40,000, a rank's part with the experts' slices of such a model 200,000. A version has two for each slice of
+# each rank, and 2,048 ranks of a large mixture of experts have a million slices.
+RECORD_CONTAINERS_MAX = 1_000_000
+BLOB_CONTAINERS_MAX = 4_000_000
+
+# A number in a record or blob is a size, a count, a step, a checksum or a time in nanoseconds; no real one is larger.
+NUMBER_MAX = 2**63 - 1
+
+# Our own JSON files hold a few names and URLs, and `pushed.json` 36 bytes for each commit and remote.
+OWN_JSON_BYTES_MAX = 1 * MIB
+PUSHED_BYTES_MAX = 64 * MIB
+
+# Lists and objects of one JSON text: each takes two bytes there and 64 bytes or more of memory. A Trainer's log has one
+# for each time it logged, a safetensors header three for each tensor.
+JSON_CONTAINERS_MAX = 1_000_000
+
 # The pickle inside a .pt file describes a tree; 70B on 1,000 ranks needs about 2 MiB and 200,000 opcodes, a mixture of
 # 50,000 experts ten times that. The limits allow about twice that and no more, because memory must stay small: one byte
 # of opcode can make an object of 64 bytes, and a list, dict, set or call one of 250.

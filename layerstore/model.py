@@ -20,6 +20,10 @@ StrPath = str | os.PathLike[str]
 # Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
 AS_TREE = {"tree": True}
 
+# Marks a text that becomes a name in a folder, and one that becomes a path below a checkpoint: readers check them.
+AS_NAME = {"check": "name"}
+AS_PATH = {"check": "path"}
+
 # Marks a field that is left out if it has its default, so that blobs from before the field keep their names.
 OMITTED = {"omitted": True}
 
@@ -106,6 +110,9 @@ class Buffer:
     shape: tuple[int, ...]
 
 
+STAGES = frozenset({1, 2, 3})
+"""The ZeRO stages; what has no stages is kept as stage 3."""
+
 CUTS = frozenset({"even", "partition"})
 """The values of `LayerVersion.cut` that readers know."""
 
@@ -152,7 +159,7 @@ class BlobRef:
 class Origin:
     """The save that wrote a layer version."""
 
-    run: str
+    run: str = field(metadata=AS_NAME)
     attempt: int
     step: int
     save_number: int
@@ -206,7 +213,7 @@ class SourceLayout:
 
     flavour: str
     """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
-    tag: str
+    tag: str = field(metadata=AS_PATH)
     """DeepSpeed's folder inside the checkpoint."""
     layer_pattern: str | None
     """The user's own rule for naming layers, if one was given."""
@@ -229,7 +236,7 @@ class CommitRecord:
     Equal content has equal bytes: nothing here depends on when or where it was written.
     """
 
-    run: str
+    run: str = field(metadata=AS_NAME)
     attempt: int
     """Counted from 1."""
     lineage: tuple[Fork, ...]
@@ -317,7 +324,7 @@ class Commit:
 class Pin:
     """A user's name for a commit or a composite, fully resolved."""
 
-    name: str
+    name: str = field(metadata=AS_NAME)
     record: CommitRecord
     """Every layer's version and everything else, so that the pin outlives the commits that it was made from."""
     base: CommitId
@@ -395,7 +402,7 @@ class BufferContent:
 class SourceFile:
     """A file that is kept byte for byte."""
 
-    path: str
+    path: str = field(metadata=AS_PATH)
     """Below the checkpoint folder, with ``/``."""
     executable: bool
     content: bytes | ObjectContent
@@ -405,7 +412,7 @@ class SourceFile:
 class TreeFile:
     """A ``.pt`` file as its tree; layers' bytes are left out and named by their storages' content."""
 
-    path: str
+    path: str = field(metadata=AS_PATH)
     tree: Tree = field(metadata=AS_TREE)
 
 
@@ -438,7 +445,7 @@ class GatheredTensor:
 class GatheredFile:
     """A safetensors file of whole weights: its original header, and the source of each tensor."""
 
-    path: str
+    path: str = field(metadata=AS_PATH)
     header: bytes
     """Length field and JSON, verbatim."""
     tensors: tuple[GatheredTensor, ...]

@@ -1,6 +1,5 @@
 """A judge of folders: a command of the user's, by its exit code or by a number that it prints."""
 
-import json
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from layerstore.bisect.search import Verdict
 from layerstore.errors import InvalidInput
+from layerstore.format import parse_json
 from layerstore.policy import Best
 
 PLACE = "{}"
@@ -85,7 +85,7 @@ def _number(said: str, metric: str) -> float:
     """Return the number in the last line that was *said*."""
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     try:
-        found = json.loads(last)
+        found = parse_json(last)
     except ValueError:
         found = last
     if isinstance(found, dict):

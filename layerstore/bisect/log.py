@@ -10,6 +10,7 @@ from pathlib import Path
 
 from layerstore.bisect.search import Verdict
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
+from layerstore.format import parse_json
 from layerstore.json_fields import json_fields
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage import Files
@@ -109,8 +110,8 @@ def read_log(folder: Path) -> tuple[Question, list[Trial], str]:
         raise InvalidInput(f"there is no bisection in {folder}", hint="layerstore bisect GOOD BAD -- COMMAND {}")
     first, *lines = text.decode(errors="replace").split("\n")
     try:
-        found = [json.loads(line) for line in lines if line.endswith("}")]
+        found = [parse_json(line) for line in lines if line.endswith("}")]
         answer = next((line["answer"] for line in found if "answer" in line), "")
-        return Question(**json.loads(first)), [Trial(**line) for line in found if "answer" not in line], answer
+        return Question(**parse_json(first)), [Trial(**line) for line in found if "answer" not in line], answer
     except (ValueError, TypeError) as exc:
         raise StorageIO(f"{path} is no log of a bisection: {exc}", errno=None, filename=str(path)) from exc

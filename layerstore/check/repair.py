@@ -27,7 +27,7 @@ from layerstore.errors import (
 from layerstore.format import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
 from layerstore.history import named_by, references_to
 from layerstore.layout import Layout
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Origin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
@@ -364,7 +364,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
         )
     what, data, flags = str(layout.identity), None, None
     with contextlib.suppress(IntegrityError):
-        data = files.read_if_there(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+        data = files.read_if_there(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
     if data is not None:
         try:
             if decode_identity(data, what=what).store_id == store_id:

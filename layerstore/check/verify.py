@@ -159,8 +159,7 @@ def verify_store(
         _read_pins(repo, named)
         _read_beside(repo, named)
     else:
-        called = only.pin or f"{only.record.run}@{only.record.step}"
-        _name_all(named, "record", only.record, called, "")
+        _name_all(named, only.record)
     _read_blobs(repo, named, progress)
     reads = sample or (_EVERYTHING if read_data else None)
     counted = _check_objects(repo, named, reads=reads, whole=only is None, progress=progress)
@@ -196,7 +195,7 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
                 named.note(_lost_record("record", name.id, path, commit, called))
                 continue
             progress.advance(1)
-            _name_all(named, "record", commit.record, called, path)
+            _name_all(named, commit.record)
             row = indexed.get(name.file_name)
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {called} differently than its record does"
@@ -217,15 +216,12 @@ def _reason(problem: LayerstoreError) -> str:
     return str(problem)
 
 
-def _name_all(named: _Named, kind: str, record: CommitRecord, called: str, path: str) -> None:
+def _name_all(named: _Named, record: CommitRecord) -> None:
     named.records += 1
-    try:
-        for entry in record.layers:
-            named.versions.add(entry.version, named.layers.setdefault(entry.layer, len(named.layers)))
-        for state in record.states:
-            named.states.add(state)
-    except IntegrityError as exc:
-        named.note(_lost_record(kind, called, path, exc, called))
+    for entry in record.layers:
+        named.versions.add(entry.version, named.layers.setdefault(entry.layer, len(named.layers)))
+    for state in record.states:
+        named.states.add(state)
 
 
 def _read_pins(repo: Repository, named: _Named) -> None:
@@ -234,7 +230,7 @@ def _read_pins(repo: Repository, named: _Named) -> None:
         if isinstance(pin, LayerstoreError):
             named.note(_lost_record("pin", name, path, pin, name))
         else:
-            _name_all(named, "pin", pin.record, name, path)
+            _name_all(named, pin.record)
 
 
 def _read_beside(repo: Repository, named: _Named) -> None:

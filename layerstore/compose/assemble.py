@@ -19,6 +19,7 @@ from typing import NamedTuple
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.format import combine_crc32, crc32, crc32_of_zeros
+from layerstore.layers import is_inside
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
@@ -415,7 +416,7 @@ def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
 
 def inside(path: str) -> str:
     """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
-    if "\0" in path or not all(part not in {"", ".", ".."} for part in path.split("/")):
+    if not is_inside(path):
         raise IntegrityError(f"a commit's state names the file {path!r}, which would not be inside the folder")
     return path
 

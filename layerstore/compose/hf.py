@@ -34,6 +34,7 @@ from layerstore.compose.weight_names import (
 )
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
+from layerstore.format import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import ObjectContent, RankState, SourceFile, TensorSource
@@ -218,7 +219,7 @@ def parse_config(data: bytes) -> dict[str, object]:
         ValueError: It is not JSON, or not an object, or nested deeper than any config.
     """
     try:
-        fields = json.loads(data)
+        fields = parse_json(data)
         json.dumps(fields, indent=2)  # whatever can be dumped is not nested too deeply for the rest of this module
     except RecursionError as exc:
         raise ValueError("it is nested too deep") from exc

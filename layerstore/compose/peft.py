@@ -8,7 +8,6 @@ If the base has its own file of an adapter, it is kept, with the tensors of othe
 file, an export makes one by PEFT's rule for LoRA.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from layerstore.compose.assemble import OutputFile, merged, plan_source_file, whole
 from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, header_of, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import Frame
+from layerstore.format import Frame, parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.storage import Repository
@@ -84,9 +83,9 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
         Unsupported: It is not LoRA: other methods have rules of their own.
     """
     try:
-        fields = json.loads(repo.content_of(config.content))
+        fields = parse_json(repo.content_of(config.content))
         method, bias = fields["peft_type"], fields.get("bias", "none")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise SourceCheckpoint(f"the base's {config.path} is no config of an adapter ({exc})") from exc
     if method != "LORA":
         raise Unsupported(

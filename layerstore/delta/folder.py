@@ -15,7 +15,7 @@ from typing import Any, cast
 from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Part
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import framed
+from layerstore.format import framed, parse_json
 from layerstore.limits import MIB, RECORD_BYTES_MAX
 from layerstore.storage import Files
 from layerstore.zero3 import open_source, read_header, read_source_file, tensors_in
@@ -132,9 +132,9 @@ def is_delta(path: Path) -> bool:
     if not (path / INDEX).is_file():
         return False
     try:
-        fields = json.loads(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
+        fields = parse_json(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
         return "delta_encoding" in fields["metadata"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return False
 
 
@@ -151,7 +151,7 @@ def read_delta(path: Path) -> Delta:
             f"{path} is no delta: no {INDEX} in it says how it is encoded",
             hint="layerstore compose REF --format hf --since BASE -o DIR makes one; it comes before the folder",
         )
-    fields = json.loads(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
+    fields = parse_json(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
     metadata, placed = fields["metadata"], fields.get("weight_map")
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")
@@ -196,7 +196,7 @@ def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, 
         header = read_header(path, source.read_at, source.size_bytes)
         for tensor in tensors_in(path, header, source.size_bytes, {}):
             found[tensor.name] = path, tensor.offset_bytes, tensor.size_bytes
-    metadata = json.loads(header[8:]).get("__metadata__")
+    metadata = parse_json(header[8:]).get("__metadata__")
     if not isinstance(metadata, dict):
         raise _damaged(path.parent, f"the checksums in {path.name}")
     return {str(name): str(value) for name, value in metadata.items()}

@@ -24,6 +24,7 @@ from layerstore.format.hashing import (
     digest,
     object_id,
 )
+from layerstore.format.json_text import parse_json
 from layerstore.format.records import (
     WITHOUT_MOMENTS,
     commit_id,
@@ -86,6 +87,7 @@ __all__ = [
     "object_id",
     "pack",
     "pack_again",
+    "parse_json",
     "part_name",
     "ref_of",
     "seal_commit",

@@ -7,7 +7,7 @@ A blob is eight bytes of magic, which state its kind, then one canonical value. 
 from typing import TypeVar
 
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
-from layerstore.format.canonical import pack_in_order, unpack
+from layerstore.format.canonical import check_containers, pack_in_order, unpack
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import object_id
 from layerstore.model import CUTS, BlobRef, LayerVersion, RankState
@@ -20,7 +20,7 @@ Blob = TypeVar("Blob", LayerVersion, RankState)
 
 def encode_version(version: LayerVersion) -> bytes:
     """Return the bytes of *version*."""
-    return VERSION_MAGIC + pack_in_order(to_plain(version))
+    return _encode(VERSION_MAGIC, version)
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
@@ -36,7 +36,7 @@ def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
 
 def encode_state(state: RankState) -> bytes:
     """Return the bytes of *state*."""
-    return STATE_MAGIC + pack_in_order(to_plain(state))
+    return _encode(STATE_MAGIC, state)
 
 
 def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
@@ -47,6 +47,12 @@ def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
 def ref_of(data: bytes) -> BlobRef:
     """Return the name and size of *data*."""
     return BlobRef(id=object_id(data), size_bytes=len(data))
+
+
+def _encode(magic: bytes, blob: LayerVersion | RankState) -> bytes:
+    data = pack_in_order(to_plain(blob))
+    check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
+    return magic + data
 
 
 def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:

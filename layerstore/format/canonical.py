@@ -5,13 +5,15 @@ Map keys are strings in sorted order; there are no extension types. Reading re-e
 encoding of a value is never accepted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 import msgpack
 
 from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.limits import BLOB_CONTAINERS_MAX
 
 Plain: TypeAlias = Union[bool, int, float, str, bytes, "list[Plain]", "dict[str, Plain]", None]
 
@@ -51,14 +53,14 @@ def pack_again(value: Plain) -> bytes:
     return data
 
 
-def unpack(data: bytes, *, what: str) -> Plain:
+def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> Plain:
     """
     Decode *data*, which *what* names in errors.
 
     Raises:
-        IntegrityError: It is not the canonical encoding of anything.
+        IntegrityError: It is not the canonical encoding of anything, or of more than *containers_max* maps and lists.
     """
-    value = _decode(data, what, as_map=_map_in_order)
+    value = _decode(data, what, as_map=_map_in_order, containers_max=containers_max)
     try:
         again = pack_again(value)
     except IntegrityError as exc:
@@ -68,7 +70,7 @@ def unpack(data: bytes, *, what: str) -> Plain:
     return value
 
 
-def unpack_known(data: bytes, *, what: str) -> Plain:
+def unpack_known(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> Plain:
     """
     Decode *data* without checking that it is canonical, a check that takes most of the time.
 
@@ -77,26 +79,64 @@ def unpack_known(data: bytes, *, what: str) -> Plain:
     Raises:
         IntegrityError: It is not readable.
     """
-    return _decode(data, what, as_map=None)
+    return _decode(data, what, as_map=None, containers_max=containers_max)
 
 
-def _decode(data: bytes, what: str, *, as_map: Callable[[list[tuple[str, Plain]]], dict[str, Plain]] | None) -> Plain:
+_AsMap: TypeAlias = Callable[[list[tuple[str, Plain]]], dict[str, Plain]]
+
+# The bytes that begin a list or a map: fixarray and fixmap, array 16 and 32, map 16 and 32.
+_BEGIN = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
+
+
+def check_containers(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> None:
+    """Raise IntegrityError if *data* has more than *containers_max* maps and lists; builds none of them."""
+    # Inside texts and numbers such a byte begins nothing, so this is enough for nearly all.
+    if len(data) - len(data.translate(None, _BEGIN)) <= containers_max:
+        return
+    counter = _counting(containers_max)
+    next(counter)
+    with _readable(what):
+        msgpack.unpackb(data, object_pairs_hook=counter.send, list_hook=counter.send, **_bounds(data))
+
+
+def _counting(containers_max: int) -> Generator[None, object]:
+    """Count what is sent; raise ValueError if that is too much."""
+    for _ in range(containers_max + 1):
+        yield
+    raise ValueError(f"it has more than {containers_max} maps and lists")
+
+
+def _decode(data: bytes, what: str, *, as_map: _AsMap | None, containers_max: int) -> Plain:
+    with _readable(what):
+        # Room for a list's elements is taken before they are read, however many it claims.
+        reader = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+        reader.feed(data)
+        reader.skip()
+    check_containers(data, what=what, containers_max=containers_max)
+    with _readable(what):
+        value: Plain = msgpack.unpackb(data, object_pairs_hook=as_map, **_bounds(data))
+    return value
+
+
+def _bounds(data: bytes) -> dict[str, Any]:
+    return {
+        "raw": False,
+        "strict_map_key": True,
+        "max_str_len": len(data),
+        "max_bin_len": len(data),
+        "max_array_len": len(data),
+        "max_map_len": len(data),
+        "max_ext_len": 0,
+        "ext_hook": _refuse_extension,
+    }
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
     try:
-        value: Plain = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            max_str_len=len(data),
-            max_bin_len=len(data),
-            max_array_len=len(data),
-            max_map_len=len(data),
-            max_ext_len=0,
-            ext_hook=_refuse_extension,
-            object_pairs_hook=as_map,
-        )
+        yield
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as exc:
         raise IntegrityError(f"{what} is not readable: {exc or type(exc).__name__}") from exc
-    return value
 
 
 def _refuse_extension(code: int, data: bytes) -> Plain:

@@ -2,10 +2,12 @@
 Convert between dataclasses and plain maps, field by field.
 
 It is strict both ways: an unknown or missing field, or a value of another type, means damage or a newer format; nothing
-is guessed. Types are looked up once per class, because a commit has a thousand fields, and a plan may need ten commits.
+is guessed. Names that become paths, and numbers that become sizes and loops, are checked here, for all who use them.
+Types are looked up once per class, because a commit has a thousand fields, and a plan may need ten commits.
 """
 
 import dataclasses
+import itertools
 import types
 import typing
 from collections.abc import Callable
@@ -16,10 +18,26 @@ from typing import Any, TypeVar, cast
 from layerstore.errors import IntegrityError
 from layerstore.format import treecodec
 from layerstore.format.canonical import Plain
-from layerstore.model import BufferContent, FlatContent, FragmentContent, ObjectContent
+from layerstore.layers import is_inside, is_name
+from layerstore.layout import OBJECT_ID
+from layerstore.limits import NUMBER_MAX
+from layerstore.model import (
+    STAGES,
+    BufferContent,
+    CommitId,
+    CommitRecord,
+    FlatContent,
+    FragmentContent,
+    Kind,
+    LayerVersion,
+    ObjectContent,
+    ObjectId,
+    StoredObject,
+)
 
 Value = TypeVar("Value")
 Reader = Callable[[Plain], Any]
+Check = Callable[[Any], bool]
 
 _PLAIN = frozenset({bool, int, float, str, bytes})
 
@@ -66,8 +84,9 @@ def _reader_of(cls: Any) -> Reader:
     names = frozenset(field.name for field in fields)
     may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)
     defaults = {field.name: field.default for field in fields if field.name in may_lack}
-    plain = [(field.name, kind) for field in fields if (kind := _plain_type(field)) is not None]
+    plain = [(field.name, kind, _check_of(field)) for field in fields if (kind := _plain_type(field)) is not None]
     others = [(field.name, _field_reader(field)) for field in fields if _plain_type(field) is None]
+    contradiction = _CONTRADICTIONS.get(cls)
 
     def read(value: Plain) -> Any:
         if type(value) is not dict:
@@ -79,18 +98,89 @@ def _reader_of(cls: Any) -> Reader:
         for name, default in defaults.items():
             if made.setdefault(name, default) == default and name in value:
                 raise _Misfit(f"a {cls.__name__} spells out a default")
-        for name, kind in plain:
+        for name, kind, check in plain:
             # Not isinstance: True is not an int here.
             if type(made[name]) is not kind:
                 raise _Misfit(f"{name}: {_mistyped(kind, type(made[name]))}")
+            if check is not None and not check(made[name]):
+                raise _Misfit(f"{name}: {_odd(made[name])}")
         for name, read_field in others:
             try:
                 made[name] = read_field(made[name])
             except _Misfit as exc:
                 raise _Misfit(f"{name}: {exc}") from exc
-        return cls(**made)
+        whole = cls(**made)
+        problem = None if contradiction is None else contradiction(whole)
+        if problem is not None:
+            raise _Misfit(problem)
+        return whole
 
     return read
+
+
+# -- what values may be ----------------------------------------------------------------------------------------------
+
+
+def _is_number(value: int) -> bool:
+    return 0 <= value <= NUMBER_MAX
+
+
+def _is_id(value: str) -> bool:
+    return OBJECT_ID.fullmatch(value) is not None
+
+
+_CHECKS: dict[object, Check] = {
+    int: _is_number,
+    ObjectId: _is_id,
+    CommitId: _is_id,
+    "id": _is_id,
+    "name": is_name,
+    "path": is_inside,
+}
+
+
+def _check_of(field: "dataclasses.Field[Any]") -> Check | None:
+    return _CHECKS.get(field.metadata.get("check", field.type))
+
+
+def _odd(value: object) -> str:
+    return f"it cannot be {str(value)[:60]!r}"
+
+
+def _of_record(record: CommitRecord) -> str | None:
+    if not record.states or len(record.states) != record.world_size:
+        return f"it has the states of {len(record.states)} ranks, and says that there were {record.world_size}"
+    return None if record.stage in STAGES else f"stage: {_odd(record.stage)}"
+
+
+def _of_version(version: LayerVersion) -> str | None:
+    parameters, buffers = ({each.name for each in described} for described in (version.parameters, version.buffers))
+    for stored in version.objects:
+        for tensor in stored.tensors:
+            if tensor.name not in (buffers if stored.kind is Kind.BUFFERS else parameters):
+                return f"it has a slice of {tensor.name[:60]!r}, which it does not describe"
+    return None
+
+
+def _of_object(stored: StoredObject) -> str | None:
+    return None if stored.shard < stored.shards else f"it is slice {stored.shard} of {stored.shards}"
+
+
+def _of_content(content: ObjectContent) -> str | None:
+    most = content.object.size_bytes
+    return None if content.size_bytes <= most else f"it is {content.size_bytes} bytes of {most}"
+
+
+_CONTRADICTIONS: dict[type, Callable[[Any], str | None]] = {
+    CommitRecord: _of_record,
+    LayerVersion: _of_version,
+    StoredObject: _of_object,
+    ObjectContent: _of_content,
+}
+"""What returns a contradiction between the fields of a value, None if they fit each other."""
+
+
+# -- readers ---------------------------------------------------------------------------------------------------------
 
 
 def _plain_type(field: "dataclasses.Field[Any]") -> type | None:
@@ -104,7 +194,9 @@ def _mistyped(wanted: type, found: type) -> str:
 
 
 def _field_reader(field: "dataclasses.Field[Any]") -> Reader:
-    return _read_tree if "tree" in field.metadata else _reader_for(field.type)
+    if "tree" not in field.metadata:
+        return _reader_for(field.type)
+    return _read_dict if typing.get_origin(field.type) is dict else _read_tree
 
 
 def _read_tree(value: Plain) -> Any:
@@ -112,6 +204,13 @@ def _read_tree(value: Plain) -> Any:
         return treecodec.decode_tree(value, content_from_plain=_content_from_plain, what="it")
     except IntegrityError as exc:
         raise _Misfit(exc.message) from exc
+
+
+def _read_dict(value: Plain) -> Any:
+    found = _read_tree(value)
+    if type(found) is not dict:
+        raise _Misfit(_mistyped(dict, type(found)))
+    return found
 
 
 def _reader_for(hint: Any) -> Reader:
@@ -126,13 +225,15 @@ def _reader_for(hint: Any) -> Reader:
     plain_type = getattr(hint, "__supertype__", hint)
     if issubclass(plain_type, StrEnum):
         return _enum_reader(plain_type)
-    return _plain_reader(plain_type)
+    return _plain_reader(plain_type, _CHECKS.get(hint))
 
 
-def _plain_reader(kind: type) -> Reader:
+def _plain_reader(kind: type, check: Check | None = None) -> Reader:
     def read(value: Plain) -> Any:
         if type(value) is not kind:
             raise _Misfit(_mistyped(kind, type(value)))
+        if check is not None and not check(value):
+            raise _Misfit(_odd(value))
         return value
 
     return read
@@ -142,11 +243,16 @@ def _tuple_reader(hint: Any) -> Reader:
     kind = getattr(hint, "__supertype__", hint)
     read_list = _plain_reader(list)
     if kind in _PLAIN:
+        check = _CHECKS.get(hint)
+
         # Long columns of numbers and names: check all their types at once.
         def read_column(value: Plain) -> Any:
             for found in set(map(type, read_list(value))) - {kind}:
                 raise _Misfit(_mistyped(kind, found))
-            return tuple(cast("list[Plain]", value))
+            column = tuple(cast("list[Plain]", value))
+            if check is not None and not all(map(check, column)):
+                raise _Misfit(_odd(next(itertools.filterfalse(check, column))))
+            return column
 
         return read_column
 

@@ -23,10 +23,10 @@ import struct
 from collections.abc import Collection
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
+from layerstore.format.canonical import Plain, check_containers, pack, pack_again, unpack, unpack_known
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import DIGEST_BYTES, digest
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import RECORD_BYTES_MAX, RECORD_CONTAINERS_MAX
 from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Part, Pin
 
 WITHOUT_MOMENTS = "without-moments"
@@ -51,6 +51,7 @@ def seal(payload: bytes, *, name: str, store_id: str) -> bytes:
     head = _HEAD.pack(MAGIC, SCHEMA, bytes.fromhex(store_id), len(called))
     body = head + called + _LENGTH.pack(len(payload)) + payload
     assert len(body) + DIGEST_BYTES <= RECORD_BYTES_MAX, "records name blobs so that they stay small"
+    check_containers(payload, what=name, containers_max=RECORD_CONTAINERS_MAX)  # or nobody could read it again
     return body + digest(body)
 
 
@@ -135,7 +136,7 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
         IntegrityError: It is damaged, misplaced, or does not match its name.
         Unsupported: It needs a newer layerstore.
     """
-    payload = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "body", "observed")
+    payload = _payload(data, name, store_id, "body", "observed")
     body = payload["body"]
     _check_flags(body, name)
     return Commit(
@@ -155,7 +156,8 @@ def unseal_entries(
     file was first read in full; the id, which the caller compares, proves that it is the same.
     """
     packed = unseal(data, name=name, store_id=store_id)
-    payload = _fields_of(unpack_known(packed, what=name), name, "body", "observed")
+    known = unpack_known(packed, what=name, containers_max=RECORD_CONTAINERS_MAX)
+    payload = _fields_of(known, name, "body", "observed")
     body = payload["body"]
     _check_flags(body, name)
     if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
@@ -190,7 +192,7 @@ def seal_pin(pin: Pin, *, name: str, store_id: str) -> bytes:
 
 def unseal_pin(data: bytes, *, name: str, store_id: str) -> Pin:
     """Decode the pin whose file is named *name*; raises as ``unseal_commit`` does."""
-    plain = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "pin")["pin"]
+    plain = _payload(data, name, store_id, "pin")["pin"]
     _check_flags(plain.get("record") if isinstance(plain, dict) else None, name)
     return from_plain(Pin, plain, what=name)
 
@@ -207,7 +209,7 @@ def seal_part(part: Part, *, store_id: str) -> bytes:
 
 def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
     """Decode the part whose file is named *name*; raises IntegrityError if it is damaged or misplaced."""
-    plain = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "part")["part"]
+    plain = _payload(data, name, store_id, "part")["part"]
     part = from_plain(Part, plain, what=name)
     if part_name(part.session, part.save, part.rank) != name:
         raise IntegrityError(f"{name} holds another rank's part, or another save's", path=name)
@@ -215,6 +217,11 @@ def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
 
 
 # ------------------------------------------------------------------------------------------------------------------
+
+
+def _payload(data: bytes, name: str, store_id: str, *expected: str) -> dict[str, Plain]:
+    packed = unseal(data, name=name, store_id=store_id)
+    return _fields_of(unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX), name, *expected)
 
 
 def _fields_of(payload: Plain, name: str, *expected: str) -> dict[str, Plain]:

@@ -8,11 +8,13 @@ later format may say which layerstore reads it.
 
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerstore.errors import IntegrityError, Unsupported
+from layerstore.format.fields import from_plain
 from layerstore.format.hashing import digest
+from layerstore.format.json_text import parse_json
 
 FORMAT = 2
 HASH = "xxh3_128"
@@ -27,8 +29,8 @@ class StoreIdentity:
     """The facts that are fixed when a store is made."""
 
     format: int
-    store_id: str
-    """32 random hex digits."""
+    store_id: str = field(metadata={"check": "id"})
+    """32 random hex digits; folders of indexes are named by it."""
     hash: str
     """The algorithm that names objects."""
     created: str
@@ -69,9 +71,9 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
     if fields.pop("checksum", None) != _checksum(fields):
         raise _damaged(what, "its checksum does not match")
     try:
-        identity = StoreIdentity(**fields | {"flags": tuple(fields["flags"])})
-    except (TypeError, KeyError) as exc:
-        raise _damaged(what, str(exc)) from exc
+        identity = from_plain(StoreIdentity, fields, what="its content")
+    except IntegrityError as exc:
+        raise _damaged(what, exc.message) from exc
     if identity.hash != HASH:
         raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
     # No byte may change unnoticed, not even in spelling.
@@ -130,8 +132,8 @@ def _other_format(fields: dict[str, Any], what: str, *, known: int) -> Unsupport
 
 def _parse(data: bytes, what: str) -> dict[str, Any]:
     try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as exc:
+        fields = parse_json(data)
+    except ValueError as exc:
         raise _damaged(what, f"it is not JSON ({exc})") from exc
     if not isinstance(fields, dict):
         raise _damaged(what, "it is not a JSON object")

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar, cast
 
+from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.format.canonical import Plain, pack, pack_again, unpack_known
+from layerstore.limits import NUMBER_MAX
+from layerstore.model import ObjectContent
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
 
 Value = TypeVar("Value")
@@ -144,12 +147,23 @@ def _template(packed: bytes, count: int) -> Template | None:
 
 def _storage(row: list[Plain], content_from_plain: ContentFromPlain, what: str) -> Storage:
     dtype, elements, device, content = row
-    return Storage(
+    storage = Storage(
         dtype=_typed(str, dtype),
-        elements=_typed(int, elements),
+        elements=_number(elements),
         device=_typed(str, device),
         content=content_from_plain(content, what),
     )
+    size_bytes = _size_of(storage.content)
+    if size_bytes is not None and size_bytes != storage.elements * by_code(storage.dtype).bytes:
+        raise ValueError(f"a storage has {storage.elements} elements in {size_bytes} bytes")
+    return storage
+
+
+def _size_of(content: object) -> int | None:
+    """Return the size of *content*; None if it is made of slices, which only their layers know."""
+    if isinstance(content, bytes):
+        return len(content)
+    return content.size_bytes if isinstance(content, ObjectContent) else None
 
 
 class _Decoder:
@@ -201,10 +215,10 @@ class _Decoder:
         if len(_integers(shape)) != len(_integers(stride)):
             raise ValueError("a tensor has another number of strides than of dimensions")
         return Tensor(
-            storage=self._table[_typed(int, position)],
-            offset=_typed(int, offset),
-            shape=Size(_integers(shape)),
-            stride=tuple(_integers(stride)),
+            storage=self._table[_number(position)],
+            offset=_number(offset),
+            shape=Size(map(_number, _integers(shape))),
+            stride=tuple(map(_number, _integers(stride))),
             requires_grad=_typed(bool, requires_grad),
             is_parameter=_typed(bool, is_parameter),
             attributes=None if attributes is None else _typed(dict, self.node(attributes)),
@@ -228,6 +242,13 @@ def _typed(cls: type[Value], value: object) -> Value:
     if type(value) is not cls:
         raise TypeError(f"found {type(value).__name__} where {cls.__name__} belongs")
     return value
+
+
+def _number(value: Plain) -> int:
+    found = _typed(int, value)
+    if not 0 <= found <= NUMBER_MAX:
+        raise ValueError(f"{found} is no size or position")
+    return found
 
 
 def _integers(values: Plain) -> list[int]:

@@ -5,13 +5,13 @@ They come from the checkpoint itself: what the Trainer logged at that step, and 
 at its top or under ``metrics``.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import attrgetter
 
 from layerstore.errors import IntegrityError, NotFound
+from layerstore.format import parse_json
 from layerstore.model import CommitRecord, RankState, SourceFile
 from layerstore.storage import Repository, RunView
 from layerstore.tree import Tree
@@ -92,7 +92,7 @@ def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) 
 
 def _logged_at(data: bytes, step: int) -> dict[str, float]:
     try:
-        entries = json.loads(data, parse_int=float)["log_history"]
+        entries = parse_json(data, parse_int=float)["log_history"]
         return {
             name: value
             for entry in entries
@@ -100,5 +100,5 @@ def _logged_at(data: bytes, step: int) -> dict[str, float]:
             for name, value in entry.items()
             if isinstance(value, float) and name != "step"
         }
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return {}  # not written by the Trainer, so there are no metrics

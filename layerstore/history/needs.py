@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import STATE_MAGIC, decode_state, decode_version
-from layerstore.layout import OBJECT_ID
 from layerstore.model import BlobRef, CommitRecord, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors
 
 PARTS = 256
 _ROW = struct.Struct(">16sQ")
-_SIZE_BYTES_MAX = 2**63
 
 
 class NumberedRefs:
@@ -24,15 +22,8 @@ class NumberedRefs:
         self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(PARTS)]
 
     def add(self, ref: BlobRef, number: int = 0) -> None:
-        """
-        Note *ref*, named by *number*.
-
-        Raises:
-            IntegrityError: It cannot be an object's.
-        """
-        if not 0 <= ref.size_bytes < _SIZE_BYTES_MAX:
-            raise IntegrityError(f"{ref.id!r} of {ref.size_bytes} bytes is no object")
-        row = _ROW.pack(_packed(ref.id), ref.size_bytes)
+        """Note *ref*, named by *number*."""
+        row = _ROW.pack(bytes.fromhex(ref.id), ref.size_bytes)
         part = self._parts[row[0]]
         known = part.setdefault(row, number)
         if isinstance(known, list):
@@ -99,7 +90,7 @@ class Needs:
 
     def number(self, object_id: ObjectId) -> int | None:
         """Return the number that *object_id* was first added with, None if it was not."""
-        return self._numbers.get(_packed(object_id))
+        return self._numbers.get(bytes.fromhex(object_id))
 
     def add_record(self, record: CommitRecord, *, number: int = 0) -> list[BlobRef]:
         """
@@ -149,12 +140,5 @@ class Needs:
     def _add(self, ref: BlobRef, number: int) -> bool:
         if ref.id in self or self._is_left_out(ref):
             return False
-        self._numbers[_packed(ref.id)] = number
+        self._numbers[bytes.fromhex(ref.id)] = number
         return True
-
-
-def _packed(object_id: ObjectId) -> bytes:
-    """Return *object_id* in its binary form; a million of them are kept."""
-    if not OBJECT_ID.fullmatch(object_id):
-        raise IntegrityError(f"{object_id!r} is no id of an object")
-    return bytes.fromhex(object_id)

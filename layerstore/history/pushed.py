@@ -4,7 +4,9 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping
 
-from layerstore.limits import BLOB_BYTES_MAX
+from layerstore.format import parse_json
+from layerstore.layout import OBJECT_ID
+from layerstore.limits import PUSHED_BYTES_MAX
 from layerstore.model import CommitId
 from layerstore.storage import Repository
 
@@ -16,11 +18,11 @@ class PushedNotice(UserWarning):
 def pushed_to(repo: Repository) -> Mapping[str, frozenset[CommitId]]:
     """Return the commits that each remote had, by URL; warn about a damaged note and ignore it."""
     path = repo.layout.pushed
-    data = repo.files.read_if_there(path, size_bytes_max=BLOB_BYTES_MAX)
+    data = repo.files.read_if_there(path, size_bytes_max=PUSHED_BYTES_MAX)
     if data is None:
         return {}
     try:
-        return {url: frozenset(map(CommitId, names)) for url, names in json.loads(data).items()}
+        return {url: frozenset(map(_commit, names)) for url, names in parse_json(data).items()}
     except (ValueError, TypeError, AttributeError):
         warnings.warn(
             f"{path} is damaged, so what was pushed is not known; the next push writes it anew",
@@ -28,6 +30,12 @@ def pushed_to(repo: Repository) -> Mapping[str, frozenset[CommitId]]:
             stacklevel=2,
         )
         return {}
+
+
+def _commit(name: str) -> CommitId:
+    if not OBJECT_ID.fullmatch(name):
+        raise ValueError(f"{name} is no commit")
+    return CommitId(name)
 
 
 def note_pushed(repo: Repository, url: str, commits: Iterable[CommitId]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerstore.errors import LayoutMismatch
+from layerstore.format import parse_json
 from layerstore.model import RankState, SourceFile, TreeFile
 from layerstore.tree import Tree, changed
 from layerstore.zero3 import (
@@ -188,8 +189,8 @@ def _like(old: Tree, new: Tree) -> Tree:
 def _trainer_counted(file: SourceFile, updates: int) -> SourceFile:
     """Return *file* with the Trainer's step moved on, if it is the one that has it."""
     if file.path == TRAINER_STATE and updates and isinstance(file.content, bytes):
-        with suppress(ValueError, KeyError, TypeError):  # none of the Trainer's: it is kept as it is
-            fields = json.loads(file.content)
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # none of the Trainer's: it is kept as it is
+            fields = parse_json(file.content)
             fields["global_step"] += updates
             return replace(file, content=json.dumps(fields, indent=2).encode() + b"\n")
     return file

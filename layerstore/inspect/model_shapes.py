@@ -5,7 +5,6 @@ For a checkpoint, only the shards' headers are read; for a commit, only version 
 Transformers: the caller passes in a function that asks it, since importing it takes seconds.
 """
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerstore.errors import InvalidInput, SourceCheckpoint
+from layerstore.format import parse_json
 from layerstore.history import resolve
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
@@ -98,10 +98,10 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
             hint=f"a checkpoint's folder, or a commit of a store; {INSTEAD}",
         )
     try:
-        config = json.loads(read_source_file(file, size_bytes_max=RECORD_BYTES_MAX))
+        config = parse_json(read_source_file(file, size_bytes_max=RECORD_BYTES_MAX))
     except SourceCheckpoint as exc:
         raise InvalidInput(f"there is no {CONFIG} to estimate from: {exc}", hint=INSTEAD) from exc
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise InvalidInput(f"{file} is not JSON: {exc}", hint=INSTEAD) from exc
     if not isinstance(config, dict):
         raise InvalidInput(f"{file} is not an object", hint=INSTEAD)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from layerstore.errors import LayerstoreError
+from layerstore.format import parse_json
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage import Repository
 
@@ -75,9 +76,9 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 
 def _timing(line: bytes) -> SaveTiming | None:
     try:
-        said: Any = {"commit": "", **json.loads(line)}  # older savers did not note it
+        said: Any = {"commit": "", **parse_json(line)}  # older savers did not note it
         if not (isinstance(said["attempt"], int) and isinstance(said["step"], int)):
             return None  # timings are sorted by these
         return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None

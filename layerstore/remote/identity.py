@@ -15,7 +15,7 @@ from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.format import StoreIdentity, decode_identity, encode_identity
 from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId
 from layerstore.remote.bucket import Bucket
 from layerstore.remote.folder import Listed
@@ -49,7 +49,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
     """Return the identity of the store that *bucket* holds, None if it holds none."""
-    data = bucket.read(IDENTITY, size_bytes_max=RECORD_BYTES_MAX)
+    data = bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX)
     return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
 
 

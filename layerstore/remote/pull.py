@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput
+from layerstore.format import parse_json
 from layerstore.history import named_by, references_to, resolve
 from layerstore.layers import typed
 from layerstore.layout import layout_at
-from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, Pin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, check_pin_means
@@ -269,11 +270,11 @@ def completed(repo: Repository) -> Repository:
 def partial_of(repo: Repository) -> str | None:
     """Return the URL of the remote that completes *repo*; None if it is not a partial clone."""
     path = repo.layout.partial
-    data = repo.files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+    data = repo.files.read_if_there(path, size_bytes_max=OWN_JSON_BYTES_MAX)
     if data is None:
         return None
     try:
-        return checked_url(json.loads(data)["url"])
+        return checked_url(parse_json(data)["url"])
     except (ValueError, TypeError, KeyError, AttributeError, InvalidInput) as exc:
         raise IntegrityError(
             f"{path} does not say which remote has the rest of this store",

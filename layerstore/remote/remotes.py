@@ -6,9 +6,10 @@ from urllib.parse import unquote, urlsplit
 
 from layerstore.arguments import checked
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
+from layerstore.format import parse_json
 from layerstore.layers import check_name, typed
 from layerstore.layout import is_url
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.remote.credentials import checked_url
 from layerstore.storage import Repository
@@ -29,11 +30,11 @@ class Remotes:
             IntegrityError: The file is damaged.
         """
         path = self._repo.layout.remotes
-        data = self._repo.files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+        data = self._repo.files.read_if_there(path, size_bytes_max=OWN_JSON_BYTES_MAX)
         if data is None:
             return {}
         try:
-            found = json.loads(data)
+            found = parse_json(data)
             if not isinstance(found, dict) or not all(isinstance(url, str) for url in found.values()):
                 raise ValueError("it is no map of names to URLs")
         except ValueError as exc:

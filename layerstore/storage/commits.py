@@ -32,7 +32,7 @@ from layerstore.format import (
 )
 from layerstore.layers import is_name, typed
 from layerstore.layout import RECORD_NAME, Layout
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.files import Files, network_filesystem
@@ -60,7 +60,7 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
         if sign is not None:
             raise lost_identity(path, sign)
         raise NoStore(f"there is no store at {path}", hint=_where_a_store_is(path, layout, files))
-    return files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+    return files.read(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
 
 
 def _where_a_store_is(path: Path, layout: Layout, files: Files) -> str:

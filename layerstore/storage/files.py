@@ -269,7 +269,9 @@ class Files:
 
     def make_directories(self, path: Path) -> None:
         """Make the folder *path* and its missing parents, all durable."""
-        if not path.is_dir():
+        with mapped_errors(path, doing="look at"):
+            is_there = path.is_dir()
+        if not is_there:
             self.make_directories(path.parent)
             self.make_directory(path)
 

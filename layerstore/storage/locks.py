@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from layerstore.errors import InvalidInput, Locked
+from layerstore.format import parse_json
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS
 from layerstore.storage.files import network_filesystem
 from layerstore.storage.handles import mapped_errors
@@ -139,7 +140,7 @@ def _introduced(path: Path) -> Any:
     """Return what `introduce`, or anybody else, has written into *path*; do not trust it."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return json.loads(os.pread(fd, _HOLDER_BYTES_MAX, 0))
+        return parse_json(os.pread(fd, _HOLDER_BYTES_MAX, 0))
     finally:
         os.close(fd)
 

@@ -18,7 +18,7 @@ from layerstore.format import (
 )
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
-from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, RECORD_BYTES_MAX
+from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, OWN_JSON_BYTES_MAX
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectContent, RankState
 from layerstore.shares import ALONE, Shares
 from layerstore.storage.catalog import Catalog
@@ -202,7 +202,7 @@ def check_free(path: Path, files: Files) -> Layout:
 
 def _is_store(folder: Path, files: Files) -> bool:
     try:
-        data = files.read_if_there(layout_at(folder).identity, size_bytes_max=RECORD_BYTES_MAX)
+        data = files.read_if_there(layout_at(folder).identity, size_bytes_max=OWN_JSON_BYTES_MAX)
         return data is not None and bool(decode_identity(data, what=str(folder)))
     except LayerstoreError:
         return False  # not a readable one

@@ -5,7 +5,6 @@ Only ``latest``, ``trainer_state.json`` and the index of sharded weights are rea
 name. Symbolic links are refused unless the caller allows them.
 """
 
-import json
 import os
 import re
 import stat
@@ -20,6 +19,7 @@ from layerstore.errors import (
     SourceCheckpoint,
     Unsupported,
 )
+from layerstore.format import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, typed
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
 from layerstore.nearest import did_you_mean, nearest
@@ -430,8 +430,8 @@ def step_of_trainer(path: Path) -> int:
 
 def _json_at(path: Path, key: str) -> object:
     try:
-        return json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))[key]
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        return parse_json(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))[key]
+    except (ValueError, TypeError, KeyError) as exc:
         raise SourceCheckpoint(f"{path} has no {key}: {exc}", hint="was the save interrupted?") from exc
 
 

@@ -6,7 +6,6 @@ An ingest checks bit for bit whether it has them. For why we do not use the safe
 docs/adr/0030-safetensors.md.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
+from layerstore.format import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
 from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX, TENSOR_DIMENSIONS_MAX
 from layerstore.model import Buffer, Parameter
@@ -126,7 +126,7 @@ def tensors_in(path: Path, header: bytes, size_bytes: int, suppliers: Suppliers)
 
 def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSource]:
     try:
-        entries = json.loads(header[8:])
+        entries = parse_json(header[8:])
         found = []
         for name, entry in entries.items():
             if name == "__metadata__":
@@ -153,7 +153,7 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
             )
     except LayerstoreError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise _damaged(path, f"its header is not safetensors' ({exc})") from exc
     return sorted(found, key=lambda tensor: (tensor.offset_bytes, tensor.name))
 

@@ -82,7 +82,7 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
         chosen = {name: versions[name][place.save_number % VERSIONS] for name in names}
         record = record_of(place, [entry_of(place, name, version) for name, version in chosen.items()], states)
         if chance.random() < 0.02:
-            hidden = _write_record(repo, replace(record, world_size=4), number)
+            hidden = _write_record(repo, replace(record, world_size=4, states=states[:4]), number)
             record = replace(record, supersedes=(hidden.id,))
         _write_record(repo, record, number)
     repo.catalog.close()
@@ -138,7 +138,7 @@ def record_of(place: Place, entries: list[LayerEntry], states: tuple[BlobRef, ..
         tag=f"global_step{place.step}",
         layers=entries,
     )
-    return replace(made, world_size=RANKS, states=states)
+    return replace(made, world_size=len(states), states=states)
 
 
 def shard_ids(number: int) -> list[ObjectId]:

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from layerstore.errors import (
     Unsupported,
 )
 from layerstore.format import StoreIdentity, decode_identity, encode_identity
+from layerstore.history import PushedNotice
 from layerstore.store import Store, init
-from tests.faults.harness import composed, refused, tiny_checkpoint
+from tests.faults.crafted import Change, PartName, ask_all, craft
+from tests.faults.harness import composed, refused, snapshot, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +144,107 @@ def test_a_damaged_store_json_is_damage(folder: Path, content: bytes) -> None:
 
     with refused(folder / "store", IntegrityError, Unsupported):
         Store(folder / "store")
+
+
+BRACKETS = "[" * 100_000
+
+
+@pytest.mark.fault(135)
+def test_the_id_of_a_store_is_no_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of indexes are named by it, and the checksum of a ``store.json`` is easily made right."""
+    path = folder / "store"
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(folder / "indexes"))
+    (path / "store.json").write_bytes(encode_identity(replace(_identity(path), store_id="../../elsewhere")))
+
+    with refused(folder, IntegrityError, naming="store_id"):
+        Store(path)
+
+
+@pytest.mark.fault(134)
+@pytest.mark.parametrize("content", [BRACKETS, "9" * 5000, "{}" * 2, '["\\ud800"]', "[" + "{}," * 1_100_000 + "{}]"])
+def test_a_note_about_remotes_may_be_anything(folder: Path, content: str) -> None:
+    """Which of them exist is refused in words, what was pushed is left out, and nothing is a traceback."""
+    path = folder / "store"
+    with Store(path) as store:
+        expected = store.log()
+    (path / "remotes.json").write_text(content)
+    (path / "pushed.json").write_text(content)
+    with Store(path) as store:
+        with pytest.raises(IntegrityError, match=r"remotes\.json"):
+            store.remotes.urls()
+        with pytest.warns(PushedNotice, match="is damaged"):
+            assert store.log() == expected
+    (path / "partial.json").write_text(content)
+    with refused(path, IntegrityError, naming="partial.json"):
+        Store(path)
+
+
+# -- stores that somebody has written on purpose ---------------------------------------------------------------------
+
+
+def _at(*keys: Any, to: Any) -> Change:
+    """Return what puts *to* at the place that *keys* lead to."""
+
+    def change(plain: Any) -> None:
+        *above, last = keys
+        for key in above:
+            plain = plain[key]
+        plain[last] = to
+
+    return change
+
+
+def _bytes_of(elements: int) -> Change:
+    """Return what lets the first storage in memory claim so many elements."""
+
+    def change(plain: Any) -> None:
+        rows = [row for file in ("model", "optimizer") for row in plain[file]["tree"][0]]
+        next(row for row in rows if isinstance(row[3], bytes))[1] = elements
+
+    return change
+
+
+ORIGIN = ("layers", 0, "origin", "run")
+STORED = {"object": {"id": "a" * 32, "size_bytes": 10}, "size_bytes": -1, "crc32": 0}
+CRAFTED: list[tuple[PartName, Change]] = [
+    *(("record", _at(*ORIGIN, to=name)) for name in ("../../raw", "/etc", "a\0b", "", "a/b", "x" * 300)),
+    ("record", _at("layout", "tag", to="../../out")),
+    ("record", _at("layers", 0, "version", "id", to="../" * 10 + "aa")),
+    ("record", _at("layers", 0, "version", "size_bytes", to=-1)),
+    *(("record", _at("world_size", to=count)) for count in (0, -1, 1, 10**7)),
+    ("record", lambda plain: plain | {"world_size": 0, "states": []}),
+    ("record", _at("stage", to=2**62)),
+    ("record", _at("step", to=2**63)),
+    ("record", _at("policy", "parameters", to=[[], 7])),
+    *(("state", _at("files", 0, "path", to=path)) for path in ("", ".", "..", "../x", "/x", "a//b", "a\0")),
+    *(("state", _at("optimizer", "path", to=path)) for path in ("", "global_step2/../../x")),
+    ("state", _at("files", 0, "content", to=STORED)),
+    ("state", _at("files", 0, "content", to=STORED | {"size_bytes": 11})),
+    *(("state", _bytes_of(elements)) for elements in (-1, 7, 2**62)),
+    ("version", _at("objects", 0, "id", to="../x")),
+    ("version", _at("objects", 0, "size_bytes", to=-1)),
+    ("version", _at("objects", 0, "shard", to=2**31)),
+    ("version", _at("objects", 0, "tensors", 0, "name", to="..")),
+    ("version", _at("parameters", 0, "shape", to=[2**63, 1])),
+]
+
+
+@pytest.mark.fault(135, 136)
+@pytest.mark.parametrize(("part", "change"), CRAFTED)
+@pytest.mark.sample(8)
+def test_what_a_store_claims_is_checked_where_it_is_read(folder: Path, part: PartName, change: Change) -> None:
+    """Names that would become paths, sizes and counts that nobody has: one verify names them, no verb trusts them."""
+    path = folder / "store"
+    craft(path, part, change)
+    before = snapshot(folder / "raw")
+
+    refusals = ask_all(path, "other@2", folder / "out")
+
+    assert {"write", "compose"} & {*refusals}
+    with Store(path) as store:
+        assert part in {damage.kind for damage in store.verify().damaged}
+    assert snapshot(folder / "raw") == before
+    assert sorted(each.name for each in folder.iterdir()) == ["out", "raw", "store"]
 
 
 @pytest.mark.fault(75, 78)

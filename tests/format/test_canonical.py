@@ -1,6 +1,7 @@
 """Promises of the canonical encoding: one value has one sequence of bytes, and nothing else is ever read."""
 
 import struct
+import tracemalloc
 
 import msgpack
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.format import Plain, pack, unpack
+from layerstore.limits import MIB
 
 PLAIN: st.SearchStrategy[Plain] = st.recursive(
     st.none()
@@ -106,6 +108,48 @@ def test_what_is_not_canonical_is_damage(data: bytes, why: str) -> None:
     """Every other spelling is refused as damage, whether or not msgpack itself would take it."""
     with pytest.raises(IntegrityError, match=r"^the record"):
         unpack(data, what="the record")
+
+
+@pytest.mark.fault(134)
+@pytest.mark.parametrize("container", [b"\x80", b"\x90", b"\x81\xa1a\xc0", b"\x91\xc0"])
+def test_containers_are_counted_before_they_are_made(container: bytes) -> None:
+    """Each takes a byte in a file and 64 or more in memory; what has too many is refused before it costs that."""
+    count = 200_000
+    data = b"\xdd" + count.to_bytes(4, "big") + container * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError, match="more than 100000 maps and lists"):
+            unpack(data, what="the record", containers_max=100_000)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 8 * count + len(data) + MIB
+
+
+@pytest.mark.fault(134)
+def test_a_list_is_as_long_as_its_bytes_allow() -> None:
+    """Lists in lists that each claim to be as long as the rest of the file take no room for that."""
+    count = 100_000
+    data = (b"\xdd" + count.to_bytes(4, "big")) * 400 + b"\xc0" * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError):
+            unpack(data, what="the record")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < MIB
+
+
+def test_what_has_many_containers_is_read_if_they_are_few_enough() -> None:
+    """Bytes that look like the beginning of one are no reason to refuse."""
+    value: Plain = [b"\x80" * 1000, [], {"a": []}]
+
+    assert value == unpack(pack(value), what="it", containers_max=4)
+    with pytest.raises(IntegrityError):
+        unpack(pack(value), what="it", containers_max=3)
 
 
 @given(st.binary(max_size=60))

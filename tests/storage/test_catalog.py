@@ -181,7 +181,7 @@ def test_a_record_that_names_no_id_is_damaged(repo: Repository, name: str) -> No
         view = again.catalog.view("sft")
         assert steps(view) == [2, 4, 6]
         assert [each.step for each in view.damaged] == [8, 10]
-        assert all("which is no id" in str(problem) for problem in view.damaged.values())
+        assert all("cannot be '555" in str(problem) for problem in view.damaged.values())
 
 
 def test_runs_without_commits_are_none(repo: Repository) -> None:

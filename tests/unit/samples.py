@@ -166,7 +166,7 @@ def state(rank: int = 0) -> RankState:
     return RankState(
         rank=rank,
         model=TreeFile(path="global_step4/model.pt", tree=tree()),
-        optimizer=TreeFile(path="global_step4/optim.pt", tree=[tensor(content) for content in contents]),
+        optimizer=TreeFile(path="global_step4/optim.pt", tree=[tensor(content, elements=225) for content in contents]),
         files=(
             SourceFile(path="zero_to_fp32.py", executable=True, content=b"#!/usr/bin/env python"),
             SourceFile(path="tokenizer.json", executable=False, content=contents[0]),  # type: ignore[arg-type]  # an ObjectContent

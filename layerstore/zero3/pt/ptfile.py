@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.dtypes import by_code
-from layerstore.errors import Unsupported
+from layerstore.errors import InvalidInput, Unsupported
 from layerstore.format import crc32 as crc32_of
-from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
+from layerstore.limits import NUMBER_MAX, PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pt.picklewrite import WrittenPickles
 from layerstore.zero3.pt.unpickle import Pickles
@@ -128,6 +128,8 @@ def layout_pt(
         _record(record, content, alignment_bytes)
         for record, content in zip((_PICKLE, _BYTE_ORDER, *keys, "version"), contents, strict=True)
     ]
+    if sum(size_bytes for _, size_bytes, _ in records) > NUMBER_MAX:
+        raise InvalidInput(f"{name} claims tensors that no file can hold", hint="layerstore verify --read-data")
     identity = (".data/serialization_id", _ID_DIGITS, _RECORD_ALIGNMENT_BYTES)
     placed = layout_archive([*records, identity], root=name)
     pairs = zip(contents, placed.records, strict=False)  # the serialization id has a position, but no content yet
