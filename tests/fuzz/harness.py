@@ -52,6 +52,8 @@ class Parser:
     right: tuple[type[LayerstoreError], ...]
     """The errors that it may end in."""
     seconds_max: float = SECONDS_MAX
+    may_write: bool = False
+    """Whether files of its own come and go."""
 
 
 class TooSlow(Exception):  # no error of ours: the parser is at fault
@@ -231,7 +233,7 @@ def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Counter
     """Do that, in this process; count the inputs by whether they were accepted."""
     parser: Parser = vars(importlib.import_module(module))["PARSERS"][name]()
     outcomes = Counter[bool]()
-    guard = _Guard(parser.seconds_max)
+    guard = _Guard(parser)
 
     def judge(data: bytes) -> None:
         (folder / "input").write_bytes(data)
@@ -269,11 +271,13 @@ class _Guard:
     # What a parser has no business with; none of them is part of reading a file.
     _FORBIDDEN = frozenset(
         {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "exec", "pickle.find_class",
-         "socket.connect", "os.remove", "os.rename", "os.mkdir", "shutil.rmtree"}
+         "socket.connect"}
     )  # fmt: skip
+    _WRITES = frozenset({"os.remove", "os.rename", "os.mkdir", "shutil.rmtree"})
 
-    def __init__(self, seconds_max: float) -> None:
-        self._seconds_max = seconds_max
+    def __init__(self, parser: Parser) -> None:
+        self._seconds_max = parser.seconds_max
+        self._forbidden = self._FORBIDDEN if parser.may_write else self._FORBIDDEN | self._WRITES
         self._is_watching = False
         for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"):
             codecs.lookup(name)  # loaded at first use, which would look like running something
@@ -295,7 +299,7 @@ class _Guard:
         raise TooSlow(f"an input takes longer than {self._seconds_max} s")
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._is_watching and event in self._FORBIDDEN:
+        if self._is_watching and event in self._forbidden:
             raise Executed(f"{event} {arguments!r}")
 
 

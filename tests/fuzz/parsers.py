@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
+import layerstore
+from layerstore.compose import weight_names
 from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.format import (
@@ -42,13 +47,16 @@ from layerstore.format import (
     unseal_pin,
 )
 from layerstore.format.records import seal, unseal
+from layerstore.history import note_pushed, pushed_to
 from layerstore.history.metrics import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe, read_text
 from layerstore.publish import SaveTiming
 from layerstore.publish.timings import _timing
-from layerstore.storage import row_of
+from layerstore.remote.pull import completed
+from layerstore.remote.remotes import Remotes
+from layerstore.storage import Repository, row_of
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest
 from layerstore.tree import Located
@@ -58,6 +66,8 @@ from layerstore.zero3.gathered import read_gathered
 from layerstore.zero3.pt import layout_pt, read_pt
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
+from tests.faults.crafted import PartName, ask_all, craft, parts_of
+from tests.faults.harness import copied, tiny_checkpoint
 from tests.fuzz.harness import Parser, changed, changed_values
 from tests.policy.recipes import FILE, llama
 from tests.unit import samples
@@ -285,6 +295,32 @@ def _timings() -> Parser:
     return Parser(inputs=_json_inputs(dataclasses.asdict(timing)), parse=lambda data, _: _timing(data), right=())
 
 
+def _own_notes() -> Parser:
+    """Return the parser of the notes about remotes, one text for all three."""
+    commits = ["a" * 32, "b" * 32]
+    values = [{"url": "s3://bucket/x"}, {"origin": "s3://bucket/x", "b": "file:///b"}, {"s3://bucket/x": commits}]
+
+    def parse(data: bytes, folder: Path) -> object:
+        repo = _opened(folder)
+        for path in (repo.layout.remotes, repo.layout.pushed, repo.layout.partial):
+            path.write_bytes(data)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            note_pushed(repo, "s3://bucket/y", {name for names in pushed_to(repo).values() for name in names})
+        urls = Remotes(repo).urls()
+        assert all(type(url) is str for url in urls.values())
+        completed(repo).objects.close()
+        return urls
+
+    inputs = _either(*map(_json_inputs, values), changed([b"[" * 100_000, b'{"a":' * 100_000]))
+    return Parser(inputs=inputs, parse=parse, right=(IntegrityError,), may_write=True)
+
+
+@cache
+def _opened(folder: Path) -> Repository:
+    return samples.repo(folder / "store")
+
+
 # -- envelopes and blobs -------------------------------------------------------------------------------------------
 
 
@@ -405,8 +441,6 @@ def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., B
 
 def _index() -> Parser:
     """Return the parser of an index's values: a row under its key."""
-    import tempfile
-
     manifest = Manifest(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
     hidden = samples.commit(samples.record(step=2))
     sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
@@ -442,6 +476,37 @@ def _recipe() -> Parser:
     return Parser(inputs=_either(changed(_RECIPES), yamls.map(_json)), parse=parse, right=(InvalidInput,))
 
 
+# -- whole stores --------------------------------------------------------------------------------------------------
+
+
+def _crafted(part: PartName) -> Parser:
+    """Return the parser of a store with one commit, a *part* of which says something else; asked everything."""
+
+    def is_not_asked(question: str) -> object:
+        raise Unsupported("Transformers would be asked in a process of its own")
+
+    vars(weight_names)["_answer"] = is_not_asked
+    folder = Path(tempfile.mkdtemp(prefix="crafted-"))
+    with layerstore.init(folder / "sound") as store:
+        store.ingest(tiny_checkpoint(folder / "hf", layout="hf"), run="run")
+    plain = parts_of(folder / "sound")[part]
+    ask_all(copied(folder / "sound", folder / "store"), "run@2", folder / "out")  # imports what it needs
+
+    def parse(data: bytes, scratch: Path) -> object:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        store = copied(folder / "sound", folder / "store")
+        craft(store, part, lambda _: unpack(data, what="a crafted part"))
+        refused = ask_all(store, "run@2", folder / "out")
+        assert sorted(each.name for each in folder.iterdir()) == ["hf", "out", "sound", "store"], "a path led out"
+        if "write" in refused or "compose" in refused:
+            raise InvalidInput(f"{len(refused)} questions were refused")
+        return None
+
+    return Parser(
+        inputs=_encodable([plain]), parse=parse, right=(IntegrityError, InvalidInput), seconds_max=20.0, may_write=True
+    )
+
+
 PARSERS: dict[str, Callable[[], Parser]] = {
     "pt": _pt,
     "pickle": _pickle,
@@ -458,6 +523,10 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "version": _version,
     "state": _state,
     "index": _index,
+    "own_notes": _own_notes,
+    "crafted_record": partial(_crafted, "record"),
+    "crafted_version": partial(_crafted, "version"),
+    "crafted_state": partial(_crafted, "state"),
     "recipe": _recipe,
     "timings": _timings,
 }
