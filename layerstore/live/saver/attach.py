@@ -120,6 +120,10 @@ def _agreed(
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         _check_saves(engine, settings)
+    wishes = exchange.texts(f"run {run}, {settings.of_all_ranks}, policy {policy.name} {policy.parameters}")
+    for rank, other in enumerate(wishes):
+        if other != wishes[0]:
+            raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
     if opened is None:
         opened = make_together(exchange, str(store))
     with exchange.together():
@@ -131,10 +135,6 @@ def _agreed(
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    wishes = exchange.texts(f"run {run}, {settings.of_all_ranks}, policy {policy.name} {policy.parameters}")
-    for rank, other in enumerate(wishes):
-        if other != wishes[0]:
-            raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
     return opened, resumed
 
 
