@@ -15,7 +15,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, standing
@@ -33,6 +33,7 @@ from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress, Silent
 from layerstore.storage import RecordName, Repository, row_of
+from layerstore.threads import Threads
 from layerstore.units import short_id
 
 _ALL = 2**32
@@ -395,7 +396,7 @@ def _lost(
     waiting: deque[Future[list[_Lost]]] = deque()
     # Checking local files takes less time than waking another thread.
     workers = WORKERS_MAX if reads or repo.aside.is_on_network else 1
-    with ThreadPoolExecutor(workers) as pool:
+    with Threads(workers) as pool:
         for refs in parts:
             step = 1 if reads else _SHARE
             for start in range(0, len(refs), step):

@@ -24,6 +24,7 @@ from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
 from layerstore.storage import Hashing, NewFile, OpenFile, Repository, Syncing
+from layerstore.threads import Threads
 from layerstore.zero3 import Piece, convert, mean, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
@@ -213,7 +214,7 @@ def assembling(
     # twenty times what it writes: with four threads some read while others compute.
     threads = 4 if has_means else 2 if is_export or not verify else 1
     with (
-        ThreadPoolExecutor(threads, thread_name_prefix="verify") as ahead,
+        Threads(threads, thread_name_prefix="verify") as ahead,
         closing(Syncing(durable=durable)) as syncing,
         ExitStack() as stack,
     ):

@@ -6,7 +6,6 @@ It holds masters and moments. All else that DeepSpeed needs is the base's, count
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +24,7 @@ from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, 
 from layerstore.progress import Progress
 from layerstore.publish import Checksums, SourceReader, Staging, stage_version
 from layerstore.storage import ObjectWriter, Repository
+from layerstore.threads import Threads
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import (
     STEP,
@@ -91,7 +91,7 @@ class DcpCheckpoint:
         layers = [layer for layer in checkpoint.layers if layer.layer in due]
         with (
             closing(SourceReader()) as files,
-            ThreadPoolExecutor(WORKERS_MAX) as pool,
+            Threads(WORKERS_MAX) as pool,
         ):
             staging = Staging(
                 writer,

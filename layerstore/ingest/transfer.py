@@ -28,6 +28,7 @@ from layerstore.progress import Progress, Silent
 from layerstore.publish import Checksums, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.shares import cut
 from layerstore.storage import ObjectWriter, Repository, Staged
+from layerstore.threads import Threads
 from layerstore.zero3 import (
     Checkpoint,
     GatheredSource,
@@ -119,7 +120,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Itera
     with (
         closing(SourceReader()) as reader,
         closing(SourceReader()) as gathered,
-        ThreadPoolExecutor(WORKERS_MAX) as pool,
+        Threads(WORKERS_MAX) as pool,
     ):
         checksums = Checksums()
         staging = Staging(

@@ -8,7 +8,6 @@ sizes can be compared.
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -22,6 +21,7 @@ from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter,
 from layerstore.progress import Progress
 from layerstore.storage import Repository
 from layerstore.tables import frame, html_table
+from layerstore.threads import Threads
 from layerstore.units import size
 from layerstore.zero3 import Slices, StoredSlice
 
@@ -304,7 +304,7 @@ def _measure(
         repo.objects.verify(ref)
         progress.advance(ref.size_bytes)
 
-    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+    with Threads(WORKERS_MAX) as pool:
         list(pool.map(check, refs))
     verified |= refs
     return _read_in_step(repo, found).distance(left_out=tuple(left_out))

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -38,6 +38,7 @@ from layerstore.limits import (
 from layerstore.remote.cloud import Cloud, first_line
 from layerstore.remote.credentials import checked_url, credentials_hint
 from layerstore.remote.folder import Folder, Listed
+from layerstore.threads import Threads, start
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -127,7 +128,10 @@ class Bucket:
                 raise IntegrityError(
                     f"{self._called(name)} has {size_bytes} bytes, at most {size_bytes_max} were expected"
                 )
-            return b"".join(pieces)
+            data = b"".join(pieces)
+            if len(data) < size_bytes:
+                raise ConnectionError("the answer ends early")
+            return data
 
         return self._answer(f"read {name}", once)
 
@@ -143,12 +147,19 @@ class Bucket:
         """
         download = _Download(lambda at, end: self._stream(name, at, end, is_whole=is_whole), start, start + size_bytes)
         while download.at < download.end:
-            piece = self._answer(f"read {name}", download.next_piece)
+            piece = self._answer(f"read {name}", partial(self._next_piece, name, download))
             if piece is None:
                 raise NotFound(f"{self._called(name)} is not there")
             if not piece:
                 raise self._too_short(name, download.end)
             yield piece
+
+    def _next_piece(self, name: str, download: _Download) -> memoryview:
+        """Return the next bytes of *name*, empty if it is shorter: that an answer ends early does not say so."""
+        piece = download.next_piece()
+        if not piece and (self.size(name) or 0) >= download.end:
+            raise ConnectionError("the answer ends early")
+        return piece
 
     def _stream(self, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[Any]:
         # If the range covers the whole object, some servers answer as if there had been no range.
@@ -187,7 +198,7 @@ class Bucket:
 
     def objects(self) -> "list[Listed]":
         """Return all objects; lists the folders in parallel, since a listing comes a thousand names at a time."""
-        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
             folders = pool.map(self.listed, OBJECT_FOLDERS)
             return [each for listed in folders for each in listed]
 
@@ -326,8 +337,8 @@ class Bucket:
             )
         if _FULL.search(text):
             return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
-        if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError)):
-            return exc  # a bug of ours
+        if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError, MemoryError)):
+            return exc  # a bug of ours, or no room for a thread
         return None if kind in _PASSING else self._gave_up(doing, exc)
 
     def _gave_up(self, doing: str, exc: Exception) -> StorageIO:
@@ -360,7 +371,7 @@ def _interruptible(ask: Callable[[], Answer]) -> Answer:
         except BaseException as exc:  # noqa: BLE001  # it is raised below
             answer.set_exception(exc)
 
-    threading.Thread(target=work, name="request", daemon=True).start()
+    start(threading.Thread(target=work, name="request", daemon=True))
     return answer.result()
 
 

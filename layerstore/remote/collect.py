@@ -11,7 +11,6 @@ import contextlib
 import random
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from layerstore.errors import IntegrityError, InvalidInput, Overtaken, Unsupported
@@ -35,6 +34,7 @@ from layerstore.progress import Progress
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket, hours_on
 from layerstore.remote.mirror import Remote
 from layerstore.storage import RecordName, name_in
+from layerstore.threads import Threads
 
 _LISTINGS_MAX = 5
 _EVER_NS = 1 << 63
@@ -112,7 +112,7 @@ def _collected(
         progress.advance(1)
         return found
 
-    with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="sweep") as pool:
+    with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="sweep") as pool:
         swept = list(pool.map(sweep, OBJECT_FOLDERS))
     objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
     if not dry_run:

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
@@ -22,6 +22,7 @@ from layerstore.model import BlobRef, StoredObject
 from layerstore.remote.source import Source
 from layerstore.remote.sparse import SparseObjects
 from layerstore.storage import Files, ObjectStore, OpenFile, Stretch, alone
+from layerstore.threads import Threads
 
 # The most objects to prefetch.
 _AHEAD_MAX = 2 * REMOTE_REQUESTS_MAX
@@ -43,7 +44,7 @@ class FetchedObjects(ObjectStore):
         self.source = source
         self._objects = ObjectStore(layout, files)
         """The objects that are here."""
-        self._pool = ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="fetch")
+        self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="fetch")
         self._sparse_objects = SparseObjects(layout, files, source, self._pool, make_room=self._make_room)
         self._bytes_of_wholes = 0
         self._is_closed = False

@@ -1,13 +1,14 @@
 """Verify a remote as one verifies a store, and repair it from a store that has sound copies."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from layerstore.check import Damage, Fetched, Repaired, Verdict, verify_store
 from layerstore.errors import IntegrityError, NotFound
-from layerstore.format import encode_identity
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.format import encode_identity, stated_flags
+from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import Bucket, Chunks
@@ -27,23 +28,33 @@ def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Ver
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:
     """
-    Restore a missing ``store.json`` in *bucket*, if *repo* has all commits there.
+    Restore a missing or damaged ``store.json`` in *bucket*, if *repo* has all commits there.
+
+    Flags that can still be read in it are kept, because an older layerstore must not write there.
 
     Raises:
-        IntegrityError: The bucket has a commit that *repo* does not have.
+        IntegrityError: The bucket has a commit that *repo* does not have; or ``store.json`` is damaged, and there is no
+            commit to tell whose it is.
     """
-    if identity_of(bucket) is not None or not (there := records_in(bucket)):
-        return ()
+    there, flags = records_in(bucket), frozenset(repo.identity.flags)
+    try:
+        if identity_of(bucket) is not None or not there:
+            return ()
+    except IntegrityError:
+        if not there:
+            raise
+        with suppress(IntegrityError):  # it is larger than any
+            flags |= {*(stated_flags(bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX) or b"") or ())}
     if strangers := there.keys() - pushed_records(repo, bucket):
         first = min(strangers)
         raise IntegrityError(
-            f"{bucket.url} lacks its store.json, and holds {first.run}@{first.step}, which this store does not have; "
-            "nothing was changed",
+            f"{bucket.url} lacks an intact store.json, and holds {first.run}@{first.step}, "
+            "which this store does not have; nothing was changed",
             hint="repair it from the store that has all of its commits",
         )
-    data = encode_identity(repo.identity)
+    data = encode_identity(replace(repo.identity, flags=tuple(sorted(flags))))
     if not dry_run:
-        bucket.create(IDENTITY, data)
+        bucket.write(IDENTITY, lambda: [data])
     return (Fetched(kind="store", path=IDENTITY, source=repo.name, size_bytes=len(data)),)
 
 

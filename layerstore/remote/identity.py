@@ -49,8 +49,13 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
     """Return the identity of the store that *bucket* holds, None if it holds none."""
-    data = bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX)
-    return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
+    try:
+        data = bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX)
+        return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
+    except IntegrityError as exc:
+        if "path" not in exc.facts:  # else it is a link, and its hint says so
+            exc.hint = f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back"
+        raise
 
 
 def records_in(bucket: Bucket) -> dict[RecordName, int]:

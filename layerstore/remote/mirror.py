@@ -9,19 +9,19 @@ Several processes may share it. Nothing is ever written to the bucket.
 
 import errno as errnos
 import mmap
-from collections.abc import Hashable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from layerstore.errors import IntegrityError, NoStore, NotFound, StorageIO
 from layerstore.format import StoreIdentity, encode_identity, object_id
 from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
-from layerstore.limits import RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
-from layerstore.model import BlobRef, ObjectId
+from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
+from layerstore.model import BlobRef, Commit, LayerEntry, ObjectId, Pin
 from layerstore.publish import shows_pinned
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
@@ -29,7 +29,10 @@ from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
 from layerstore.remote.source import Source
-from layerstore.storage import Files, RecordStore, Repository, alone, name_in, open_repository
+from layerstore.storage import Files, RecordName, RecordStore, Repository, alone, name_in, open_repository
+from layerstore.threads import Threads
+
+Answer = TypeVar("Answer")
 
 
 class Remote:
@@ -53,7 +56,8 @@ class Remote:
         _make(layout, files, identity)
         self.source = Source(bucket.url, layout, bucket=bucket)
         objects = MirroredObjects(layout, files, self.source)
-        self.repo = open_repository(path, files, remote=bucket.url, objects=objects)
+        records = MirroredRecords(layout, files, store_id=identity.store_id, bucket=bucket)
+        self.repo = open_repository(path, files, remote=bucket.url, objects=objects, records=records)
         """The mirror; read-only."""
         self.listed: frozenset[str] = frozenset()
         """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
@@ -80,9 +84,12 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         files.make_directories(layout.root)
         for folder in layout.folders:
             files.make_directory(folder, durable=False)
-        if not files.touch(layout.identity):
-            with files.temporary(layout.tmp, encode_identity(identity)) as source:
-                files.link_exclusive(source, layout.identity)
+        data = encode_identity(identity)
+        if files.read_if_there(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX) == data:
+            files.touch(layout.identity)
+        else:
+            with files.temporary(layout.tmp, data) as source:
+                files.rename(source, layout.identity)
     except (StorageIO, IntegrityError) as exc:  # the latter where something else has the folder's name
         errno, path = (exc.errno, exc.filename) if isinstance(exc, StorageIO) else (errnos.ENOTDIR, str(layout.root))
         raise StorageIO(
@@ -116,18 +123,21 @@ def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> tuple[f
         if data is None:
             gone.append(each.name)  # removed since it was listed
             return
-        target = layout.root / each.name
-        files.make_directory(target.parent, durable=False)
-        with files.temporary(layout.tmp, data) as source:
-            files.touch(source, time_ns=each.modified_ns)  # retention uses it
-            files.rename(source, target)
+        files.make_directory((layout.root / each.name).parent, durable=False)
+        _write(layout, files, layout.root / each.name, data, modified_ns=each.modified_ns)
 
     # A pin may mean something else by now; a record never changes.
     is_pin = f"{layout.pins.name}/"
     missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
-    with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
+    with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
         in_parallel(pool, fetch, missing)
     return frozenset(listed).difference(gone), strangers
+
+
+def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns: int) -> None:
+    with files.temporary(layout.tmp, data) as source:
+        files.touch(source, time_ns=modified_ns)  # retention uses it
+        files.rename(source, path)
 
 
 def _is_folder(each: Listed) -> bool:
@@ -141,6 +151,37 @@ def _is_ours(name: str) -> bool:
     if folder == "pins":
         return len(names) == 1 and is_name(names[0])
     return len(names) == 2 and is_name(names[0]) and name_in(*names) is not None
+
+
+class MirroredRecords(RecordStore):
+    """The records and pins of a remote; one that has rotted here is fetched again, so that damage is the bucket's."""
+
+    def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
+        super().__init__(layout, files, store_id=store_id)
+        self._bucket = bucket
+
+    def read(self, name: RecordName) -> Commit:
+        """Return the commit *name*, checked; raises IntegrityError if it is damaged in the bucket, or gone."""
+        return self._read_twice(self._path(name), lambda: super(MirroredRecords, self).read(name))
+
+    def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
+        """Return the checked entries of the commit *name* for *layers*; raises as `read` does."""
+        return self._read_twice(self._path(name), lambda: super(MirroredRecords, self).read_entries(name, layers))
+
+    def read_pin(self, name: str) -> Pin:
+        """Return the pin *name*, checked; raises NotFound if there is none, and IntegrityError as `read` does."""
+        return self._read_twice(self._layout.pin(name), lambda: super(MirroredRecords, self).read_pin(name))
+
+    def _read_twice(self, path: Path, read: Callable[[], Answer]) -> Answer:
+        try:
+            return read()
+        except IntegrityError:
+            modified_ns = self._files.modified_ns(path)
+            data = self._bucket.read(self._layout.name(path), size_bytes_max=RECORD_BYTES_MAX)
+            if modified_ns is None or data is None:
+                raise  # it was removed, here or there
+            _write(self._layout, self._files, path, data, modified_ns=modified_ns)
+        return read()
 
 
 class MirroredObjects(FetchedObjects):
@@ -202,7 +243,7 @@ class MirroredObjects(FetchedObjects):
 
     def ids(self) -> Iterator[ObjectId]:
         """Yield every object in the bucket, by id."""
-        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
             yield from chain.from_iterable(pool.map(self.ids_in, [name.rpartition("/")[2] for name in OBJECT_FOLDERS]))
 
     def ids_in(self, prefix: str) -> list[ObjectId]:

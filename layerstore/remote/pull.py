@@ -33,6 +33,7 @@ from layerstore.remote.remotes import Remotes, check_elsewhere
 from layerstore.remote.source import Source
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import Files, ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
+from layerstore.threads import Threads
 
 _NAMED_BYTES = 128 << 20
 _NAMED_TIMES_MAX = 16
@@ -124,7 +125,7 @@ class _Pull:
         """Fetch what is missing."""
         left: Left = {}
         commits, pins = self._asked(refs, left)
-        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
                 with _told_later(left, f"{commit.record.run}@{commit.record.step}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, commit.record)
@@ -247,7 +248,7 @@ def fetch_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterat
         writer.stage(ref, (data for _, data in source.checked(ref)))
 
     with ObjectWriter(repo.layout, repo.files, repo.objects) as writer:
-        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             in_parallel(pool, stage, refs)
         yield writer.staged
 

@@ -41,6 +41,7 @@ from layerstore.remote.bucket import (
 from layerstore.remote.identity import Inventory, claim, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks
+from layerstore.threads import Threads
 
 # Servers report times in whole seconds.
 _CLOCK_NS = 2 * 10**9
@@ -236,7 +237,7 @@ class _Push:
             waiting = deque(self._still_here(waiting, lambda _, record: wanted.extend(self._missing(record, seen))))
             self._progress.start("push", sum(ref.size_bytes for ref in wanted))
         sent = set[Path]()
-        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
             while waiting:
                 sent.update(path for path, _ in self._send(pool, waiting))
         names = [name for path, name in paths.items() if path in sent]
@@ -436,7 +437,7 @@ class _Push:
         """Check what no record names yet, after waiting for collections to remove what they had listed as old."""
         self._progress.start("objects looked at beside a collection", len(self._unnamed))
         time.sleep(2 * REMOTE_MOMENT_SECONDS)
-        with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
             sizes = pool.map(self._bucket.size, [self._repo.layout.object_name(name) for name in self._unnamed])
             return all(size == ref.size_bytes for size, ref in zip(sizes, self._unnamed.values(), strict=True))
 
@@ -469,7 +470,7 @@ class _Push:
 def send_share(repo: Repository, part: tuple[str, Sequence[BlobRef]]) -> Iterator[None]:
     """Send some objects to the bucket at a URL on behalf of the leading process."""
     url, refs = part
-    with ThreadPoolExecutor(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
+    with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
         in_parallel(pool, partial(send_object, repo, Bucket(url)), refs)
     yield
 

@@ -27,6 +27,7 @@ from layerstore.format import parse_json
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS
 from layerstore.storage.files import network_filesystem
 from layerstore.storage.handles import mapped_errors
+from layerstore.threads import start
 
 _POLL_SECONDS = 0.05
 _LEASE_POLL_SECONDS = 0.25
@@ -281,7 +282,7 @@ class _Lease:
         self._lost: Locked | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease of {wanted.path.name}", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def check(self) -> None:
         """Renew the lease; raise Locked if somebody else has taken it."""

@@ -8,7 +8,6 @@ Layout and write order: docs/reference/format.md, sections 3 and 6.
 import errno as errnos
 import mmap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectId, StoredObject
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
+from layerstore.threads import Threads
 
 Stretch = tuple[int, int]
 """A stretch of an object: start and end."""
@@ -208,7 +208,7 @@ class ObjectStore:
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
         """Verify the needed *stretches* of some objects, several at a time; return the fully verified objects."""
-        with ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="verify") as pool:
+        with Threads(WORKERS_MAX, thread_name_prefix="verify") as pool:
             for _ in pool.map(self.verify, stretches):
                 pass  # raises if one is damaged
         return set(stretches)

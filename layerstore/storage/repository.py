@@ -209,12 +209,17 @@ def _is_store(folder: Path, files: Files) -> bool:
 
 
 def open_repository(
-    path: Path, files: Files, *, remote: str | None = None, objects: ObjectStore | None = None
+    path: Path,
+    files: Files,
+    *,
+    remote: str | None = None,
+    objects: ObjectStore | None = None,
+    records: RecordStore | None = None,
 ) -> Repository:
     """
     Open the store at *path*; writes nothing, not even an index until a query needs one.
 
-    A mirror of *remote* reads its *objects* from the remote.
+    A mirror of *remote* reads its *objects* and *records* from the remote.
 
     Raises:
         NoStore: There is none.
@@ -231,7 +236,7 @@ def open_repository(
             f"a migration of {layout.root} was interrupted; nothing was changed", hint="layerstore migrate finishes it"
         )
     _check_folders(layout, files)
-    records = RecordStore(layout, files, store_id=identity.store_id)
+    records = records or RecordStore(layout, files, store_id=identity.store_id)
     catalog = Catalog(
         records,
         directory=manifest_directory(layout, store_id=identity.store_id),

@@ -7,13 +7,14 @@ An fsync takes a disk a millisecond, and several at once take no longer, so smal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
 from layerstore.limits import SYNCING_MAX, SYNCS_AT_ONCE
 from layerstore.storage.files import Files
 from layerstore.storage.handles import NewFile
+from layerstore.threads import Threads
 
 Item = TypeVar("Item")
 
@@ -23,7 +24,7 @@ class Syncing:
 
     def __init__(self, *, durable: bool = True) -> None:
         self._durable = durable
-        self._pool = ThreadPoolExecutor(SYNCS_AT_ONCE, thread_name_prefix="fsync")
+        self._pool = Threads(SYNCS_AT_ONCE, thread_name_prefix="fsync")
         self._guard = threading.Lock()
         self._under_way: deque[Future[None]] = deque()
 
@@ -57,7 +58,10 @@ class Syncing:
     def _begun(self, work: Callable[[Item], None], item: Item) -> Future[None]:
         try:
             return self._pool.submit(work, item)
-        except RuntimeError:  # the interpreter is exiting during a save: no new threads can start
+        except (
+            RuntimeError,
+            MemoryError,
+        ):  # memory is short, or the interpreter exits during a save
             work(item)
             done: Future[None] = Future()
             done.set_result(None)

@@ -6,7 +6,6 @@ own loader would silently accept most of these.
 """
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import PurePath
@@ -15,6 +14,7 @@ from typing import TypeGuard
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import Buffer, Parameter
+from layerstore.threads import Threads
 from layerstore.tree import Inert, Size, Tensor, Tree
 from layerstore.zero3.counters import STEP, count_of
 from layerstore.zero3.discovery import RankFiles
@@ -185,7 +185,7 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
 
     # The first one before the others, which are copies of it.
     first = rank_source(pairs[0].rank, read_pt(pairs[0].model, pickles), read_pt(pairs[0].optimizer, pickles))
-    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+    with Threads(WORKERS_MAX) as pool:
         return [first, *pool.map(read, pairs[1:])]
 
 

@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import stat
@@ -240,6 +241,13 @@ def in_child(work: Callable[..., Any], *args: Any, timeout_seconds: float = TIME
     process.join()
     process.close()
     return outcome or Outcome(None)
+
+
+def limit_address_space(more_bytes: int) -> None:
+    """Let this process have so much more address space than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
 
 
 def _signal_of(process: BaseProcess) -> int:

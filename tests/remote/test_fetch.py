@@ -1,11 +1,13 @@
 """A store straight from a bucket: records first, bytes as they are needed, and nothing is written there."""
 
 import os
+import random
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -465,3 +467,40 @@ def test_what_fails_for_long_is_given_up(pushed: Store, url: str, monkeypatch: p
     with layerstore.open(url) as remote, pytest.warns(RemoteNotice), pytest.raises(StorageIO, match="no route") as told:
         remote.show("r@6")
     assert told.value.hint is not None
+
+
+@pytest.mark.fault(114)
+def test_answers_that_end_early_are_no_damage(pushed: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is asked for again; if that does not help the network is blamed, and no object."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.001)
+    stream, chance = Bucket._stream, random.Random(1)
+
+    def cut(self: Bucket, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[bytes]:
+        data = b"".join(map(bytes, stream(self, name, start, end, is_whole=is_whole)))
+        yield data[: chance.randrange(1, len(data) + 1)]
+
+    def cut_at_once(self: Bucket, name: str, start: int, end: int, *, is_whole: bool) -> Iterator[bytes]:
+        yield from ()
+
+    warnings.simplefilter("ignore", RemoteNotice)
+    with layerstore.open(url) as remote:
+        monkeypatch.setattr(Bucket, "_stream", cut)
+        assert remote.verify(read_data=True).ok
+        monkeypatch.setattr(Bucket, "_stream", cut_at_once)
+        with pytest.raises(StorageIO, match="ends early"):
+            remote.verify(read_data=True)
+
+
+@pytest.mark.fault(114)
+def test_what_no_server_tells_is_no_damage(pushed: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial clone is not verified without its bucket, but nothing is reported as lost."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_TRIES", 1)
+
+    def away(*_: object, **__: object) -> object:
+        raise ConnectionError("no route to host")
+
+    pushed.push(f"file://{tmp_path}/bucket")
+    with layerstore.clone(f"file://{tmp_path}/bucket", tmp_path / "clone", records=True) as clone:
+        monkeypatch.setattr("layerstore.remote.bucket._interruptible", away)
+        with pytest.raises(StorageIO, match="no route"):
+            clone.verify()

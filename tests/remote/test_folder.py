@@ -1,6 +1,7 @@
 """A remote in a folder: no link in it is followed, for reading, writing, listing or removing."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from layerstore import Keep, Store
 from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
 from layerstore.remote import Bucket
 from layerstore.remote.folder import Folder
+from tests.faults.harness import attempt, in_child, limit_address_space
 from tests.unit.checkpoints import Checkpoints
 
 
@@ -135,9 +137,9 @@ def test_a_link_that_is_planted_later_is_refused(pushed: Store, remote: Path, el
         lambda: bucket.remove(["gc/../gc/ended/x"]),
         lambda: bucket.write("../elsewhere/new", lambda: [b"new"]),
     ]
-    for attempt in attempts:
+    for request in attempts:
         with pytest.raises(LayerstoreError, match=r"is a link|not a regular file|no name in a remote"):
-            attempt()
+            request()
     assert content(elsewhere) == before
 
 
@@ -206,3 +208,58 @@ def test_a_link_in_the_cache_of_remotes_is_not_followed(
     layerstore.open(url).close()
 
     assert content(elsewhere) == before
+
+
+@pytest.mark.fault(116)
+def test_a_name_of_several_lines_is_a_stranger(pushed: Store, remote: Path, url: str, tmp_path: Path) -> None:
+    """It stops nothing that it has nothing to do with, and is reported in one line."""
+    for folder in ("commits/r", "pins", "objects/ab", "objects", "trash/commits"):
+        (remote / folder).mkdir(parents=True, exist_ok=True)
+        (remote / folder / "two\nlines").write_text("mine")
+    with layerstore.open(url) as opened:
+        assert [entry.step for entry in opened.log()] == [6, 4, 2]
+        opened.compose("r@6").write(tmp_path / "out")
+        assert {damage.path for damage in opened.verify().damaged} == {"commits/r/two\nlines", "pins/two\nlines"}
+    layerstore.clone(url, tmp_path / "clone").close()
+    pushed.push()
+    with pytest.raises(IntegrityError, match=r"two\\nlines"):
+        pushed.gc(Keep(last=1), remote="origin")
+
+
+@pytest.mark.fault(116)
+@pytest.mark.parametrize("victim", ["store.json", "commits/r/4.*", "pins/best", "objects/*/*"])
+def test_a_fifo_is_not_waited_for(pushed: Store, remote: Path, url: str, tmp_path: Path, victim: str) -> None:
+    """Whatever it takes the place of, a clone ends at once, and names it."""
+    path = next(remote.glob(victim))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(IntegrityError, match=re.escape(path.name)):
+        layerstore.clone(url, tmp_path / "clone")
+
+
+@pytest.mark.fault(116)
+@pytest.mark.parametrize("place", ["", "/store.json", "/partial.json", "/remotes.json"])
+def test_a_fifo_in_the_place_of_a_clone_is_not_waited_for(pushed: Store, url: str, tmp_path: Path, place: str) -> None:
+    """Nor in the folder that a clone is made in."""
+    if place:
+        layerstore.clone(url, tmp_path / "clone").close()
+        (tmp_path / "clone" / place[1:]).unlink(missing_ok=True)
+    os.mkfifo(f"{tmp_path}/clone{place}")
+    with pytest.raises(LayerstoreError):
+        layerstore.clone(url, tmp_path / "clone")
+
+
+def _collected_in_little(path: Path, url: str) -> bool:
+    """Collect the remote with more and more memory until that is enough."""
+    for mib in range(0, 400, 2):
+        limit_address_space(mib << 20)
+        failure = attempt(lambda: layerstore.open(path).gc(remote=url, dry_run=True))
+        if failure is None:
+            return True
+    return False
+
+
+@pytest.mark.fault(117)
+def test_a_collection_without_room_for_threads_ends(pushed: Store, url: str) -> None:
+    """By an error, with any amount of memory: no request waits for a thread that cannot be."""
+    assert in_child(_collected_in_little, pushed.path, url, timeout_seconds=100).needed()

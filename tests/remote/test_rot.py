@@ -1,5 +1,6 @@
 """Verified means read and hashed now: what rots here while a store is open is never handed out."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from layerstore.compose import RankLoad
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.format import STATE_MAGIC, VERSION_MAGIC, NameHasher
+from layerstore.remote import Bucket
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.storage import OpenFile, objects
 from layerstore.zero3.pt import layout_pt
@@ -112,6 +114,28 @@ def test_what_rots_in_a_partial_clone_is_never_handed_out(pushed: Store, url: st
         assert "repair --read-data --from" in (told.value.hint or "")
         assert not (tmp_path / "second").exists()
         assert {damage.id for damage in clone.verify(read_data=True).damaged} == rotted
+
+
+@pytest.mark.fault(113)
+@pytest.mark.parametrize("rotten", ["commits/r/4.*", "pins/best", "store.json"])
+def test_a_record_that_rots_in_the_cache_is_not_the_buckets(pushed: Store, url: str, rotten: str) -> None:
+    """It is fetched again, by the process that has the store open and by others; damage there is told as it is."""
+    pushed.pin("best", "r@2")
+    pushed.push(url)
+    for is_open in (True, False):
+        with layerstore.open(url) as remote:
+            [path] = remote.path.glob(rotten)
+            if is_open:
+                path.write_bytes(b"rotten")
+            assert [entry.step for entry in remote.log()] == [6, 4, 2]
+            assert (remote.show("r@4"), remote.show("best")) == (pushed.show("r@4"), pushed.show("best"))
+            assert remote.verify().ok
+            path.write_bytes(b"rotten")
+
+    name = path.relative_to(remote.path).as_posix()
+    Bucket(url).write(name, lambda: [b"rotten"])
+    with pytest.raises(IntegrityError, match=re.escape(name)), layerstore.open(url) as remote:
+        remote.show("best" if rotten == "pins/best" else "r@4")
 
 
 @pytest.mark.fault(108)

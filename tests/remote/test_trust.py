@@ -10,8 +10,10 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, StorageIO
+from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.remote import Bucket
 from layerstore.remote.bucket import hours_on
+from layerstore.remote.identity import identity_of
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
 
@@ -103,23 +105,41 @@ def test_some_of_many_may_be_gone_already(bucket: Bucket) -> None:
     assert bucket.listed("objects") == []
 
 
-def test_a_lost_identity_is_put_back(pushed: Store, bucket: Bucket, tmp_path: Path, saved: Checkpoints) -> None:
+@pytest.mark.fault(115)
+@pytest.mark.parametrize("text", [None, b"", b"rotten", b"[" * 1000, bytes(RECORD_BYTES_MAX + 1)])
+def test_a_lost_identity_is_put_back(
+    pushed: Store, bucket: Bucket, tmp_path: Path, saved: Checkpoints, text: bytes | None
+) -> None:
     """By a store that has all of its commits; until then nobody takes it for empty, and no other store takes it."""
-    bucket.remove(["store.json"])
-    with pytest.raises(IntegrityError, match=r"its store\.json is missing"):
-        layerstore.open(bucket.url)
-    with pytest.raises(IntegrityError, match=r"its store\.json is missing"):
-        pushed.push(bucket.url)
+    if text is None:
+        bucket.remove(["store.json"])
+    else:
+        bucket.write("store.json", lambda: [text])
+    for use in (lambda: layerstore.open(bucket.url), lambda: pushed.push(bucket.url)):
+        with pytest.raises(IntegrityError, match=r"store\.json") as told:
+            use()
+        assert f"layerstore repair --remote {bucket.url}" in (told.value.hint or "")
     other = layerstore.init(tmp_path / "other")
     saved.into(other, 2)
     with pytest.raises(IntegrityError, match="does not have"):
         other.repair(remote=bucket.url)
 
     planned = pushed.repair(remote=bucket.url, dry_run=True)
-    assert bucket.size("store.json") is None
+    assert bucket.size("store.json") == (None if text is None else len(text))
     assert pushed.repair(remote=bucket.url).fetched == planned.fetched
     assert [each.path for each in planned.fetched] == ["store.json"]
     assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+@pytest.mark.fault(115)
+def test_what_a_damaged_identity_says_of_features_is_kept(pushed: Store, bucket: Bucket) -> None:
+    """A layerstore that does not know one must not write there."""
+    data = bucket.read("store.json", size_bytes_max=RECORD_BYTES_MAX) or b""
+    bucket.write("store.json", lambda: [data.replace(b'"flags": []', b'"flags": ["new"]')])
+    pushed.repair(remote=bucket.url)
+    found = identity_of(bucket)
+    assert found is not None
+    assert found.flags == ("new",)
 
 
 # -- what counts as pushed -------------------------------------------------------------------------------------------

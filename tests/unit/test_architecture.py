@@ -38,6 +38,7 @@ FLOORS = {
     "progress": 0,
     "shares": 0,
     "tables": 0,
+    "threads": 0,
     "tree": 0,
     "units": 0,
     "format": 1,
@@ -170,6 +171,7 @@ OWN_FILES = {
     "layerstore.live.saver.collector": "it talks with its process through files without a name",
     "layerstore.live.scratch": "its folders are for libraries to read, and end with the process",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
+    "layerstore.threads": "it asks for memory, not for a file",
 }
 WHY_SEAM = (
     "storage/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "

@@ -1,0 +1,42 @@
+"""
+Pools of threads that need little memory to fail.
+
+CPython waits for ever for a thread that found no memory to begin with, and a pool keeps the work of a thread that could
+not be started. So each thread is started only if there is room for it; with one thread at least, the others are spared.
+"""
+
+import mmap
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+_STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
+_ROOM_BYTES = (4 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
+"""Of address space: a thread's stack, and more than it allocates before it works."""
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool of threads, fewer than it may have if there is no room for more."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            check_room()
+            super()._adjust_thread_count()
+        except (MemoryError, RuntimeError):
+            if not self._threads:
+                self._work_queue.get_nowait()  # what was submitted, which nobody would do
+                raise
+
+
+def start(thread: threading.Thread) -> None:
+    """Start *thread*; raises MemoryError if there is no room for it."""
+    check_room()
+    thread.start()
+
+
+def check_room() -> None:
+    """Raise MemoryError unless there is room for one more thread."""
+    try:
+        mmap.mmap(-1, _ROOM_BYTES).close()
+    except OSError as exc:
+        raise MemoryError("there is no room for a thread's stack") from exc
