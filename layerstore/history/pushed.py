@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from layerstore.format import parse_json
 from layerstore.layout import OBJECT_ID
@@ -38,9 +38,20 @@ def _commit(name: str) -> CommitId:
     return CommitId(name)
 
 
-def note_pushed(repo: Repository, url: str, commits: Iterable[CommitId]) -> None:
-    """Note that the remote at *url* has *commits*."""
-    found = {**pushed_to(repo), url: commits}
-    text = json.dumps({url: sorted(names) for url, names in sorted(found.items())})
-    with repo.files.temporary(repo.layout.tmp, text.encode()) as source:
-        repo.files.rename(source, repo.layout.pushed)
+def note_pushed(
+    repo: Repository, url: str, commits: Collection[CommitId], *, before: Collection[CommitId] = ()
+) -> None:
+    """
+    Note that the remote at *url* has *commits*, and no longer those that were noted *before* the push.
+
+    What another push has noted meanwhile stays.
+    """
+
+    def noted() -> bytes | None:
+        found = pushed_to(repo)
+        has = found.get(url, frozenset()).difference(before).union(commits)
+        if found.get(url) == has:
+            return None
+        return json.dumps({each: sorted(names) for each, names in sorted({**found, url: has}.items())}).encode()
+
+    repo.rewrite(repo.layout.pushed, noted)

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
-from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NotFound, StorageIO
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked, NotFound, StorageIO
 from layerstore.format import NameHasher, unseal_pin
-from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, references_to
+from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, pushed_to, references_to
 from layerstore.layers import typed
 from layerstore.limits import (
     FOLLOW_SECONDS,
@@ -215,6 +215,7 @@ class _Push:
         *made* says that the bucket was empty: two stores may have seen that at the same time.
         """
         self.left, self._made = dict(left), made
+        before = pushed_to(self._repo).get(self._bucket.url, frozenset())
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         new = [name for name in names if name not in there]
         self._own.update(new)
@@ -242,8 +243,9 @@ class _Push:
                 sent.update(path for path, _ in self._send(pool, waiting))
         names = [name for path, name in paths.items() if path in sent]
         try:
-            note_pushed(self._repo, self._bucket.url, {name.id for name in (*there.difference(commits), *names)})
-        except StorageIO as exc:  # a read-only store
+            has = {name.id for name in (*there.difference(commits), *names)}
+            note_pushed(self._repo, self._bucket.url, has, before=before)
+        except (StorageIO, Locked) as exc:  # a read-only store, say
             warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=2)
         pushed = Pushed(
             url=self._bucket.url,

@@ -1,6 +1,7 @@
 """The named remotes of a store: ``remotes.json`` maps names to URLs, without any key or password."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -52,23 +53,29 @@ class Remotes:
             InvalidInput: *url* is not a URL, or *name* not a name.
         """
         check_name(name, what="the remote's name")
-        found, url = self.urls(), checked_url(url)
+        url = checked_url(url)
         check_elsewhere(url, self._repo.layout.root)
-        if found.get(name, url) != url:
-            raise AlreadyExists(
-                f"remote {name!r} is {found[name]} already", hint=f"layerstore remote remove {typed(name)}"
-            )
-        self._write(found | {name: url})
+
+        def added(found: dict[str, str]) -> None:
+            if found.setdefault(name, url) != url:
+                raise AlreadyExists(
+                    f"remote {name!r} is {found[name]} already", hint=f"layerstore remote remove {typed(name)}"
+                )
+
+        self._change(added)
         return url
 
     def remove(self, name: str) -> str:
         """Forget *name*; return its URL. The bucket itself is not touched."""
-        found = self.urls()
-        if name not in found:
-            raise _no_remote(name, found)
-        url = found.pop(name)
-        self._write(found)
-        return url
+        removed: list[str] = []
+
+        def without(found: dict[str, str]) -> None:
+            if name not in found:
+                raise _no_remote(name, found)
+            removed.append(found.pop(name))
+
+        self._change(without)
+        return removed[0]
 
     def url(self, name: str | None = None) -> str:
         """
@@ -92,13 +99,16 @@ class Remotes:
             raise _no_remote(name, found)
         return found[name]
 
-    def _write(self, found: dict[str, str]) -> None:
-        repo = self._repo
-        repo.prepare_writing()
-        data = json.dumps(dict(sorted(found.items())), indent=2).encode() + b"\n"
-        with repo.files.temporary(repo.layout.tmp, data) as source:
-            repo.files.rename(source, repo.layout.remotes)
-        repo.files.sync_directory(repo.layout.root)
+    def _change(self, change: Callable[[dict[str, str]], None]) -> None:
+        """Let *change* work on the remotes while no other process does."""
+
+        def changed() -> bytes:
+            found = self.urls()
+            change(found)
+            return json.dumps(dict(sorted(found.items())), indent=2).encode() + b"\n"
+
+        self._repo.prepare_writing()
+        self._repo.rewrite(self._repo.layout.remotes, changed)
 
 
 def check_elsewhere(url: str, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,23 @@ class Repository:
     def lock_index(self) -> AbstractContextManager[HeldLock]:
         """Hold the courtesy lock of the index."""
         return lock(self.layout.locks / "index.lock", what="the index")
+
+    def rewrite(self, path: Path, change: Callable[[], bytes | None]) -> None:
+        """
+        Replace the file *path* of the store's root by what *change*, which reads it, returns; None leaves it as it is.
+
+        Other processes wait, so none undoes what another has changed.
+
+        Raises:
+            Locked: Another process did not finish in time.
+        """
+        with lock(self.layout.locks / f"{path.name}.lock", what=path.name):
+            data = change()
+            if data is None:
+                return
+            with self.files.temporary(self.layout.tmp, data) as source:
+                self.files.rename(source, path)
+            self.files.sync_directory(path.parent)
 
     def prepare_writing(self) -> None:
         """
