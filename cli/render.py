@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, TextIO, TypeVar
 
 from layerstore.layout import is_url
+from layerstore.redact import redacted
 
 T = TypeVar("T")
 
@@ -401,7 +402,7 @@ def draw(line: str) -> None:
 def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: bool) -> None:
     """Print what went wrong: one or two lines for people, or one object for programs."""
     if as_json:
-        error = {"kind": kind, "code": code, "message": message, "hint": hint and with_store(hint)}
+        error = {"kind": kind, "code": code, "message": redacted(message), "hint": hint and redacted(with_store(hint))}
         _print(json.dumps({"schema": JSON_SCHEMA, "error": error}), sys.stderr)
         return
     _complain("error", message)
@@ -412,7 +413,7 @@ def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: 
 def _complain(label: str, message: str) -> None:
     colour = {"error": "1;31", "warning": "1;33", "hint": "1;36"}[label]
     head = f"\x1b[{colour}m{label}:\x1b[0m" if _has_colour(sys.stderr) else f"{label}:"
-    text = f"{label}: {shown(with_store(message))}"
+    text = f"{label}: {shown(redacted(with_store(message)))}"
     # A hint is usually a command to copy, so do not fold it.
     lines = [text] if label == "hint" else _folded(text, indent=2, stream=sys.stderr) or [text]
     _print("\n".join([head + lines[0].removeprefix(f"{label}:"), *lines[1:]]), sys.stderr)

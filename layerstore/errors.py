@@ -41,7 +41,8 @@ class LayerstoreError(Exception):
 
     *hint* is the next thing to do, best as a command; a class may have a usual one.
     *facts* are the values behind the message, for programs.
-    Unprintable characters, which file names may hold, are escaped.
+    Unprintable characters, which file names may hold, are escaped. A URL that may hold a key is cut to its scheme: it
+    may have been given in the place of anything.
     """
 
     exit_code: int = 1
@@ -49,9 +50,10 @@ class LayerstoreError(Exception):
     usual_hint: str | None = None
 
     def __init__(self, message: str, *, hint: str | None = None, **facts: object) -> None:
+        message = _without_keys(message)
         super().__init__(message)
         self.message = _in_one_line(message)
-        self.hint = self.usual_hint if hint is None else _in_one_line(hint)
+        self.hint = self.usual_hint if hint is None else _in_one_line(_without_keys(hint))
         self.facts = facts
         if self.hint:
             self.add_note(f"hint: {self.hint}")  # so that a traceback shows it
@@ -64,7 +66,7 @@ class LayerstoreError(Exception):
 
     def locate(self, place: object) -> None:
         """Prefix the message with *place*."""
-        self.message = _in_one_line(f"{place}: {self.message}")
+        self.message = _in_one_line(_without_keys(f"{place}: {self.message}"))
 
 
 def _unpickled(kind: type[LayerstoreError], words: tuple[object, ...], state: dict[str, object]) -> LayerstoreError:
@@ -72,6 +74,14 @@ def _unpickled(kind: type[LayerstoreError], words: tuple[object, ...], state: di
     for name, value in state.items():
         setattr(found, name, value)
     return found
+
+
+def _without_keys(text: str) -> str:
+    if ":" not in text:
+        return text
+    from layerstore.redact import redacted  # `import layerstore` must not load what it imports
+
+    return redacted(text)
 
 
 def _in_one_line(text: str) -> str:

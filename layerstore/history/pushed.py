@@ -8,6 +8,7 @@ from layerstore.format import parse_json
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import PUSHED_BYTES_MAX
 from layerstore.model import CommitId
+from layerstore.redact import shown_url
 from layerstore.storage import Repository
 
 
@@ -22,7 +23,7 @@ def pushed_to(repo: Repository) -> Mapping[str, frozenset[CommitId]]:
     if data is None:
         return {}
     try:
-        return {url: frozenset(map(_commit, names)) for url, names in parse_json(data).items()}
+        return {shown_url(url): frozenset(map(_commit, names)) for url, names in parse_json(data).items()}
     except (ValueError, TypeError, AttributeError):
         warnings.warn(
             f"{path} is damaged, so what was pushed is not known; the next push writes it anew",

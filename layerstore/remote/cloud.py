@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from layerstore.errors import InvalidInput, Unsupported
 from layerstore.limits import IO_CHUNK_BYTES, REMOTE_PART_BYTES, REMOTE_SILENCE_SECONDS, REMOTE_UPLOAD_SECONDS
+from layerstore.redact import redacted
 from layerstore.remote.credentials import credentials_hint, s3_options
 from layerstore.remote.folder import Listed
 
@@ -114,7 +115,7 @@ def _listed(meta: Any) -> Listed:
 def first_line(exc: Exception) -> str:
     """Return the message of *exc* without what obstore adds: its name for the service, microseconds, and XML."""
     line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-    line = re.sub(r"//[^/\s]*@", "//…@", line)
+    line = redacted(line)  # an endpoint may hold a key
     line = re.sub(r": <\?xml.*?<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?.*", r": \1: \2", line)
     line = re.sub(r"^Generic \S+ error: (Error performing )?| in [0-9.]+[µmn]?s(?= - )", "", line)
     return line if len(line) <= 300 else f"{line[:300]}…"

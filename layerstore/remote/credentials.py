@@ -14,9 +14,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from layerstore.errors import InvalidInput, Unsupported
+from layerstore.redact import shown_url
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 _CLOUD_SCHEMES = ("s3", "gs", "az")
@@ -111,33 +112,36 @@ def checked_url(url: str) -> str:
     Raises:
         InvalidInput: It is no URL of a bucket, or holds a password.
     """
-    parts = urlsplit(url)
+    shown = shown_url(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text repeats the URL
+        raise InvalidInput(f"{shown!r} is no remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
     if parts.scheme not in SCHEMES:
         raise InvalidInput(
-            f"{_without_secrets(url)!r} is no remote",
-            hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}",
+            f"{shown!r} is no remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
         )
-    is_secret = parts.scheme in _CLOUD_SCHEMES and (":" in parts.netloc or "@" in url)
-    if is_secret or parts.username or parts.password or parts.query or parts.fragment:
+    is_cloud = parts.scheme in _CLOUD_SCHEMES
+    if parts.query or parts.fragment or (parts.scheme != "file" and not _is_place(parts)):
         raise InvalidInput(
-            f"{_without_secrets(url)!r} holds more than a bucket and a prefix",
+            f"{shown!r} holds more than a bucket and a prefix",
             hint=f"keys belong into the environment; {credentials_hint(url)}",
         )
-    if parts.scheme in _CLOUD_SCHEMES and not parts.netloc:
-        raise InvalidInput(f"{url!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
+    if is_cloud and not parts.netloc:
+        raise InvalidInput(f"{shown!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
-        raise InvalidInput(f"{url!r} names no folder", hint="file:///ABSOLUTE/PATH")
+        raise InvalidInput(f"{shown!r} names no folder", hint="file:///ABSOLUTE/PATH")
     return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
 
 
-def _without_secrets(url: str) -> str:
-    shown = re.sub(r"//.*@", "//…@", url.split("?", maxsplit=1)[0])
-    return re.sub(r"//[^/@]*:.*", "//…", shown)
+def _is_place(parts: SplitResult) -> bool:
+    """Whether a URL has nothing but a bucket, if any, and a prefix; a key may also be percent-encoded."""
+    return re.fullmatch(r"[A-Za-z0-9._$-]*", parts.netloc) is not None and "@" not in unquote(parts.path)
 
 
 def credentials_hint(url: str) -> str:
     """Return which variables say who we are to the server at *url*."""
-    scheme = urlsplit(url).scheme
+    scheme = url.partition(":")[0].lower()
     if scheme == "s3":
         return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
     if scheme == "gs":

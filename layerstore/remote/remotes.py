@@ -8,10 +8,11 @@ from urllib.parse import unquote, urlsplit
 from layerstore.arguments import checked
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
 from layerstore.format import parse_json
-from layerstore.layers import check_name, typed
+from layerstore.layers import check_name, is_name, typed
 from layerstore.layout import is_url
 from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.nearest import did_you_mean, nearest
+from layerstore.redact import shown_url
 from layerstore.remote.credentials import checked_url
 from layerstore.storage import Repository
 
@@ -25,11 +26,14 @@ class Remotes:
 
     def urls(self) -> dict[str, str]:
         """
-        Return all URLs, by name.
+        Return all URLs, by name; what somebody has written that may hold a key is cut to its scheme.
 
         Raises:
             IntegrityError: The file is damaged.
         """
+        return {name: shown_url(url) for name, url in self._recorded().items()}
+
+    def _recorded(self) -> dict[str, str]:
         path = self._repo.layout.remotes
         data = self._repo.files.read_if_there(path, size_bytes_max=OWN_JSON_BYTES_MAX)
         if data is None:
@@ -58,8 +62,9 @@ class Remotes:
 
         def added(found: dict[str, str]) -> None:
             if found.setdefault(name, url) != url:
+                shown = shown_url(found[name])
                 raise AlreadyExists(
-                    f"remote {name!r} is {found[name]} already", hint=f"layerstore remote remove {typed(name)}"
+                    f"remote {name!r} is {shown} already", hint=f"layerstore remote remove {typed(name)}"
                 )
 
         self._change(added)
@@ -75,7 +80,7 @@ class Remotes:
             removed.append(found.pop(name))
 
         self._change(without)
-        return removed[0]
+        return shown_url(removed[0])
 
     def url(self, name: str | None = None) -> str:
         """
@@ -103,7 +108,7 @@ class Remotes:
         """Let *change* work on the remotes while no other process does."""
 
         def changed() -> bytes:
-            found = self.urls()
+            found = self._recorded()
             change(found)
             return json.dumps(dict(sorted(found.items())), indent=2).encode() + b"\n"
 
@@ -122,4 +127,5 @@ def _no_remote(name: str | None, found: dict[str, str]) -> NotFound:
     if not found:
         return NotFound("this store has no remote", hint="layerstore remote add NAME URL, or name a URL")
     hint = did_you_mean(nearest(name or "", found), else_="layerstore remote list lists them")
-    return NotFound(f"there is no remote {name!r}", hint=hint)
+    shown = name if name is None or is_name(name) else shown_url(name)
+    return NotFound(f"there is no remote {shown!r}", hint=hint)

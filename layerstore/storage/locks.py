@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from layerstore.errors import InvalidInput, Locked
 from layerstore.format import parse_json
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS
+from layerstore.redact import redacted
 from layerstore.storage.files import network_filesystem
 from layerstore.storage.handles import mapped_errors
 from layerstore.threads import start
@@ -121,7 +122,7 @@ def introduce(fd: int) -> None:
         "pid": os.getpid(),
         "host": host_name(),
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join(sys.argv)[:200],
+        "command": redacted(" ".join(sys.argv))[:200],
     }
     # A full disk must not prevent locking: the text is only for people.
     with contextlib.suppress(OSError):

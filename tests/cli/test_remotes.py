@@ -1,5 +1,6 @@
 """What commands say of remotes, and of stores that are opened by their URLs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,59 @@ def test_a_cache_that_makes_no_sense_is_told(
     monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "file"))
     outcome = run("--store", url, "log", "--json")
     assert (outcome.code, outcome.error["hint"]) == (1, "name a folder of your own: LAYERSTORE_CACHE_DIR")
+
+
+_KEYS = [
+    "s3://AKIAX:hUsH@bucket/x",
+    "s3://bucket/x#hUsH",
+    "s3:/AKIAX:hUsH@b/x",
+    "s3://b/x?X-Amz-Signature=hUsH",
+]
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("url", _KEYS)
+def test_a_key_in_a_url_is_never_repeated(
+    run: Run, store: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was given as, to people and to programs; nor is it in the store, where locks name their holders."""
+    monkeypatch.chdir(tmp_path)
+    commands: list[list[object]] = [
+        ["remote", "add", "origin", url],
+        ["remote", "add", url, "s3://b"],
+        ["remote", "remove", url],
+        ["push", url],
+        ["pull", url],
+        ["push", "origin", url],
+        ["clone", url, "clone"],
+        ["init", url],
+        ["gc", "--keep-last", "1", "--pushed-to", url, "--yes"],
+        ["gc", "--keep-last", "1", "--remote", url, "--yes"],
+        ["verify", "--remote", url],
+        ["repair", "--from", url],
+        ["log", url],
+        ["show", url],
+        ["ls", url],
+        ["diff", "sft@2", url],
+        ["pin", "new", url],
+        ["pin", url, "sft@2"],
+        ["drop", url],
+        ["compose", url, "-o", "out"],
+        ["compose", "sft@2", "--policy", url, "-o", "out"],
+        ["ingest", url],
+        ["stats", url],
+        [f"--{url}"],
+        [url],
+    ]
+    outcomes = [run("--store", store, *words, *rest) for words in commands for rest in ([], ["--json"])]
+    outcomes += [run("--store", url, *words) for words in (["log"], ["log", "--json"], ["drop", "sft"], ["doctor"])]
+    monkeypatch.setattr("sys.argv", ["layerstore", "push", url])
+    outcomes.append(run("--store", store, "pin", "another", "sft@2"))
+    (store / "remotes.json").write_text(json.dumps({"origin": url}))
+    listed = [run("--store", store, "remote", *rest) for rest in (["list"], ["list", "--json"], ["remove", "origin"])]
+
+    for outcome in (*outcomes, *listed):
+        assert "hUsH" not in outcome.out + outcome.err
+        assert "AKIAX" not in outcome.out + outcome.err
+    assert {outcome.code for outcome in listed} == {0}
+    assert not [path for path in store.rglob("*") if path.is_file() and b"hUsH" in path.read_bytes()]

@@ -1,13 +1,16 @@
 """Who we are: profiles as the AWS tools keep them, the environment before them, and no secret anywhere."""
 
 import logging
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from layerstore import Store
-from layerstore.errors import InvalidInput, StorageIO, Unsupported
+from layerstore import Keep, Store
+from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, StorageIO, Unsupported
+from layerstore.history import pushed_to
 from layerstore.remote import Bucket
 from layerstore.remote.credentials import s3_options
 from tests.remote.conftest import KEY, SECRET
@@ -166,12 +169,28 @@ def test_secrets_are_nowhere(
         assert secret.encode() not in files
 
 
+@pytest.mark.fault(121)
 @pytest.mark.parametrize(
     "url",
     [
         "s3://key:secret@bucket/prefix",
         "s3://key:sec/ret+secret@bucket/prefix",
         "s3://key:secret",
+        "s3://bucket/prefix#secret",
+        "s3:/key:secret@bucket/prefix",
+        "s3:///key:secret@bucket/prefix",
+        "s3:key:secret@bucket",
+        "s3:\\\\key:secret@bucket",
+        "s3://key%3Asecret%40bucket/prefix",
+        "s3:///key%3Asecret%40bucket/prefix",
+        "s3://key:sec ret secret@bucket",
+        "s3://[key:secret@bucket",
+        "s3://key:secret@bucket\u2100/prefix",
+        "S3://secret@bucket",
+        "key:secret@bucket/prefix",
+        "memory://key:secret@x",
+        "file://key:secret@host/folder",
+        "file:///folder#secret",
         "https://key:sec/secret@host/prefix",
         "s3://bucket/prefix?X-Amz-Signature=secret",
         "https://bucket.s3.amazonaws.com/prefix",
@@ -180,9 +199,48 @@ def test_secrets_are_nowhere(
         "ftp://host/path",
     ],
 )
-def test_urls_that_are_none(store: Store, url: str) -> None:
-    """They are refused in one line, which does not repeat a secret; nothing is recorded."""
-    with pytest.raises(InvalidInput) as told:
-        store.remotes.add("origin", url)
-    assert "secret" not in str(told.value)
+def test_urls_that_are_none(store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    They are refused in one line, which does not repeat a secret; nothing is recorded.
+
+    Also where something else was expected, if it begins as a URL does and is one word.
+    """
+    monkeypatch.chdir(tmp_path)
+    attempts: list[Callable[[], object]] = [
+        lambda: store.remotes.add("origin", url),
+        lambda: store.push(url),
+        lambda: store.gc(Keep(last=1), pushed_to=url),
+    ]
+    elsewhere: list[Callable[[], object]] = [
+        lambda: store.remotes.add(url, "s3://bucket"),  # the other way round
+        lambda: layerstore.open(url),
+        lambda: layerstore.clone(url, store.path / "clone"),
+        lambda: layerstore.init(url),
+        lambda: store.show(url),
+    ]
+    for attempt in (*attempts, *(elsewhere if ":/" in url and " " not in url else ())):
+        with pytest.raises(LayerstoreError) as told:
+            attempt()
+        found = told.value
+        chain = [found, found.__cause__, None if found.__suppress_context__ else found.__context__]
+        texts = [*map(str, chain), *map(repr, chain), str(found.hint), *traceback.format_exception(found)[-1:]]
+        assert "secret" not in " ".join(texts)
     assert store.remotes.urls() == {}
+    assert b"secret" not in b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
+
+
+@pytest.mark.fault(121)
+def test_a_key_that_somebody_has_written_into_the_notes_is_not_shown(store: Store) -> None:
+    """In a list, an error, or what is written anew; the remote is refused, and can be removed."""
+    store.repo.layout.remotes.write_text('{"origin": "s3://key:secret@bucket", "other": "s3://bucket"}')
+    store.repo.layout.pushed.write_text('{"s3://key:secret@bucket": []}')
+
+    assert store.remotes.urls() == {"origin": "s3://…", "other": "s3://bucket"}
+    assert list(pushed_to(store.repo)) == ["s3://…"]
+    with pytest.raises(AlreadyExists) as told:
+        store.remotes.add("origin", "s3://bucket")
+    assert "secret" not in repr(told.value)
+    with pytest.raises(InvalidInput, match="holds more than a bucket"):
+        store.push("origin")
+    assert store.remotes.remove("origin") == "s3://…"
+    assert store.remotes.urls() == {"other": "s3://bucket"}

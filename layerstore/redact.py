@@ -1,0 +1,52 @@
+"""
+URLs for people: what a message, a list or a lock file may show of one.
+
+A key that somebody has put into a URL, in the wrong place or with a typing error, must not reach a terminal, a log or
+a file. So a URL is shown whole only if it can hold none: a scheme, a bucket or host, and a path.
+"""
+
+import re
+from urllib.parse import unquote
+
+_SCHEMES = {"s3", "gs", "az", "file", "memory", "http", "https", "ftp", "sftp", "ssh", "hf", "abfs", "abfss", "gcs"}
+"""Schemes are shown; anything else before a colon may be a key."""
+
+_HARMLESS = re.compile(r"(?P<slashes>/*+)[A-Za-z0-9._$-]*(:[0-9]{1,5})?(/[^@]*)?")
+_IN_TEXT = re.compile(r"\b(?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:s3|gs|az|https?):)\S+", re.IGNORECASE)
+_PUNCTUATION = ":;,.)]}'\"’”…"
+
+
+def shown_url(url: str) -> str:
+    """
+    Return *url*, whatever somebody meant by it, without anything that may be a secret.
+
+    >>> shown_url("s3://bucket/prefix"), shown_url("s3://bucket/prefix?X-Signature=abc")
+    ('s3://bucket/prefix', 's3://bucket/prefix?…')
+    >>> shown_url("s3://key:secret@bucket/prefix"), shown_url("s3:/key:secret@bucket"), shown_url("key:secret@bucket")
+    ('s3://…', 's3://…', '…')
+    """
+    scheme, colon, rest = url.partition(":")
+    is_known = bool(colon) and scheme.lower() in _SCHEMES
+    if scheme.lower() == "file" and rest.startswith("///"):
+        parts = re.split("([?#])", rest, maxsplit=1)  # a folder's name may hold anything else
+        return f"{scheme}:{''.join(parts[:2])}…" if parts[1:] else url
+    head, mark, tail = re.fullmatch(r"([^?#]*)([?#]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]  # always
+    match = _HARMLESS.fullmatch(unquote(head))
+    if match is not None and "@" not in unquote(tail) and (is_known or match["slashes"].startswith("//")):
+        return f"{scheme}:{head}{mark}{'…' if mark else ''}"
+    return f"{scheme}://…" if is_known else "…"
+
+
+def redacted(text: str) -> str:
+    """
+    Return *text* with each URL in it as `shown_url` shows it.
+
+    >>> redacted("there is no run 's3://key:secret@bucket'; s3://bucket/prefix: no room is left")
+    "there is no run 's3://…'; s3://bucket/prefix: no room is left"
+    """
+    return _IN_TEXT.sub(_shown, text)
+
+
+def _shown(match: re.Match[str]) -> str:
+    url = match[0].rstrip(_PUNCTUATION)
+    return shown_url(url) + match[0][len(url) :]
