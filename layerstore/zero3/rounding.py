@@ -2,15 +2,14 @@
 Convert element types: round weights from their fp32 master as the engine does, and convert for exports.
 
 Rounding is to nearest, ties to even. NaNs may round differently elsewhere, so every derivation is checked bit for bit
-before anything relies on it. numpy is imported with the first conversion, because most commands need none.
+before anything relies on it. numpy, and ml_dtypes for its bfloat16, are imported with the first conversion, because
+most commands need none.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
-    import numpy.typing as npt
 
 Bytes = bytes | bytearray | memoryview
 
@@ -36,9 +35,7 @@ def convert(data: Bytes, *, source: str, target: str) -> memoryview:
     words = data if source == "F32" else _to_float32(data, source)
     if target == "F32":
         return memoryview(words).cast("B")
-    import numpy as np
-
-    return _ROUNDINGS["F32", target](np.frombuffer(words, dtype="<u4")).data.cast("B")
+    return _rounded(words, target)
 
 
 def equal_bytes(left: memoryview, right: memoryview) -> bool:
@@ -66,43 +63,35 @@ def _infinities(data: Bytes, dtype: str) -> int:
 def _to_float32(data: Bytes, source: str) -> memoryview:
     import numpy as np
 
-    if source == "BF16":
-        words = np.frombuffer(data, "<u2").astype("<u4")
-        words <<= np.uint32(16)
-        return words.data.cast("B")
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.frombuffer(data, {"F16": "<f2", "F64": "<f8"}[source]).astype("<f4").data.cast("B")
+        return np.frombuffer(data, _numpy_type(source)).astype("<f4").data.cast("B")
 
 
-def _to_bfloat16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
+def _numpy_type(dtype: str) -> "np.dtype[Any]":
     import numpy as np
 
-    # Add just under half of the last kept bit, plus that bit itself, so that ties go to even. A carry into the
-    # exponent rounds up to the next power of two, or to infinity.
-    odd = words >> np.uint32(16)
-    odd &= np.uint32(1)
-    odd += np.uint32(0x7FFF)
-    odd += words
-    # Little-endian: the upper half of each word is every second element.
-    rounded = odd.view("<u2")[1::2].copy()
-    # Comparing masked bits would take two more arrays of this size, which would cost more than everything else.
-    is_nan = np.isnan(words.view("<f4"))
-    if is_nan.any():
-        rounded[is_nan] = 0x7FC0
-    return rounded
+    if dtype == "BF16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]  # ml_dtypes has no stub for it
+    return np.dtype({"F16": "<f2", "F32": "<f4", "F64": "<f8"}[dtype])
 
 
-def _to_float16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
+def _rounded(data: Bytes, target: str) -> memoryview:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to infinity, as in the engine
-        return words.view("<f4").astype("<f2")
+        rounded = np.frombuffer(data, "<f4").astype(_numpy_type(target)).view("<u2")
+    if target == "BF16":
+        # ml_dtypes keeps the sign of a NaN. Stores hold weights that were derived without it, so that stays.
+        is_negative_nan = rounded == _BF16_NEGATIVE_NAN
+        if is_negative_nan.any():
+            rounded[is_negative_nan] = _BF16_NAN
+    return rounded.data.cast("B")
 
 
-_ROUNDINGS: dict[tuple[str, str], Callable[["npt.NDArray[np.uint32]"], "npt.NDArray[Any]"]] = {
-    ("F32", "BF16"): _to_bfloat16,
-    ("F32", "F16"): _to_float16,
-}
+_ROUNDINGS = {("F32", "BF16"), ("F32", "F16")}
+_BF16_NAN, _BF16_NEGATIVE_NAN = 0x7FC0, 0xFFC0
 
 # For each type, the unsigned integer of its size, and the bits of infinity.
 _INFINITIES = {

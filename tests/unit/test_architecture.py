@@ -127,6 +127,7 @@ FOREIGN = {
         ),
         "only these compute with numbers or hand out arrays; everything else moves bytes",
     ),
+    "ml_dtypes": (("layerstore.zero3.rounding",), "bfloat16 is rounded in one place, and NaNs as stores expect them"),
     "zstandard": (("layerstore.delta.codec",), "a delta is compressed as its readers expect, and nothing else is"),
     "pandas": (
         ("layerstore.tables", "layerstore.composite", "layerstore.inspect."),

@@ -26,6 +26,15 @@ def test_only_known_pairs_are_derived() -> None:
     assert found == {("F32", "BF16"), ("F32", "F16"), ("F32", "F32"), ("F16", "F16"), ("BF16", "BF16")}
 
 
+def test_every_nan_rounds_to_one_bfloat16() -> None:
+    """Whatever its sign and payload: stores hold weights as derived that were rounded so."""
+    nans = np.array([0x7FC0_0000, 0xFFC0_0000, 0x7F80_0001, 0xFF80_0001, 0x7FFF_FFFF, 0xFFFF_FFFF], "<u4")
+
+    rounded = convert(nans.tobytes(), source="F32", target="BF16")
+
+    assert [0x7FC0] * len(nans) == np.frombuffer(rounded, "<u2").tolist()
+
+
 # -- conversions for exports ----------------------------------------------------------------------------------------
 
 BITS = {"F64": torch.int64, "F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
