@@ -1,8 +1,9 @@
 """
 Count what each room of the house holds: `python -m tests.house [COMMIT]`.
 
-Lines, files and public names (functions, classes and methods of no leading underscore), room by room; beside them those
-of COMMIT, which is read from git and not checked out.
+Lines, files, public names (functions, classes and methods of no leading underscore) and the door (the names that a room
+exports), room by room; beside them those of COMMIT, which is read from git and not checked out. Then the walks: how
+much a warm verb enters here (tests/walks.py).
 """
 
 import ast
@@ -12,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import walks
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("layerstore", "cli", "migrations")
@@ -27,10 +30,16 @@ class Count:
     lines: int = 0
     files: int = 0
     names: int = 0
+    door: int = 0
 
     def __add__(self, other: "Count") -> "Count":
         """Return both together."""
-        return Count(self.lines + other.lines, self.files + other.files, self.names + other.names)
+        return Count(
+            lines=self.lines + other.lines,
+            files=self.files + other.files,
+            names=self.names + other.names,
+            door=self.door + other.door,
+        )
 
 
 def room_of(path: str) -> str:
@@ -56,11 +65,23 @@ def _public_in(body: Iterable[ast.stmt]) -> Iterator[int]:
                 yield from _public_in(node.body)
 
 
+def door(path: str, text: str) -> int:
+    """Return how many names the room whose ``__init__`` is *text* exports."""
+    if not path.endswith("/__init__.py"):
+        return 0
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return len(ast.literal_eval(node.value))
+    return 0
+
+
 def counted(sources: Mapping[str, str]) -> dict[str, Count]:
     """Return what each room holds of *sources*, texts by their paths."""
     found: defaultdict[str, Count] = defaultdict(Count)
     for path, text in sources.items():
-        found[room_of(path)] += Count(lines=len(text.splitlines()), files=1, names=public_names(text))
+        found[room_of(path)] += Count(
+            lines=len(text.splitlines()), files=1, names=public_names(text), door=door(path, text)
+        )
     return dict(found)
 
 
@@ -92,20 +113,20 @@ def table(now: Mapping[str, Count], before: Mapping[str, Count] | None = None) -
     rows = [(room, [room]) for room in rooms]
     rows += [("product", rooms), ("tests", ["tests"])]
     width = max(len(name) for name, _ in rows)
-    columns = f"{'lines':>7} {'files':>6} {'names':>6}"
+    columns = f"{'lines':>7} {'files':>6} {'names':>6} {'door':>5}"
     heading = columns if before is None else f"{columns}  {columns}   (before, now)"
     lines = [f"{'':{width}} {heading}"]
     for name, parts in rows:
         counts = [
             sum((each.get(part, Count()) for part in parts), Count()) for each in (before, now) if each is not None
         ]
-        told = "  ".join(f"{count.lines:>7,} {count.files:>6,} {count.names:>6,}" for count in counts)
+        told = "  ".join(f"{of.lines:>7,} {of.files:>6,} {of.names:>6,} {of.door:>5,}" for of in counts)
         lines.append(f"{name:{width}} {told}")
     return "\n".join(lines)
 
 
 def main(words: list[str]) -> int:
-    """Print the table; *words* may name a commit to compare with."""
+    """Print the tables; *words* may name a commit to compare with."""
     if len(words) > 1 or any(word.startswith("-") for word in words):
         sys.stderr.write("usage: python -m tests.house [COMMIT]\n")
         return 2
@@ -113,7 +134,9 @@ def main(words: list[str]) -> int:
         before = counted(sources_at(words[0])) if words else None
     except subprocess.CalledProcessError:
         return 1  # git has said why
-    sys.stdout.write(table(counted(sources_here()), before) + "\n")
+    sys.stdout.write(table(counted(sources_here()), before) + "\n\n")
+    sys.stdout.flush()
+    sys.stdout.write(walks.table(walks.walks()) + "\n")
     return 0
 
 

@@ -1,6 +1,8 @@
 """`python -m tests.house` counts what is there, and nothing twice."""
 
-from tests.house import Count, counted, public_names, room_of, sources_here, table
+from layerstore.units import size
+from tests.house import Count, counted, door, public_names, room_of, sources_here, table
+from tests.walks import Walk, walk
 
 
 def test_files_count_in_the_room_that_they_lie_in() -> None:
@@ -20,6 +22,14 @@ def test_public_names_are_those_that_others_may_use() -> None:
     assert public_names(text) == 3
 
 
+def test_a_door_has_the_names_that_a_room_exports() -> None:
+    """Only its ``__init__`` is a door, and only ``__all__`` counts."""
+    text = "from a import b, c\n__all__ = ['b']\n"
+
+    assert door("layerstore/gc/__init__.py", text) == 1
+    assert door("layerstore/gc/mark.py", text) == 0
+
+
 def test_rooms_add_up_to_the_product() -> None:
     """What the table calls product is the sum of its rooms, before and now."""
     now = counted({"layerstore/gc/mark.py": "def a(): ...\n", "cli/gc.py": "x = 1\n\n", "tests/a.py": "y = 2\n"})
@@ -27,8 +37,8 @@ def test_rooms_add_up_to_the_product() -> None:
 
     lines = {line.split()[0]: line.split()[1:] for line in table(now, before).splitlines()[1:]}
 
-    assert lines["product"] == ["7", "1", "0", "3", "2", "1"]
-    assert lines["tests"] == ["0", "0", "0", "1", "1", "0"]
+    assert lines["product"] == ["7", "1", "0", "0", "3", "2", "1", "0"]
+    assert lines["tests"] == ["0", "0", "0", "0", "1", "1", "0", "0"]
 
 
 def test_linked_folders_count_once() -> None:
@@ -37,3 +47,10 @@ def test_linked_folders_count_once() -> None:
 
     assert "cli/gc.py" in paths
     assert not [path for path in paths if path.startswith(("layerstore/cli/", "layerstore/migrations/"))]
+
+
+def test_a_walk_counts_the_products_functions() -> None:
+    """Each once, however often it is called; functions of tests and of other libraries are no part of it."""
+    walked = walk(lambda: [size(number) for number in range(3)])
+
+    assert Walk(files=1, rooms=1, functions=1) == walked
