@@ -258,10 +258,12 @@ def _name_dropped(named: _Named, needs: Needs, name: RecordName, record: CommitR
     layers = {entry.version: entry.layer for entry in record.layers}
     for blob in record.blobs:
         cost = Cost(holder=called, layers=tuple(filter(None, [layers.get(blob)])), everything=blob not in layers)
-        with contextlib.suppress(LayerstoreError):  # nor can a commit whose blob cannot be read
-            for ref in needs.add_blob(blob):
-                named.under_way.add(ref)
-                named.dropped[ref] = cost
+        refs = [blob]
+        with contextlib.suppress(LayerstoreError):  # whoever reads the blob reports it
+            refs = needs.add_blob(blob)
+        for ref in refs:
+            named.under_way.add(ref)
+            named.dropped[ref] = cost
 
 
 def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
@@ -361,7 +363,7 @@ def _is_there(repo: Repository, ref: BlobRef) -> bool:
     try:
         return repo.objects.find_at_once(ref) is not None
     except IntegrityError:
-        return False
+        return True  # of another size, or no file
 
 
 _Lost = tuple[BlobRef, LayerstoreError]

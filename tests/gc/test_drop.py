@@ -265,17 +265,21 @@ def test_a_run_does_not_come_back_under_a_pins_name(store: Store, saved: Checkpo
 
 
 @pytest.mark.fault(112)
-def test_damage_of_a_dropped_commit_is_found_before_it_comes_back(three: Store) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_blob", [False, True])
+def test_damage_of_a_dropped_commit_is_found_before_it_comes_back(three: Store, is_blob: bool, is_cut: bool) -> None:
     """A verify that reads reads what only the trash names; a repair takes it out, and then nothing brings it back."""
     three.drop("r@4")
     [name] = three.repo.trash.records()
     record = three.repo.trash.read_record(name).record
-    needed = {each for entry in record.layers for each in named_by(three.repo, entry.version)}
+    versions = [entry.version for entry in record.layers]
+    needed = {*versions} if is_blob else {each for version in versions for each in named_by(three.repo, version)}
     kept = Needs(three.repo)
     for other in three.repo.records.names("r"):
         kept.add_record(three.repo.records.read(other).record)
     path = three.repo.layout.object(min(ref.id for ref in needed if ref.id not in kept))
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + (b"" if is_cut else bytes([data[-1] ^ 1])))
 
     assert three.verify().ok
     [damage] = three.verify(read_data=True).damaged
