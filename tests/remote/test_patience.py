@@ -110,7 +110,7 @@ def test_a_signal_is_heard_while_a_server_is_silent(bucket: Bucket, monkeypatch:
 
 def test_what_many_requests_meet_is_told_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the server, without its XML; all of them are answered at once, twice."""
-    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_SILENCE_SECONDS", 60.0)
+    monkeypatch.setattr("layerstore.remote.cloud.REMOTE_SILENCE_SECONDS", 60.0)
     monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.5)
     patient = Bucket(bucket.url)
 
