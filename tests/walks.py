@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 from layerstore.live.demo.launch import cpu_environment, free_port
 from tests import operators
@@ -95,7 +96,7 @@ def _warm_verbs(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 @contextmanager
-def _engine() -> Iterator[object]:
+def _engine() -> Iterator[Any]:
     """Make an engine of one CPU rank; what DeepSpeed prints goes to stderr."""
     os.environ |= cpu_environment() | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
