@@ -88,7 +88,7 @@ def make_scene(folder: Path) -> Path:
 
 
 def _make_harmed(folder: Path) -> None:
-    """Damage an object of each kind, a record and a pin, and put a stranger among the records."""
+    """Damage an object of each kind, a record and a pin."""
     with Store(copied(folder / "plain", folder / "harmed")) as store:
         store.ingest(folder / "second", run="run")
         store.ingest(folder / "other", run="whole")
@@ -100,7 +100,6 @@ def _make_harmed(folder: Path) -> None:
         copied(store.path, folder / "copy")
         for path in hurt:
             flip(path)
-        (place.run("run") / "notes.txt").write_text("?")
 
 
 def _link(scene: Path, folder: Path) -> None:

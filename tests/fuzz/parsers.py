@@ -507,7 +507,15 @@ def _crafted(part: PartName) -> Parser:
     )
 
 
+STORES: dict[str, Callable[[], Parser]] = {
+    "crafted_record": partial(_crafted, "record"),
+    "crafted_version": partial(_crafted, "version"),
+    "crafted_state": partial(_crafted, "state"),
+}
+"""Each input is a whole store, which takes a hundred times as long as a file."""
+
 PARSERS: dict[str, Callable[[], Parser]] = {
+    **STORES,
     "pt": _pt,
     "pickle": _pickle,
     "pointer": _pointer,
@@ -524,9 +532,6 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "state": _state,
     "index": _index,
     "own_notes": _own_notes,
-    "crafted_record": partial(_crafted, "record"),
-    "crafted_version": partial(_crafted, "version"),
-    "crafted_state": partial(_crafted, "state"),
     "recipe": _recipe,
     "timings": _timings,
 }

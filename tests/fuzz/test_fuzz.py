@@ -20,7 +20,7 @@ from tests.fuzz.harness import Parser, fed
 
 
 @pytest.mark.fault(57, 59, 76)
-@pytest.mark.parametrize("name", parsers.PARSERS)
+@pytest.mark.parametrize("name", [name for name in parsers.PARSERS if name not in parsers.STORES])
 @pytest.mark.parametrize(
     "count",
     [
@@ -35,6 +35,23 @@ def test_changed_input_is_refused_or_harmless(fast_path: Path, name: str, count:
     assert accepted + refused >= count
     assert refused or name == "timings" or count < 1000
     assert not (fast_path / "canary").exists()
+
+
+@pytest.mark.fault(135, 136)
+@pytest.mark.parametrize("name", parsers.STORES)
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(5, marks=pytest.mark.sample(1, by="name")),
+        pytest.param(60, marks=pytest.mark.full),
+        pytest.param(2_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_a_store_that_says_something_else_is_refused_or_harmless(fast_path: Path, name: str, count: int) -> None:
+    """Whatever is asked of it: its names and checksums are right, and no path leads out of it."""
+    accepted, refused = fed(parsers.__name__, name, count=count, folder=fast_path)
+
+    assert accepted + refused >= count
 
 
 # -- the fuzzer itself ---------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from layerstore.tree import Tree
 from tests.bench.histories import OBJECT_BYTES, layer_names, write_blob, write_version
 
 STARTED_NS = 1_750_000_000_000_000_000
+WORLD_SIZE = 2
 STEP_SIZE = 50
 # Different versions of a layer: more would only fill the disk.
 VERSIONS = 16
@@ -77,11 +78,14 @@ class _Writing:
         self._history = history
         self._names = list(history.names) or layer_names(history.layers)
         self._versions: dict[tuple[int, int], BlobRef] = {}
-        self._state = self._state_of({})
+        self._states = self._states_of({})
 
-    def _state_of(self, tree: dict[Tree, Tree]) -> BlobRef:
+    def _states_of(self, tree: dict[Tree, Tree]) -> tuple[BlobRef, ...]:
+        return tuple(self._state_of(tree, rank) for rank in range(WORLD_SIZE))
+
+    def _state_of(self, tree: dict[Tree, Tree], rank: int) -> BlobRef:
         state = RankState(
-            rank=0,
+            rank=rank,
             model=TreeFile(path="model_states.pt", tree=tree),
             optimizer=TreeFile(path="optim_states.pt", tree={}),
             files=(),
@@ -110,7 +114,7 @@ class _Writing:
                 entries[name] = LayerEntry(layer=name, version=version, origin=origin, optimizer_step=step)
             past[step] = dict(entries)
             if history.metrics:
-                self._state = self._state_of({"metrics": self._measured(number)})
+                self._states = self._states_of({"metrics": self._measured(number)})
             decisions: dict[Tree, Tree] = {"due": [*due]}
             if moved:
                 decisions["movements"] = dict(moved.items())
@@ -160,10 +164,10 @@ class _Writing:
             lineage=lineage,
             step=origin.step,
             save_number=origin.save_number,
-            world_size=2,
+            world_size=WORLD_SIZE,
             stage=3,
             layers=tuple(entries[name] for name in self._names),
-            states=(self._state,),
+            states=self._states,
             layout=SourceLayout(flavour="hf", tag=f"global_step{origin.step}", layer_pattern=None),
             policy=policy,
             supersedes=(),

@@ -118,7 +118,7 @@ def test_two_commits_of_one_step_are_two_saves(tmp_path: Path) -> None:
     build(tmp_path / "store", History(run="sft", saves=4, layers=4))
     with layerstore.open(tmp_path / "store") as store:
         first = store.repo.records.read(store.repo.records.names("sft")[0])
-        twin = make_commit(replace(first.record, world_size=4), first.observed)
+        twin = make_commit(replace(first.record, world_size=4, states=first.record.states * 2), first.observed)
         path = store.repo.layout.record("sft", first.record.step, twin.id)
         path.write_bytes(store.repo.records.encode(twin))
         [run] = store.report()["runs"]
