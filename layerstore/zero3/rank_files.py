@@ -316,8 +316,9 @@ def _is_flat(value: Tree, elements: int) -> TypeGuard[Tensor]:
 def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
     """Refuse a checkpoint whose settings kept some moments out of the files."""
     filled = sum(bool(state.mapping()) for _, state in states.children())
-    has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
-    if 0 < filled < groups or (not filled and has_stepped and groups and not _may_be_stateless(model)):
+    if model["global_steps"].integer() <= model["skipped_steps"].integer():
+        return  # before the first step Muon has its momentum already, and Adam nothing
+    if 0 < filled < groups or (not filled and groups and not _may_be_stateless(model)):
         raise Unsupported(
             f"{states.path} holds the optimizer state of {filled} of {groups} sub-groups: "
             "the rest was never saved (Twin-Flow's offload ratio below 1, or SuperOffload)",

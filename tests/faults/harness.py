@@ -334,6 +334,8 @@ def attempt(work: Callable[[], Any]) -> Failure | None:
 def become_nobody(*groups: int) -> None:
     """Give up root's rights, which would make every permission vanish; be of *groups* only."""
     if os.getuid() == 0:
+        import ml_dtypes  # noqa: F401  # imported late, from where nobody may not read
+
         os.setgroups(groups)
         os.setgid(groups[0] if groups else 65534)
         os.setuid(65534)
