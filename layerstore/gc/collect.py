@@ -84,6 +84,10 @@ class GcRequest:
     confirmed: GcOutcome | None = None
     """The plan that a user has confirmed, if any."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.confirmed, GcOutcome | None):
+            raise InvalidInput(f"confirmed is {self.confirmed!r}", hint="say what gc(dry_run=True) returned")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
