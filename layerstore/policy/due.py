@@ -40,8 +40,7 @@ class Policy(Protocol):
 
     - ``by_number = True``: over a history, ``due`` needs no ``ages``. They are then empty, and a composite looks back
       only until every layer has its save. At a save, they are filled in nevertheless. For a partial save that the
-      policy
-      itself made, ``due`` is not called again: the record says what was due.
+      policy itself made, ``due`` is not called again: the record says what was due.
     - ``measures = True``: at a save, ``movements``, ``weighted_movements`` and ``sizes`` are filled in. Over a history
       they are always empty.
     - ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what the
