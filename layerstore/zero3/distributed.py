@@ -12,8 +12,8 @@ from layerstore.layers import typed
 from layerstore.zero3.filenames import DCP, FILE_PER_RANK, FSDP, folder_kind, natural
 from layerstore.zero3.sourcefile import list_folder
 
-_HALF = re.compile(r"(?:pytorch_)?(?:model|optim).*")
-"""The names of such two folders."""
+_HALF = re.compile(r"(?:pytorch_)?(model|optim)(?:_fsdp|izer)?(.*)")
+"""The names of such two folders, which end alike."""
 
 
 def distributed_at(path: Path) -> Path | None:
@@ -68,7 +68,11 @@ def _is_half(path: Path) -> bool:
 
 
 def _halves(path: Path) -> list[Path]:
-    return [path / name for name in list_folder(path) if _is_half(path / name)]
+    """Return the model's and the optimizer's folder in *path*, or one of them; none if it holds several saves."""
+    halves = [path / name for name in list_folder(path) if _is_half(path / name)]
+    names = [match.groups() for half in halves if (match := _HALF.fullmatch(half.name))]
+    is_one_save = len({end for _, end in names}) == 1 and len({what for what, _ in names}) == len(halves)
+    return halves if is_one_save else []
 
 
 def _kind(path: Path) -> str | None:

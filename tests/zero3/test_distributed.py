@@ -10,7 +10,7 @@ import pytest
 import layerstore
 from layerstore.dcp import open_folder
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
-from layerstore.zero3 import discover
+from layerstore.zero3 import discover, distributed_at
 
 TRAINERS, TITANS, FULL, EACH = "trainers", "titans", "full", "each"
 
@@ -136,3 +136,14 @@ def test_a_checkpoint_of_deepspeed_is_told_to_leave_onto_out(tmp_path: Path) -> 
 
     assert "leave --onto out" in str(deepspeeds.value.hint)
     assert "leave --onto out" not in str(nothing.value.hint)
+
+
+@pytest.mark.fault(150)
+def test_models_of_several_steps_are_no_halves(tmp_path: Path) -> None:
+    """Only a model's and an optimizer's folder that end alike are one checkpoint."""
+    for name in ("model_200", "model_300"):
+        saved(tmp_path / name, TITANS)
+
+    assert distributed_at(tmp_path / "model_300") == tmp_path / "model_300"
+    with pytest.raises(SourceCheckpoint, match="holds distributed checkpoints: model_200, model_300"):
+        discover(tmp_path)
