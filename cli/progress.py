@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layerstore.cli.render import draw, is_quiet, say_progress
+from layerstore.threads import start
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
     lines, stop = Lines(is_live=is_live), threading.Event()
     pause = _DRAW_SECONDS if is_live else every_seconds
     speaker = threading.Thread(target=lines.speak, args=(stop, pause), daemon=True)
-    with contextlib.suppress(RuntimeError):  # no more threads allowed: work without lines
-        speaker.start()
+    with contextlib.suppress(RuntimeError, MemoryError):  # no room for a thread: work without lines
+        start(speaker)
     try:
         yield lines
     finally:
@@ -183,8 +184,8 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
                     (draw if is_live else say_progress)(f"  … {seconds:.0f} s")
 
     counting = threading.Thread(target=count, daemon=True)
-    with contextlib.suppress(RuntimeError):  # no more threads allowed: work without a clock
-        counting.start()
+    with contextlib.suppress(RuntimeError, MemoryError):  # no room for a thread: work without a clock
+        start(counting)
     try:
         yield say
     finally:

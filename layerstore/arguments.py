@@ -8,7 +8,7 @@ import builtins
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, wraps
-from inspect import Parameter, Signature, isfunction, signature
+from inspect import Parameter, Signature, isfunction, signature, unwrap
 from reprlib import repr as short
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -50,25 +50,31 @@ def checked(public: Public) -> Public:
 
 
 def _checked(function: Any) -> Any:
-    @cache  # on the first call: reading a signature takes longer than importing it
-    def taken() -> tuple[Signature, dict[str, Any]]:
-        return signature(function), _kinds(function)
-
     @wraps(function)
     def checking(*positional: object, **named: object) -> object:
-        (wanted, kinds), where = taken(), function.__qualname__.lstrip("_")
-        try:
-            given = wanted.bind(*positional, **named).arguments
-        except TypeError as exc:
-            raise _unbound(where, wanted, named, exc) from None
-        for name in filter(kinds.__contains__, given):
-            is_many = wanted.parameters[name].kind is Parameter.VAR_POSITIONAL
-            for value in given[name] if is_many else (given[name],):
-                if not _fits(value, kinds[name]):
-                    raise _misfit(where, name, value, kinds[name])
+        check_arguments(function, *positional, **named)
         return function(*positional, **named)
 
     return checking
+
+
+def check_arguments(function: Any, *positional: object, **named: object) -> None:
+    """Raise InvalidInput unless *function* takes these arguments."""
+    (wanted, kinds), where = _taken(function), function.__qualname__.lstrip("_")
+    try:
+        given = wanted.bind(*positional, **named).arguments
+    except TypeError as exc:
+        raise _unbound(where, wanted, named, exc) from None
+    for name in filter(kinds.__contains__, given):
+        is_many = wanted.parameters[name].kind is Parameter.VAR_POSITIONAL
+        for value in given[name] if is_many else (given[name],):
+            if not _fits(value, kinds[name]):
+                raise _misfit(where, name, value, kinds[name])
+
+
+@cache  # on the first call: reading a signature takes longer than importing it
+def _taken(function: Any) -> tuple[Signature, dict[str, Any]]:
+    return signature(function), _kinds(unwrap(function))
 
 
 class _Names(dict[str, Any]):

@@ -6,6 +6,7 @@ moved aside and looked at again, so that writers and readers need not wait (docs
 """
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,6 +88,8 @@ class GcRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.confirmed, GcOutcome | None):
             raise InvalidInput(f"confirmed is {self.confirmed!r}", hint="say what gc(dry_run=True) returned")
+        if self.grace_seconds is not None and not 0 <= self.grace_seconds < math.inf:
+            raise InvalidInput(f"grace_seconds is {self.grace_seconds}", hint="say seconds, like 3600, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

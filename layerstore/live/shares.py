@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerstore.errors import Internal, InvalidInput, JobLost, LayerstoreError, StorageIO
 from layerstore.shares import Answer, Shares, Work
+from layerstore.threads import start
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -186,7 +187,7 @@ class _Line:
     def __init__(self, number: int, count: int) -> None:
         self._count = count
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        threading.Thread(target=self._speak, name="shares", daemon=True).start()
+        start(threading.Thread(target=self._speak, name="shares", daemon=True))
         _name_meeting_point()
 
         def meet() -> "ProcessGroup":

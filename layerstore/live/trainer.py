@@ -2,17 +2,19 @@
 
 import inspect
 import io
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from layerstore.arguments import check_arguments
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.layout import folder_of
 from layerstore.live.engine import StoreCheckpointEngine, check_run, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
-from layerstore.live.saver import Saver, SaverSettings, Settings, attach
+from layerstore.live.saver import Saver, SaverSettings, Settings, attach, check_push
 from layerstore.live.scratch import put, scratch
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import chosen_policy
@@ -95,26 +97,32 @@ def _check(store: Store | StrPath, run: str, every: object, settings: dict[str, 
             known = ["every", *usual]
             meant = did_you_mean(nearest(name, known)) or f"there are {', '.join(known)}"
             raise TypeError(f"LayerstoreCallback() got an unexpected keyword argument {name!r}: {meant}")
-    if every is not None and (not isinstance(every, int) or every < 0):
+    if every is not None and (not hasattr(every, "__index__") or operator.index(every) < 0):
         raise InvalidInput(f"every is {every!r}", hint="every=50 also saves at every fiftieth step")
+    check_arguments(attach, None, store, run=run, **settings)
     chosen = usual | settings
     chosen_policy(chosen.pop("policy"))
-    _check_store(store, run, may_make=Settings(**chosen).create)
+    _check_store(store, run, Settings(**chosen))
 
 
-def _check_store(store: Store | StrPath, run: str, *, may_make: bool) -> None:
+def _check_store(store: Store | StrPath, run: str, settings: Settings) -> None:
     if isinstance(store, Store):
-        check_run(store, run)
+        _check_names(store, run, settings)
         return
     path = folder_of(store)
     try:
         with open_store(path) as opened:
-            check_run(opened, run)
+            _check_names(opened, run, settings)
     except NoStore:
-        check_run(None, run)
-        if not may_make:
+        _check_names(None, run, settings)
+        if not settings.create:
             raise
         check_free(path, Files())
+
+
+def _check_names(store: Store | None, run: str, settings: Settings) -> None:
+    check_run(store, run)
+    check_push(store, settings.push)
 
 
 class _Count:

@@ -2,6 +2,7 @@
 
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
+from layerstore.remote.credentials import checked_url
 from layerstore.remote.heal import heal, heal_identity, verify_remote
 from layerstore.remote.identity import claim, kept_there
 from layerstore.remote.mirror import Remote, delete_pin_there, reread
@@ -16,6 +17,7 @@ __all__ = [
     "Remote",
     "RemoteNotice",
     "Remotes",
+    "checked_url",
     "claim",
     "clone",
     "collect",

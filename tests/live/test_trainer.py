@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import layerstore
 from layerstore import Keep
-from layerstore.errors import AlreadyExists, Conflict, InvalidInput, NoStore
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput, NoStore, NotFound
 from layerstore.transformers import LayerstoreCallback
 from tests.generated import generate
 
@@ -32,6 +33,11 @@ def store(tmp_path: Path) -> Path:
         ({"policy": "partiy"}, InvalidInput, "there is no policy 'partiy'"),
         ({"mode": "synchronous"}, InvalidInput, "mode is 'synchronous'"),
         ({"host_buffer": "8 GBX"}, InvalidInput, "8 GBX"),
+        ({"host_buffer": None}, InvalidInput, "host_buffer is None"),
+        ({"create": "no"}, InvalidInput, "create is 'no'"),
+        ({"push": 5}, InvalidInput, "push is 5"),
+        ({"push": "nosuch"}, NotFound, "this store has no remote"),
+        ({"layer_pattern": 4}, InvalidInput, "layer_pattern is 4"),
         ({"layer_pattern": "("}, InvalidInput, r"\("),
         ({"keep": 3}, InvalidInput, "keep is 3"),
         ({"on_saved": 3}, InvalidInput, "on_saved is 3"),
@@ -65,8 +71,11 @@ def test_a_callback_looks_at_its_store_when_it_is_made(store: Path, tmp_path: Pa
         LayerstoreCallback("s3://bucket/prefix", run="sft")
     with pytest.raises(InvalidInput, match="a/b"):
         LayerstoreCallback(new, run="a/b")
+    with pytest.raises(NotFound, match="no remote 'nosuch': the store is yet to be made"):
+        LayerstoreCallback(new, run="sft", push="nosuch")
 
-    LayerstoreCallback(new, run="sft", every=50, keep=Keep(last=3), policy="parity", host_buffer="4GB")
+    fifty: Any = np.int64(50)
+    LayerstoreCallback(new, run="sft", every=fifty, keep=Keep(last=3), policy="parity", host_buffer="4GB")
     with layerstore.open(store) as opened:
         LayerstoreCallback(opened, run="sft")
     assert not new.exists()

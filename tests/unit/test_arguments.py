@@ -76,6 +76,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: dict[type, Store | Comp
     assert isinstance(store, Store)
     mistakes: list[tuple[Callable[..., object], dict[str, object], str, str]] = [
         (store.gc, {"keep": 3}, "keep is 3", "layerstore.Keep(last=3)"),
+        (store.gc, {"grace_seconds": float("nan")}, "grace_seconds is nan", "None"),
         (store.gc, {"confirmed": 40}, "confirmed is 40", "gc(dry_run=True)"),
         (store.report, {"keep": 3}, "keep is 3", "layerstore.Keep(last=3)"),
         (store.show, {"ref": 40}, "Store.show: ref is 40, but must be text or None", "RUN@STEP"),

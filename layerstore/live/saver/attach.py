@@ -4,14 +4,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from layerstore.arguments import checked
 from layerstore.compose import Composition
-from layerstore.errors import Conflict, InvalidInput, LayerstoreError
+from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
 from layerstore.layers import compile_pattern
+from layerstore.layout import is_url
 from layerstore.live.engine import (
     FOLDER,
     Engine,
+    NotPlain,
     capture,
     check_run,
     checkpoint_engine_of,
@@ -27,8 +29,9 @@ from layerstore.publish import SaveTiming
 from layerstore.store import Store, StrPath, as_store
 
 
+@checked
 def attach(
-    engine: Any,
+    engine: object,
     store: Store | StrPath,
     *,
     run: str,
@@ -119,6 +122,8 @@ def _agreed(
         attached = checkpoint_engine_of(engine).saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
+        check_push(opened, settings.push)
+    with exchange.together():  # by itself: DeepSpeed's part of it may need all ranks
         _check_saves(engine, settings)
     wishes = exchange.texts(f"run {run}, {settings.of_all_ranks}, policy {policy.name} {policy.parameters}")
     for rank, other in enumerate(wishes):
@@ -138,11 +143,27 @@ def _agreed(
     return opened, resumed
 
 
+def check_push(store: Store | None, push: str | None) -> None:
+    """Raise unless *push* is a remote of *store*, which has none but URLs if it is yet to be made."""
+    if push is None:
+        return
+    if store is not None:
+        store.remotes.url(push)
+    elif is_url(push):
+        from layerstore.remote import checked_url
+
+        checked_url(push)
+    else:
+        raise NotFound(f"there is no remote {push!r}: the store is yet to be made", hint="push=URL names a bucket")
+
+
 def _check_saves(engine: Engine, settings: Settings) -> None:
     """Raise what the first save would refuse of *engine*, which may be hours from now."""
-    states = engine.states("at_attach", {}, exclude_frozen=settings.frozen == "exclude")
+    states = engine.states("first-save", {}, exclude_frozen=settings.frozen == "exclude")
     try:
         capture(states, rank=engine.rank, folder=FOLDER, pattern=compile_pattern(settings.layer_pattern))
+    except NotPlain as exc:
+        raise Unsupported(f"the engine cannot be saved: {exc}", hint="keep plain values and tensors there") from exc
     except LayerstoreError as exc:
         exc.locate("the engine cannot be saved")
         raise

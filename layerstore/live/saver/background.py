@@ -28,6 +28,7 @@ from layerstore.publish import (
     write_share,
 )
 from layerstore.storage import Repository
+from layerstore.threads import start
 
 POLL_SECONDS, POLL_SECONDS_MAX = 0.02, 1.0
 """
@@ -64,7 +65,7 @@ class _Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # A daemon, so that it does not keep a process alive that exits without closing its saver.
         self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def add(self, job: Job) -> None:
         self._jobs.put(job)

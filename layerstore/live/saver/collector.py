@@ -24,6 +24,7 @@ from layerstore.live.log import LOG, words_of
 from layerstore.policy import Best, Keep
 from layerstore.storage import RecordName
 from layerstore.store import Store
+from layerstore.threads import start
 
 GRACE_SECONDS: float | None = None
 """The age from which unneeded objects are removed; None for the library's own."""
@@ -60,7 +61,7 @@ class Collector:
         self._asked = self._answered = 0
         self._is_answered = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="layerstore-collect", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def wake(self) -> None:
         """Push and collect soon: there is a new commit."""
