@@ -162,8 +162,8 @@ def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
     """Warn in one line of composites that change at kept steps."""
     policies, steps = ({getattr(each, name): None for each in outcome.unserved} for name in ("policy", "reference"))
     if policies:
-        takes = "now take" if is_done else "would take"
-        say_warning(f"{' and '.join(policies)} {takes} other layers at {counted(len(steps), 'kept step')}; see --json")
+        have, at = "now have" if is_done else "would have", counted(len(steps), "kept step")
+        say_warning(f"composites by {' and '.join(policies)} {have} other layers at {at}; see --json")
 
 
 def _line(fate: "CommitFate") -> list[str]:

@@ -60,7 +60,7 @@ def command_judge(
                 if len(words) == 1 and " " in words[0]
                 else "try it by hand with a folder"
             )
-            raise InvalidInput(f"the command cannot be run: {exc}", hint=hint) from exc
+            raise InvalidInput(f"the command cannot be run: {words[0]}: {exc.strerror}", hint=hint) from exc
         said = ended.stdout.decode(errors="replace")
         on_output(said)
         code = ended.returncode

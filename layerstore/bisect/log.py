@@ -75,7 +75,7 @@ class Log:
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
                 return
-            if not answer:
+            if trials and not answer:
                 raise AlreadyExists(
                     f"{folder} holds another bisection, which has not ended; nothing was changed",
                     hint="choose another place with --dir, or remove that one",

@@ -168,9 +168,10 @@ def verify_store(
         _read_dropped(repo, named, counted, reads, progress)
     holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
+    found = standing(repo, holders, _lost_blobs(damaged))
     return Verdict(
         damaged=damaged,
-        standing=standing(repo, holders, _lost_blobs(damaged)),
+        standing=found if only is None else replace(found, whole={}),  # nothing is known of the other commits
         orphans=counted.orphans,
         records=named.records,
         objects=counted.objects,

@@ -185,11 +185,9 @@ def _adapter(
 def check_has_moments(base: CommitRecord) -> None:
     """Raise LayoutMismatch if a collection has dropped the moments of *base*."""
     if WITHOUT_MOMENTS in base.flags:
-        called = f"{base.run}@{base.step}"
         raise LayoutMismatch(
-            f"{called} has no optimizer moments any more: a collection has dropped them",
-            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR, or --moments fresh; or "
-            "choose a newer step",
+            f"{base.run}@{base.step} has no optimizer moments any more: a collection has dropped them",
+            hint="its weights are there: --format hf exports them, --moments fresh starts anew; or take a newer step",
         )
 
 

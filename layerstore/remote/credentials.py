@@ -125,7 +125,7 @@ def checked_url(url: str) -> str:
     if parts.query or parts.fragment or (parts.scheme != "file" and not _is_place(parts)):
         raise InvalidInput(
             f"{shown!r} holds more than a bucket and a prefix",
-            hint=f"keys belong into the environment; {credentials_hint(url)}",
+            hint=f"keys belong in the environment; {credentials_hint(url)}",
         )
     if is_cloud and not parts.netloc:
         raise InvalidInput(f"{shown!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")

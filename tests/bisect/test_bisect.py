@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.bisect import Judged, Trial
+from layerstore.bisect import Judged, Trial, command_judge
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, Locked
 from tests.unit.checkpoints import checkpoint, snapshot
 
@@ -104,6 +104,10 @@ def test_an_interrupted_bisection_goes_on(store: Store, tmp_path: Path) -> None:
     assert [trial.key for trial in found.trials] == [trial.key for trial in whole.trials]
     assert str(found) == str(whole)
     assert store.bisect("sft@2", "sft@8", judge, name="judge", folder=tmp_path / "b").trials[0].number == 1
+    mistyped = command_judge(["pyton", "{}"], metric=None, threshold=None, on_output=print)
+    with pytest.raises(InvalidInput, match="pyton: No such file"):  # nothing was judged, so nothing is lost
+        store.bisect("sft@1", "sft@8", mistyped, name="pyton", folder=tmp_path / "c")
+    assert store.bisect("sft@1", "sft@8", judge, name="judge", folder=tmp_path / "c").trials
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("")
     with pytest.raises(AlreadyExists, match="holds no bisection"):

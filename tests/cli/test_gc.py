@@ -83,7 +83,7 @@ def test_composites_that_change_are_one_line(run: Run, store: Path, checkpoints:
     unserved = run(*words, "--json").fields["unserved"]
 
     assert [each["policy"] for each in unserved] == ["parity", "filter"]
-    assert warned == ["warning: parity and filter would take other layers at 1 kept step; see --json"]
+    assert warned == ["warning: composites by parity and filter would have other layers at 1 kept step; see --json"]
 
 
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:

@@ -54,12 +54,15 @@ def test_what_is_lost_is_told_with_the_way_out(run: Run, store: Path, checkpoint
     last_object(store).unlink()
 
     verify = run("verify", "--store", store)
+    of_one = run("verify", "sft@4", "--store", store)
     people = run("repair", "--store", store)
     programs = run("repair", "--store", store, "--json")
 
     assert "affects sft@4: 1 layer, model.layers.1" in verify.out
     assert "sft@4: 1 layer lost" in verify.out
     assert "sft: the newest intact step is sft@2" in verify.out
+    assert "sft@4: 1 layer lost" in of_one.out
+    assert "intact" not in of_one.out  # the other steps were not looked at
     assert verify.err.splitlines()[-1].endswith(" repair --dry-run says what can be done")
     assert (people.code, programs.code) == (20, 20)
     assert "lost of sft@4: 1 layer, model.layers.1" in people.out
