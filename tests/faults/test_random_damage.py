@@ -329,7 +329,7 @@ def _unnamed(when: str, store: Store, hurt: set[Path], before: dict[Path, bytes]
         said_well(error)
         return []
     named = {damage.path.rpartition("/")[2] for damage in verdict.damaged}
-    if any(damage.kind in {"commit", "pin", "version", "state"} for damage in verdict.damaged):
+    if any(damage.kind in {"record", "pin", "version", "state"} for damage in verdict.damaged):
         return []  # what only a lost record or version names, nobody can miss
     return [f"{when}, verify does not name {file.name}" for file in bad if file.name not in named]
 
