@@ -22,7 +22,13 @@ class Remotes:
     """The remotes of one store, by name."""
 
     def __init__(self, repo: Repository) -> None:
-        self._repo = repo
+        self._opened = repo
+
+    @property
+    def _repo(self) -> Repository:
+        """The store's repository, unless it was closed since."""
+        self._opened.check_open()
+        return self._opened
 
     def urls(self) -> dict[str, str]:
         """

@@ -3,12 +3,16 @@
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 import layerstore
 from layerstore import Composite, InvalidInput, Store
+from layerstore.remote import Remotes
 from tests.unit.checkpoints import checkpoint
+
+Owners: TypeAlias = dict[type, Store | Composite | Remotes]
 
 # Of the right type: nothing is done with them.
 REQUIRED = {
@@ -25,6 +29,7 @@ REQUIRED = {
     "remote": "file:///nowhere",
     "out": "out",
     "since": "sft",
+    "url": "s3://bucket/prefix",
 }
 # A plan is what gc itself has returned; `compose` and `ingest` leave a policy to its own room, which says the same.
 UNCHECKED = {"confirmed", "policy", "keep"}
@@ -46,15 +51,15 @@ def required(method: Callable[..., object]) -> dict[str, object]:
 
 
 @pytest.fixture
-def owners(tmp_path: Path) -> Iterator[dict[type, Store | Composite]]:
-    """Return a store with a commit, and a composite of it."""
+def owners(tmp_path: Path) -> Iterator[Owners]:
+    """Return a store with a commit, a composite of it, and its remotes."""
     with layerstore.init(tmp_path / "store") as store:
         store.ingest(checkpoint(tmp_path))
-        yield {Store: store, Composite: store.compose()}
+        yield {Store: store, Composite: store.compose(), Remotes: store.remotes}
 
 
 @pytest.mark.parametrize("owner", [Store, Composite])
-def test_every_argument_of_every_method_is_checked(owner: type, owners: dict[type, Store | Composite]) -> None:
+def test_every_argument_of_every_method_is_checked(owner: type, owners: Owners) -> None:
     """The message names method and argument, and what it may be; nothing was done before."""
     wrong = {
         (name, each.name): object()
@@ -70,7 +75,7 @@ def test_every_argument_of_every_method_is_checked(owner: type, owners: dict[typ
             method(**required(method) | {argument: value})
 
 
-def test_the_usual_mistakes_say_what_is_possible(owners: dict[type, Store | Composite]) -> None:
+def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
     """Rules as a number, a step as a reference, one run as a list, a misspelt name, one too many."""
     store = owners[Store]
     assert isinstance(store, Store)
@@ -102,7 +107,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: dict[type, Store | Comp
         assert raised.value.__context__ is None or raised.value.__suppress_context__
 
 
-def test_what_resembles_a_type_is_taken(owners: dict[type, Store | Composite]) -> None:
+def test_what_resembles_a_type_is_taken(owners: Owners) -> None:
     """numpy's numbers, any iterable of texts, any path."""
     numpy = pytest.importorskip("numpy")
     store = owners[Store]
@@ -120,8 +125,8 @@ def test_editors_and_help_see_the_methods_as_they_are_written() -> None:
     assert inspect.getsource(Store.pin).lstrip().startswith("def pin(self, name")
 
 
-@pytest.mark.parametrize("owner", [Store, Composite])
-def test_after_close_every_method_refuses(owner: type, owners: dict[type, Store | Composite]) -> None:
+@pytest.mark.parametrize("owner", [Store, Composite, Remotes])
+def test_after_close_every_method_refuses(owner: type, owners: Owners) -> None:
     """In one line that says how to open it again; what was read before stays, and closing twice is harmless."""
     store, composite = owners[Store], owners[Composite]
     assert isinstance(store, Store)
