@@ -8,11 +8,14 @@ a file. So a URL is shown whole only if it can hold none: a scheme, a bucket or 
 import re
 from urllib.parse import unquote
 
-_SCHEMES = {"s3", "gs", "az", "file", "memory", "http", "https", "ftp", "sftp", "ssh", "hf", "abfs", "abfss", "gcs"}
+_SCHEMES = ("s3", "gs", "az", "file", "memory", "http", "https", "ftp", "sftp", "ssh", "hf", "abfs", "abfss", "gcs")
 """Schemes are shown; anything else before a colon may be a key."""
 
-_HARMLESS = re.compile(r"(?P<slashes>/*+)[A-Za-z0-9._$-]*(:[0-9]{1,5})?(/[^@]*)?")
-_IN_TEXT = re.compile(r"\b(?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:s3|gs|az|https?):)\S+", re.IGNORECASE)
+_HARMLESS = re.compile(r"(?P<slashes>/*+)(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._$-]*)(:[0-9]{1,5})?(/[^@]*)?")
+_URL = rf"(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{'|'.join(_SCHEMES)}):/|(?:s3|gs|az|https?):(?!/))"
+_KEY_OF_A_PLACE = r"[^\s:]++:(?=\S*@)"
+"""``ID:KEY@BUCKET``, whatever stands before it; ``HOST:/PATH`` is none."""
+_IN_TEXT = re.compile(rf"(?<!\S)([('\"\[{{<]*+)(?!{_URL}){_KEY_OF_A_PLACE}\S+|\b{_URL}\S+", re.IGNORECASE)
 _PUNCTUATION = ":;,.)]}'\"’”…"
 
 
@@ -39,14 +42,17 @@ def shown_url(url: str) -> str:
 
 def redacted(text: str) -> str:
     """
-    Return *text* with each URL in it as `shown_url` shows it.
+    Return *text* with each URL in it as `shown_url` shows it, and all else that may be one with a key.
 
     >>> redacted("there is no run 's3://key:secret@bucket'; s3://bucket/prefix: no room is left")
     "there is no run 's3://…'; s3://bucket/prefix: no room is left"
+    >>> redacted("there is no run 'key:secret@bucket'; cannot mount host:/export on /data/run:/x")
+    "there is no run '…'; cannot mount host:/export on /data/run:/x"
     """
     return _IN_TEXT.sub(_shown, text)
 
 
 def _shown(match: re.Match[str]) -> str:
-    url = match[0].rstrip(_PUNCTUATION)
-    return shown_url(url) + match[0][len(url) :]
+    before = match[1] or ""
+    url = match[0][len(before) :].rstrip(_PUNCTUATION)
+    return before + shown_url(url) + match[0][len(before) + len(url) :]

@@ -1,6 +1,7 @@
 """Who we are: profiles as the AWS tools keep them, the environment before them, and no secret anywhere."""
 
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, StorageIO, Unsupported
 from layerstore.history import pushed_to
+from layerstore.redact import redacted
 from layerstore.remote import Bucket
 from layerstore.remote.credentials import s3_options
 from tests.remote.conftest import KEY, SECRET
@@ -227,6 +229,31 @@ def test_urls_that_are_none(store: Store, url: str, tmp_path: Path, monkeypatch:
         assert "secret" not in " ".join(texts)
     assert store.remotes.urls() == {}
     assert b"secret" not in b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot mount nfs01:/export/ckpt",
+        "/data/run:/x is full",
+        "http://[::1]:9000/b: no answer",
+        "(file:///data/a@1), 'file:///data/b:c@2'",
+        "r@2: 12:30:01, r@4",
+    ],
+)
+def test_what_is_no_key_stays_legible(text: str) -> None:
+    """Paths of mounts, folders with colons, an endpoint that is a number."""
+    assert redacted(text) == text
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("sign", ["a", ":", "a:", "'a:", "(", "a:'", "s3:/", "@", "a@", "://"])
+def test_a_long_word_is_read_in_a_moment(sign: str) -> None:
+    """Messages repeat what somebody gave as an argument."""
+    before = time.process_time()
+    redacted(sign * 100_000)
+    assert time.process_time() - before < 5
 
 
 @pytest.mark.fault(121)
