@@ -396,6 +396,7 @@ def _lost(
                 found.append((ref, exc))
         return found
 
+    repo.objects.look_anew()
     waiting: deque[Future[list[_Lost]]] = deque()
     # Checking local files takes less time than waking another thread.
     workers = WORKERS_MAX if reads or repo.aside.is_on_network else 1

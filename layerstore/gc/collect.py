@@ -144,6 +144,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     runs = chosen(facts, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
     going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
+    repo.objects.look_anew()
     marks = Marks(
         repo,
         old_before_ns=now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS),

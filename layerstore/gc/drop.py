@@ -207,6 +207,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
                 hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
             )
         try:
+            repo.objects.look_anew()
             for needed in Needs(repo).add_record(record):
                 repo.objects.check_there(needed)  # a repair, or somebody's rm, may have taken what a blob names
             republish(repo, commit)

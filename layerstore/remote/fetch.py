@@ -63,6 +63,10 @@ class FetchedObjects(ObjectStore):
         """Return where *ref* is or will be: if the bucket has a record, it has all that the record names."""
         return self.find_at_once(ref) or self._layout.object(ref.id)
 
+    def look_anew(self) -> None:
+        """Forget what the source has listed: it may have lost something since."""
+        self.source.look_anew()
+
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless *ref* is here, or its source lists it in full size."""
         if self.find_at_once(ref) is None:

@@ -270,7 +270,6 @@ def reread(repo: Repository) -> Repository:
     """Return the mirror *repo* as its bucket is now, with all records and pins read once more."""
     assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
     source = repo.objects.source
-    source.forget()
     _, strangers = _refresh(repo, source.bucket, anew=True)
     return replace(repo, records=UnmirroredRecords(repo, strangers))
 

@@ -31,21 +31,22 @@ class Source:
             return self._bucket
 
     def listed(self, prefix: str) -> dict[ObjectId, int]:
-        """Return the sizes of the objects whose ids start with the two digits *prefix*; listed once."""
-        if prefix not in self._sizes:
+        """Return the sizes of the objects whose ids start with the two digits *prefix*; listed once for a question."""
+        sizes = self._sizes  # what this question began to list is no answer to the next one
+        if prefix not in sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
             names = ((each.name.removeprefix(f"{folder}/"), each.size_bytes) for each in self.bucket.listed(folder))
-            self._sizes[prefix] = {ObjectId(name): size for name, size in names if OBJECT_ID.fullmatch(name)}
-        return self._sizes[prefix]
+            sizes[prefix] = {ObjectId(name): size for name, size in names if OBJECT_ID.fullmatch(name)}
+        return sizes[prefix]
 
     def check_process(self) -> None:
         """Raise Internal in a child of the process that opened the bucket."""
         if self._bucket is not None:
             self._bucket.check_process()
 
-    def forget(self) -> None:
-        """Forget the listings, so that the next question lists again."""
-        self._sizes.clear()
+    def look_anew(self) -> None:
+        """Forget the listings: a new question begins."""
+        self._sizes = {}
 
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless the bucket lists *ref* in full size."""

@@ -135,6 +135,9 @@ class ObjectStore:
                 return path
         return None
 
+    def look_anew(self) -> None:
+        """Begin a question of many `check_there`: a bucket is listed once for it, and not again for each object."""
+
     def check_there(self, ref: BlobRef) -> None:
         """Raise IntegrityError unless *ref* is in its place or aside, in full size."""
         if self.find(ref) is None:

@@ -7,7 +7,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import AlreadyExists, IntegrityError
+from layerstore.errors import AlreadyExists, IntegrityError, Overtaken
 from layerstore.model import ObjectId
 from layerstore.remote import Bucket
 from tests.unit.checkpoints import Checkpoints, digests
@@ -88,13 +88,35 @@ def test_collecting_it_leaves_the_remote_alone(pushed: Store, clone: Store, url:
     assert layerstore.open(url).verify(read_data=True).ok
 
 
-def test_what_it_lacks_is_looked_up(clone: Store, pushed: Store, url: str) -> None:
-    """An object that neither has is damage."""
+@pytest.mark.fault(155)
+@pytest.mark.parametrize("where", ["bucket", "clone"])
+def test_each_question_looks_at_the_bucket_anew(clone: Store, pushed: Store, url: str, where: str) -> None:
+    """What it has lost since the last one is damage, nothing is removed for it, and what needs it stays dropped."""
+    with layerstore.open(url if where == "bucket" else clone.path) as asked:
+        assert asked.verify().ok
+        missing = tensor_of(pushed, 6)
+        data = (pushed.path / missing).read_bytes()
+        Bucket(url).remove([missing.as_posix()])
+        assert [damage.path for damage in asked.verify().damaged] == [missing.as_posix()]
+        Bucket(url).write(missing.as_posix(), lambda: [data])
+        assert asked.verify().ok
+
+
+@pytest.mark.fault(155)
+def test_nothing_goes_or_comes_back_for_what_the_bucket_has_lost(clone: Store, pushed: Store, url: str) -> None:
+    """A commit that stays has lost something since: it might be the only copy; and one in the trash stays there."""
     assert clone.verify().ok
-    missing = min(objects(pushed) - objects(clone))
-    Bucket(url).remove([f"objects/{missing[:2]}/{missing}"])
-    with layerstore.open(clone.path) as again:
-        assert [damage.id for damage in again.verify().damaged] == [missing]
+    clone.drop("r@4")
+    kept, gone = tensor_of(pushed, 6).as_posix(), tensor_of(pushed, 4).as_posix()
+    before = objects(clone)
+    Bucket(url).remove([kept, gone])
+
+    with pytest.raises(IntegrityError, match="r@6 stays, but is incomplete"):
+        clone.gc(Keep(last=1), grace_seconds=0)
+    with pytest.raises(Overtaken, match="r@4 cannot come back"):
+        clone.undrop("r@4")
+
+    assert objects(clone) == before
 
 
 def test_its_note_may_be_damaged(clone: Store) -> None:
