@@ -81,7 +81,7 @@ class Folder:
         return Listed(name, state.st_size, state.st_mtime_ns)
 
     def list(self, folder: str) -> Iterator[Listed]:
-        """Yield everything below *folder*."""
+        """Yield everything below *folder*, but for files that were removed while somebody had them open."""
         with self._told():
             if not self._files.is_directory(self._root):
                 raise FileNotFoundError(self._root)
@@ -89,7 +89,7 @@ class Folder:
             while waiting:
                 above = waiting.pop()
                 path = self._path(f"{above}/")
-                for called in self._files.names_unsorted(path):
+                for called in self._files.names_there(path):
                     state = self._files.look(path / called)
                     if state is None:
                         continue  # removed since it was listed
