@@ -502,7 +502,8 @@ class Store:
         if repo.remote is not None:
             from layerstore.remote import reread
 
-            repo = replaced(reread(repo), shares=ALONE)  # the other processes would check their own mirrors
+            reread(repo)
+            repo = replaced(repo, shares=ALONE)  # the other processes would check their own mirrors
         return verify_store(
             repo,
             only=None if ref is None else self._resolved(ref),

@@ -235,11 +235,12 @@ def _by_name(repo: Repository, listed: Iterable[Listed | Path]) -> Iterator[List
         yield each
 
 
-def stranger(name: str, *, place: str = "the store") -> IntegrityError:
-    """Return the error for the file or folder *name* among records, pins or parts."""
+def stranger(name: str, *, remote: str | None = None) -> IntegrityError:
+    """Return the error for the file or folder *name* among records, pins or parts, here or in a *remote*."""
+    place, lists = ("the store", "verify") if remote is None else ("the bucket", f"verify --remote {typed(remote)}")
     return IntegrityError(
         f"{name} is not named as a record, pin or part is, so what it needs is unknown",
-        hint=f"give it back its name, or move it out of {place}; layerstore verify lists all such files",
+        hint=f"give it back its name, or move it out of {place}; layerstore {lists} lists all such files",
     )
 
 

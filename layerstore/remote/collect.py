@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from layerstore.errors import IntegrityError, InvalidInput, Overtaken, Unsupported
+from layerstore.format import stated_store
 from layerstore.gc import (
     Facts,
     GcOutcome,
@@ -29,10 +30,10 @@ from layerstore.gc import (
 from layerstore.history import Needs, references_to
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import RECORD_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_MOMENT_SECONDS, REMOTE_REQUESTS_MAX
-from layerstore.model import Commit, ObjectId
+from layerstore.model import Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket, hours_on
-from layerstore.remote.mirror import Remote
+from layerstore.remote.mirror import Remote, is_stranger
 from layerstore.storage import RecordName, name_in
 from layerstore.threads import Threads
 
@@ -101,7 +102,8 @@ def _collected(
         remote.refresh()
         with concluding("no object was removed"):
             needs = _named(remote, progress, without=frozenset())
-    old_trash, held = _trash(remote, needs, old_before_ns)
+    with concluding("no object was removed"):
+        old_trash, held = _trash(remote, needs, old_before_ns)
     if dry_run and grace_seconds:
         for name in going:
             held.add_readable(repo.catalog.commit(name).record)
@@ -153,9 +155,9 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
     Raises:
         IntegrityError: One cannot be read, or is under another name, so what it needs is unknown.
     """
-    if remote.strangers:
-        raise stranger(remote.strangers[0], place="the bucket")
     repo, layout = remote.repo, remote.repo.layout
+    for path in repo.records.strangers():
+        raise stranger(layout.name(path), remote=remote.url)
     records = {name for each in remote.listed if (name := repo.records.name_at(layout.root / each)) is not None}
     pins = {path.name for each in remote.listed if (path := layout.root / each).parent == layout.pins}
     progress.start("records", len(records))
@@ -189,19 +191,36 @@ def _read(remote: Remote, name: RecordName) -> Commit | None:
 
 
 def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str], Needs]:
-    """Return the names of expired trash, and what the rest of the trash needs besides *needs*."""
+    """
+    Return the names of expired trash, and what the rest of the trash needs besides *needs*.
+
+    Raises:
+        IntegrityError: Something in it is no record by its name, so what it needs is unknown.
+    """
     held, old = Needs(remote.repo, besides=needs), []
     for each in remote.bucket.listed("trash/commits"):
+        if is_stranger(each):  # since the first look
+            raise stranger(each.name, remote=remote.url)
         if each.modified_ns < old_before_ns:
             old.append(each.name)
             continue
-        *_, run, file_name = each.name.split("/")
-        name = name_in(run, file_name)
-        with contextlib.suppress(IntegrityError):  # damaged trash must not stop a collection
-            data = remote.bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
-            if name is not None and data is not None:
-                held.add_readable(remote.repo.records.decode(data, name).record)
+        record = _trashed(remote, each.name)
+        if record is not None:
+            held.add_readable(record)
     return old, held
+
+
+def _trashed(remote: Remote, called: str) -> CommitRecord | None:
+    """Return the record *called* so in the trash; None if it is gone or damaged, which must not stop a collection."""
+    *_, run, file_name = called.split("/")
+    name, data = name_in(run, file_name), None
+    try:
+        data = remote.bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+        return None if name is None or data is None else remote.repo.records.decode(data, name).record
+    except IntegrityError:
+        if stated_store(data or b"") == remote.repo.identity.store_id:  # whole: its run was renamed
+            raise stranger(called, remote=remote.url) from None
+        return None
 
 
 def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> None:

@@ -23,7 +23,8 @@ _LOOKS_MAX = 4
 
 def verify_remote(remote: Remote, *, read_data: bool, progress: Progress) -> Verdict:
     """Check every record and every object's size in the bucket itself; with *read_data*, every byte as well."""
-    return verify_store(reread(remote.repo), read_data=read_data, progress=progress)
+    reread(remote.repo)
+    return verify_store(remote.repo, read_data=read_data, progress=progress)
 
 
 def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[Fetched, ...]:

@@ -9,8 +9,7 @@ Several processes may share it. Nothing is ever written to the bucket.
 
 import errno as errnos
 import mmap
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -56,13 +55,11 @@ class Remote:
         _make(layout, files, identity)
         self.source = Source(bucket.url, layout, bucket=bucket)
         objects = MirroredObjects(layout, files, self.source)
-        records = MirroredRecords(layout, files, store_id=identity.store_id, bucket=bucket)
-        self.repo = open_repository(path, files, remote=bucket.url, objects=objects, records=records)
+        self._records = MirroredRecords(layout, files, store_id=identity.store_id, bucket=bucket)
+        self.repo = open_repository(path, files, remote=bucket.url, objects=objects, records=self._records)
         """The mirror; read-only."""
         self.listed: frozenset[str] = frozenset()
         """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
-        self.strangers: tuple[str, ...] = ()
-        """What lay beside them that is none by its name."""
         self.refresh()
 
     def __enter__(self) -> "Remote":
@@ -75,7 +72,7 @@ class Remote:
 
     def refresh(self) -> None:
         """Update the mirror's records and pins from the bucket."""
-        self.listed, self.strangers = _refresh(self.repo, self.bucket)
+        self.listed = self._records.refresh()
 
 
 def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
@@ -100,49 +97,21 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         ) from exc
 
 
-def _refresh(repo: Repository, bucket: Bucket, *, anew: bool = False) -> tuple[frozenset[str], tuple[str, ...]]:
-    """
-    Update the records and pins of the mirror *repo* from *bucket*; *anew* rereads all.
-
-    Return their names, and those of strangers beside them.
-    """
-    files, layout = repo.files, repo.layout
-    folders = [*map(layout.run, files.names_in_folder(layout.commits)), layout.pins]  # glob would follow links
-    paths = [folder / name for folder in folders for name in files.names_in_folder(folder)]
-    here = {layout.name(path): path for path in paths}
-    there = [each for folder in ("commits", "pins") for each in bucket.listed(folder)]
-    listed = {each.name: each for each in there if _is_ours(each.name)}
-    strangers = tuple(each.name for each in there if each.name not in listed and not _is_folder(each))
-    for name in here.keys() - listed.keys():
-        files.discard(here[name])
-
-    gone: list[str] = []
-
-    def fetch(each: Listed) -> None:
-        data = bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
-        if data is None:
-            gone.append(each.name)  # removed since it was listed
-            return
-        files.make_directory((layout.root / each.name).parent, durable=False)
-        _write(layout, files, layout.root / each.name, data, modified_ns=each.modified_ns)
-
-    # A pin may mean something else by now; a record never changes.
-    is_pin = f"{layout.pins.name}/"
-    missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
-    with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
-        in_parallel(pool, fetch, missing)
-    return frozenset(listed).difference(gone), strangers
-
-
 def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns: int) -> None:
     with files.temporary(layout.tmp, data) as source:
         files.touch(source, time_ns=modified_ns)  # retention uses it
         files.rename(source, path)
 
 
-def _is_folder(each: Listed) -> bool:
-    """Whether *each* is the empty object that consoles and mounts put in a folder's place."""
-    return not each.size_bytes and (each.name in {"commits", "pins"} or is_name(each.name.removeprefix("commits/")))
+def is_stranger(each: Listed) -> bool:
+    """Whether *each*, among records and pins or among records in the trash, is none by its name."""
+    name = each.name.removeprefix("trash/")
+    return not _is_ours(name) and not _is_folder(name, each.size_bytes)
+
+
+def _is_folder(name: str, size_bytes: int) -> bool:
+    """Whether *name* is the empty object that consoles and mounts put in a folder's place."""
+    return not size_bytes and (name in {"commits", "pins"} or is_name(name.removeprefix("commits/")))
 
 
 def _is_ours(name: str) -> bool:
@@ -159,6 +128,47 @@ class MirroredRecords(RecordStore):
     def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
+        self._beside: list[str] = []
+        """What lay beside them in the bucket at the last refresh."""
+
+    def refresh(self, *, anew: bool = False) -> frozenset[str]:
+        """Update them from the bucket, *anew* rereads all; return the names of those that it has."""
+        files, layout = self._files, self._layout
+        folders = [*map(layout.run, files.names_in_folder(layout.commits)), layout.pins]  # glob would follow links
+        paths = [folder / name for folder in folders for name in files.names_in_folder(folder)]
+        here = {layout.name(path): path for path in paths}
+        there = [each for folder in ("commits", "pins") for each in self._bucket.listed(folder)]
+        listed = {each.name: each for each in there if _is_ours(each.name)}
+        self._beside = [each.name for each in there if is_stranger(each)]
+        for name in here.keys() - listed.keys():
+            files.discard(here[name])
+        # A pin may mean something else by now; a record never changes.
+        is_pin = f"{layout.pins.name}/"
+        missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
+        gone: list[str] = []
+
+        def fetch(each: Listed) -> None:
+            if not self._fetch(each):
+                gone.append(each.name)
+
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
+            in_parallel(pool, fetch, missing)
+        return frozenset(listed).difference(gone)
+
+    def _fetch(self, each: Listed) -> bool:
+        """Fetch a record or pin; return whether it was still there."""
+        data = self._bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            return False
+        path = self._layout.root / each.name
+        self._files.make_directory(path.parent, durable=False)
+        _write(self._layout, self._files, path, data, modified_ns=each.modified_ns)
+        return True
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield what is no record or pin beside them in the bucket, and in its trash, by the paths that it had here."""
+        in_trash = (each.name for each in self._bucket.listed("trash/commits") if is_stranger(each))
+        yield from (self._layout.root / name for name in (*self._beside, *in_trash))
 
     def read(self, name: RecordName) -> Commit:
         """Return the commit *name*, checked; raises IntegrityError if it is damaged in the bucket, or gone."""
@@ -266,21 +276,7 @@ def delete_pin_there(remote: Remote, name: str) -> bool | None:
     return shows
 
 
-def reread(repo: Repository) -> Repository:
-    """Return the mirror *repo* as its bucket is now, with all records and pins read once more."""
-    assert isinstance(repo.objects, MirroredObjects), "it is a mirror"
-    source = repo.objects.source
-    _, strangers = _refresh(repo, source.bucket, anew=True)
-    return replace(repo, records=UnmirroredRecords(repo, strangers))
-
-
-class UnmirroredRecords(RecordStore):
-    """The same records, and the strangers beside them in the bucket."""
-
-    def __init__(self, repo: Repository, strangers: Iterable[str]) -> None:
-        super().__init__(repo.layout, repo.files, store_id=repo.identity.store_id)
-        self._strangers = [repo.layout.root / name for name in strangers]
-
-    def strangers(self) -> Iterator[Path]:
-        """Yield the paths that they would have in the mirror."""
-        yield from self._strangers
+def reread(repo: Repository) -> None:
+    """Read all records and pins of the mirror *repo* once more from its bucket."""
+    assert isinstance(repo.records, MirroredRecords), "it is a mirror"
+    repo.records.refresh(anew=True)

@@ -214,14 +214,39 @@ def test_strangers_in_a_bucket_stop_a_collection(pushed: Store, bucket: Bucket) 
     bucket.remove([record])
 
     for dry_run in (True, False):
-        with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed"):
+        with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed") as told:
             pushed.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
+        assert f"layerstore verify --remote {bucket.url} lists" in (told.value.hint or "")
     with layerstore.open(bucket.url) as remote:
         assert [entry.step for entry in remote.log()] == [6, 2]
         assert {damage.path for damage in remote.verify().damaged} == set(strangers)
     assert {each.name for each in bucket.objects()} == before
     bucket.remove(strangers)
     assert len(pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 1
+
+
+@pytest.mark.fault(129)
+@pytest.mark.parametrize(("old", "new"), [("r/2.", "r/.2."), ("/r/", "/r (copy)@1/")])
+def test_strangers_in_a_buckets_trash_stop_a_collection(pushed: Store, bucket: Bucket, old: str, new: str) -> None:
+    """A record there keeps its objects for a day, under whatever name; with its own it goes when its time has come."""
+    pushed.gc(Keep(last=1), remote="origin")
+    before = {each.name for each in bucket.objects()}
+    [called] = [each.name for each in bucket.listed("trash/commits") if "/2." in each.name]
+    data = bucket.read(called, size_bytes_max=1 << 20) or b""
+    stranger = called.replace(old, new)
+    bucket.write(stranger, lambda: [data])
+    bucket.remove([called])
+
+    for dry_run in (True, False):
+        with pytest.raises(IntegrityError, match=r"is not named as a record.*; nothing was removed"):
+            pushed.gc(Keep(last=1), remote="origin", grace_seconds=0, dry_run=dry_run)
+    with layerstore.open(bucket.url) as remote:
+        assert [damage.path for damage in remote.verify().damaged] == [stranger]
+
+    assert {each.name for each in bucket.objects()} == before
+    bucket.write(called, lambda: [data])
+    bucket.remove([stranger])
+    assert pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).trash.count == 1
 
 
 def test_what_stands_for_a_folder_in_a_bucket_stops_nothing(pushed: Store, bucket: Bucket) -> None:

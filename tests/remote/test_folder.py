@@ -219,7 +219,9 @@ def test_a_name_of_several_lines_is_a_stranger(pushed: Store, remote: Path, url:
     with layerstore.open(url) as opened:
         assert [entry.step for entry in opened.log()] == [6, 4, 2]
         opened.compose("r@6").write(tmp_path / "out")
-        assert {damage.path for damage in opened.verify().damaged} == {"commits/r/two\nlines", "pins/two\nlines"}
+        assert {damage.path for damage in opened.verify().damaged} == {
+            f"{folder}/two\nlines" for folder in ("commits/r", "pins", "trash/commits")
+        }
     layerstore.clone(url, tmp_path / "clone").close()
     pushed.push()
     with pytest.raises(IntegrityError, match=r"two\\nlines"):
@@ -247,6 +249,47 @@ def test_a_fifo_in_the_place_of_a_clone_is_not_waited_for(pushed: Store, url: st
     os.mkfifo(f"{tmp_path}/clone{place}")
     with pytest.raises(LayerstoreError):
         layerstore.clone(url, tmp_path / "clone")
+
+
+@pytest.mark.fault(129)
+def test_a_record_in_the_trash_under_another_run_stops_a_collection(pushed: Store, remote: Path) -> None:
+    """A sync tool has renamed the run's folder to what might be a run, too; a damaged record stops nothing."""
+    pushed.gc(Keep(last=1), remote="origin")
+    (remote / "trash/commits/r").rename(remote / "trash/commits/r (copy)")
+    for path in (remote / "objects").glob("*/*"):
+        os.utime(path, (0, 0))
+
+    before = content(remote / "objects")
+
+    with pytest.raises(IntegrityError, match=r"^trash/commits/r \(copy\)/2\..*; no object was removed"):
+        pushed.gc(Keep(last=1), remote="origin")
+
+    assert content(remote / "objects") == before
+    (remote / "trash/commits/r (copy)").rename(remote / "trash/commits/r")
+    [record] = (remote / "trash/commits/r").iterdir()
+    record.write_bytes(b"rotten")
+    assert pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).objects.count == 27
+
+
+@pytest.mark.parametrize("name", [".nfs0000000000e1a2c300000007", ".fuse_hidden0000001200000003"])
+def test_a_removed_file_that_somebody_has_open_stops_nothing(
+    pushed: Store, remote: Path, url: str, tmp_path: Path, name: str
+) -> None:
+    """As in a store: NFS and FUSE keep it under such a name; a link of that name is refused."""
+    pushed.gc(Keep(last=2), remote="origin")
+    for folder in ("commits", "commits/r", "pins", "objects", "objects/00", "trash/commits/r", "gc"):
+        (remote / folder).mkdir(parents=True, exist_ok=True)
+        (remote / folder / name).write_bytes(b"")
+
+    assert len(pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).removed) == 0
+    pushed.push()
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        assert clone.verify().ok
+    assert layerstore.open(url).verify(read_data=True).ok
+    (remote / "pins" / name).unlink()
+    (remote / "pins" / name).symlink_to(tmp_path)
+    with pytest.raises(IntegrityError, match="is a link"):
+        layerstore.open(url)
 
 
 def _collected_in_little(path: Path, url: str) -> bool:
