@@ -237,7 +237,7 @@ def _read_pins(repo: Repository, named: _Named) -> None:
 
 def _read_beside(repo: Repository, named: _Named) -> None:
     """Check everything but commits and pins: strangers, parts of unfinished saves, and the trash."""
-    for stranger in (*repo.records.strangers(), *repo.parts.strangers()):
+    for stranger in (*repo.records.strangers(), *repo.parts.strangers(), *repo.trash.strangers()):
         problem = IntegrityError("it is not named as a record, pin or part is; gc removes nothing while it is there")
         named.note(Damage(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem)))
     for path, part in repo.parts.all():

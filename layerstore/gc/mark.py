@@ -119,7 +119,7 @@ class Marks:
             progress.advance(1)
 
     def _mark_trash(self, without: Set[RecordName]) -> None:
-        for name in self._repo.trash.records():
+        for name in _by_name(self._repo, self._repo.trash.listed()):
             if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self.trash_before_ns:
                 continue
             # Damage in the trash must not stop us: the commit was dropped.

@@ -199,8 +199,12 @@ class RecordStore:
     def listed(self) -> Iterator[RecordName | Path]:
         """Yield the name of every record, as ``commits/`` lists them now, and the path of everything else in there."""
         self._check_folder()
-        for run in self._files.names_there(self._layout.commits):
-            folder = self._layout.run(run)
+        yield from self.listed_in(self._layout.commits)
+
+    def listed_in(self, runs: Path) -> Iterator[RecordName | Path]:
+        """Yield the same of *runs*, whose folders hold records; nothing if it does not exist."""
+        for run in self._files.names_there(runs):
+            folder = runs / run
             if is_name(run) and self._files.is_directory(folder):
                 yield from (name_in(run, name) or folder / name for name in self._files.names_there(folder))
             elif self._files.exists(folder):

@@ -21,7 +21,7 @@ from layerstore.errors import IntegrityError, NotFound, StorageIO
 from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, ObjectId
-from layerstore.storage.commits import RecordName, RecordStore, name_in
+from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files, network_filesystem
 from layerstore.units import short_id
 
@@ -43,10 +43,18 @@ class Trash:
 
     def records(self) -> list[RecordName]:
         """Return the records in the trash, by run and step."""
-        folder = self._layout.dropped
-        runs = self._files.names_in_folder(folder)
-        found = (name_in(run, each) for run in runs for each in self._files.names_in_folder(folder / run))
-        return sorted(name for name in found if name is not None)
+        return sorted(each for each in self.listed() if isinstance(each, RecordName))
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield the path of everything among the records that is none by its name."""
+        return (each for each in self.listed() if isinstance(each, Path))
+
+    def listed(self) -> Iterator[RecordName | Path]:
+        """Yield the name of every record in the trash, and the path of everything else among them."""
+        if self._files.is_directory(self._layout.dropped):
+            yield from self._records.listed_in(self._layout.dropped)
+        elif self._files.exists(self._layout.dropped):
+            yield self._layout.dropped
 
     def read_record(self, name: RecordName) -> Commit:
         """

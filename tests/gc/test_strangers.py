@@ -68,6 +68,8 @@ HARMS: dict[str, Harm] = {
     "a session, renamed": renamed(f"parts/{SESSION}", f"{SESSION}-old"),
     "a session, a link": linked(f"parts/{SESSION}"),
     "a part, renamed": renamed(f"parts/{SESSION}/0.0", "{}.sync-conflict"),
+    "a dropped record, renamed by a sync tool": renamed("trash/commits/r/10.*", "{}.sync-conflict"),
+    "a dropped run's folder, renamed by a sync tool": renamed("trash/commits/r", "a (copy)@1"),
     "a file beside the sessions": added("parts/Thumbs.db"),
 }
 
