@@ -76,6 +76,8 @@ class Inventory:
     def __init__(self, repo: Repository, listed: Iterable[Listed]) -> None:
         self._repo = repo
         self._listed = {each.name: each for each in listed}
+        self.nothing_is_lost = False
+        """Whether everything that is here is known to be there, too: then a blob that is there need not be read."""
         self._blobs: dict[ObjectId, bool] = {}
         """Whether each blob that was asked for is there with all that it names."""
 
@@ -93,10 +95,22 @@ class Inventory:
         """
         return all(map(self._has_all_of_blob, record.blobs))
 
+    def has_all_here(self, *, besides: Container[object]) -> bool:
+        """Whether every object of this store, *besides* some, is listed in full size."""
+        if self._repo.files.exists(self._repo.layout.partial):
+            return False  # not every object is here
+        sizes = ((name, self._repo.files.size(self._repo.layout.object(name))) for name in self._repo.objects.ids())
+        return all(
+            name in besides or self.find(BlobRef(id=name, size_bytes=size)) is not None
+            for name, size in sizes
+            if size is not None
+        )
+
     def _has_all_of_blob(self, blob: BlobRef) -> bool:
         if blob.id not in self._blobs:
-            named = (blob, *named_by(self._repo, blob))
-            self._blobs[blob.id] = None not in map(self.find, named)
+            self._blobs[blob.id] = self.find(blob) is not None and (
+                self.nothing_is_lost or None not in map(self.find, named_by(self._repo, blob))
+            )
         return self._blobs[blob.id]
 
 

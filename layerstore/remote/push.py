@@ -226,7 +226,7 @@ class _Push:
         is_first = not self._listed_ns and bool(there or pins)
         if is_first:
             self._list()
-            commits |= self._incomplete(there.intersection(names))
+            commits |= self._incomplete(there.intersection(names), new=commits.values())
         pins = [pin for pin in pins if not self._has_or_leaves(pin, is_first=is_first)]
         paths = {layout.record(name.run, name.step, name.id): name for name in names if name in commits}
         waiting = deque((path, commits[name]) for path, name in paths.items())
@@ -267,9 +267,15 @@ class _Push:
             elif name in self._own:
                 self.left[f"{name.run}@{name.step}"] = commit
 
-    def _incomplete(self, names: Iterable[RecordName]) -> dict[RecordName, CommitRecord]:
-        """Return those of *names*, records in the bucket, of which it has lost something."""
-        found = {}
+    def _incomplete(
+        self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
+    ) -> dict[RecordName, CommitRecord]:
+        """Return those of *names*, records in the bucket, of which it has lost something; *new* ones are not there."""
+        found, needs = {}, Needs(self._repo)
+        for record in new:
+            needs.add_readable(record)
+        # Reading the blobs of thousands of commits takes minutes; usually the bucket has all that is here.
+        self._inventory.nothing_is_lost = self._inventory.has_all_here(besides=needs)
         for name, record in self._read(sorted(names)):
             try:
                 if not self._inventory.has_all_of(record):

@@ -116,17 +116,6 @@ def test_what_cannot_be_compared_is_not_called_pushed(pushed: Store, bucket: Buc
 
 
 @pytest.mark.fault(119)
-def test_what_is_lost_here_and_there_is_not_called_pushed(pushed: Store, bucket: Bucket) -> None:
-    """All that is here is there; what records and pins name is not."""
-    for victim in (names_of(pushed, 2, "tensor")[0], names_of(pushed, 4, "version")[0]):
-        (pushed.path / victim).unlink()
-        bucket.remove([victim])
-
-    with pytest.raises(IntegrityError, match="not sent: r@4, pin mixed, r@2; all else was"):
-        pushed.push()
-
-
-@pytest.mark.fault(119)
 def test_a_running_job_sends_again_what_the_bucket_has_lost(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """Its helper pushes first, so the bucket is whole again before anything goes here."""
     url = f"file://{tmp_path}/bucket"
