@@ -25,6 +25,7 @@ from layerstore.errors import (
     IntegrityError,
     InvalidInput,
     LayerstoreError,
+    NoStore,
     StorageIO,
 )
 from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
@@ -211,8 +212,9 @@ def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, call
 
 def _reason(problem: LayerstoreError) -> str:
     """Return why something counts as damaged; raise if that is unknown: this process, or a remote, cannot read it."""
-    if isinstance(problem, StorageIO) and (
-        problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS or is_url(str(problem.filename))
+    if isinstance(problem, NoStore) or (
+        isinstance(problem, StorageIO)
+        and (problem.errno in PROCESS_ERRNOS | PERMISSION_ERRNOS or is_url(str(problem.filename)))
     ):
         raise problem
     return str(problem)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 
-from layerstore.errors import IntegrityError, NotFound
+from layerstore.errors import IntegrityError, NoStore, NotFound
 from layerstore.format import NameHasher
 from layerstore.layers import typed
 from layerstore.layout import OBJECT_ID, Layout
@@ -69,6 +69,8 @@ class Source:
                 yield hasher.size_bytes, data
                 hasher.update(data)
             check_hash(ref, hasher)
+        except NoStore:
+            raise  # the bucket itself is not there, which says nothing about the object
         except (NotFound, IntegrityError) as exc:
             raise self.damaged(ref, exc) from exc
 

@@ -7,7 +7,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import AlreadyExists, IntegrityError, Overtaken
+from layerstore.errors import AlreadyExists, IntegrityError, NoStore, Overtaken
 from layerstore.model import ObjectId
 from layerstore.remote import Bucket
 from tests.unit.checkpoints import Checkpoints, digests
@@ -222,3 +222,17 @@ def test_what_was_never_pushed_is_damaged_here(clone: Store, saved: Checkpoints,
 
     assert damage.path == path.as_posix()
     assert "its bytes hash to" in damage.reason
+
+
+@pytest.mark.fault(155)
+def test_a_bucket_that_is_not_there_says_nothing_of_its_objects(pushed: Store, tmp_path: Path) -> None:
+    """As while the disk that has it is not mounted: one error, and no damage is told."""
+    pushed.push(f"file://{tmp_path}/disk")
+    with layerstore.clone(f"file://{tmp_path}/disk", tmp_path / "partial", records=True) as partial:
+        (tmp_path / "disk").rename(tmp_path / "elsewhere")
+
+        for read_data in (False, True):
+            with pytest.raises(NoStore, match="there is no folder"):
+                partial.verify(read_data=read_data)
+        with pytest.raises(NoStore, match="there is no folder"):
+            partial.compose("r@2").write(tmp_path / "out")
