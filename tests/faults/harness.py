@@ -31,6 +31,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # which a verb imports late, from where nobody may not read or beyond a limit
 import pytest
 
 from layerstore.errors import LayerstoreError, StorageIO, Unsupported
@@ -334,8 +335,6 @@ def attempt(work: Callable[[], Any]) -> Failure | None:
 def become_nobody(*groups: int) -> None:
     """Give up root's rights, which would make every permission vanish; be of *groups* only."""
     if os.getuid() == 0:
-        import ml_dtypes  # noqa: F401  # imported late, from where nobody may not read
-
         os.setgroups(groups)
         os.setgid(groups[0] if groups else 65534)
         os.setuid(65534)
