@@ -35,7 +35,7 @@ NAME = "commits/sft/4.0"
 RECORDS = [
     samples.record(),
     samples.record(attempt=2, fork=Fork(attempt=1, step=2)),
-    samples.record(step=0, layers=()),
+    samples.record(step=0),
     samples.record(supersedes=[samples.commit().id]),
     samples.record(run="ünï 50%", step=10**18),
 ]
@@ -123,6 +123,14 @@ def test_a_whole_envelope_with_something_else_in_it_is_damage(payload: Plain) ->
         unseal_commit(data, name=NAME, store_id=STORE_ID)
     with pytest.raises(IntegrityError):
         unseal_pin(data, name=NAME, store_id=STORE_ID)
+
+
+def test_a_record_without_layers_is_damage() -> None:
+    """There is no model without one, and nothing that reads a commit has to think of it."""
+    commit = samples.commit(samples.record(layers=()))
+
+    with pytest.raises(IntegrityError, match="it has no layers"):
+        unseal_commit(seal_commit(commit, name=NAME, store_id=STORE_ID), name=NAME, store_id=STORE_ID)
 
 
 @pytest.mark.parametrize("layer", [["head"], {}, None, 1])
