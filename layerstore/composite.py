@@ -38,9 +38,9 @@ from layerstore.compose import (
     plan_universal,
     write_delta,
 )
-from layerstore.delta import Encoding
+from layerstore.delta import Encoding, is_delta
 from layerstore.dtypes import DTypeName
-from layerstore.errors import InvalidInput, Unsupported
+from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
 from layerstore.history import Staleness, check_staleness, reference_to, references_to, resolve
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
@@ -323,15 +323,17 @@ class Composite:
         """
         plan = self.plan_export(dtype=dtype, max_shard_size=max_shard_size)
         with losses_told(self._repo, self._composition):
-            return execute_export(
-                self._repo,
-                plan,
-                Path(out),
-                verify=verify,
-                durable=durable,
-                force=force,
-                progress=progress or Silent(),
-            )
+            return self._export(plan, out, verify=verify, durable=durable, force=force, progress=progress)
+
+    def _export(
+        self, plan: ExportPlan, out: StrPath, *, verify: bool, durable: bool, force: Force, progress: Progress | None
+    ) -> Exported:
+        out = Path(out)
+        if is_delta(out):
+            raise AlreadyExists(f"{out} is a delta, and no export, so it is not replaced", hint="choose another -o")
+        return execute_export(
+            self._repo, plan, out, verify=verify, durable=durable, force=force, progress=progress or Silent()
+        )
 
     def plan_dcp(self, *, adam_step: AdamStep = "unify") -> ExportPlan:
         """Return what `write_dcp` would write, without writing it."""
@@ -357,9 +359,7 @@ class Composite:
         """
         plan = self.plan_dcp(adam_step=adam_step)
         with losses_told(self._repo, self._composition):
-            return execute_export(
-                self._repo, plan, Path(out), verify=verify, durable=durable, force=force, progress=progress or Silent()
-            )
+            return self._export(plan, out, verify=verify, durable=durable, force=force, progress=progress)
 
     def plan_universal(self) -> ExportPlan:
         """Return what `write_universal` would write, without writing it."""
@@ -383,9 +383,7 @@ class Composite:
         """
         plan = self.plan_universal()
         with losses_told(self._repo, self._composition):
-            return execute_export(
-                self._repo, plan, Path(out), verify=verify, durable=durable, force=force, progress=progress or Silent()
-            )
+            return self._export(plan, out, verify=verify, durable=durable, force=force, progress=progress)
 
     def write_delta(
         self,

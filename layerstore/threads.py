@@ -8,7 +8,12 @@ not be started. So each thread is started only if there is room for it; with one
 import mmap
 import resource
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
 _ROOM_BYTES = (4 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
@@ -40,3 +45,14 @@ def check_room() -> None:
         mmap.mmap(-1, _ROOM_BYTES).close()
     except OSError as exc:
         raise MemoryError("there is no room for a thread's stack") from exc
+
+
+def run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results in order; after the first error, start nothing more."""
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

@@ -1,16 +1,14 @@
 """What does not carry over to a composite or to its number of ranks, in plain sentences."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from layerstore.compose.choose import Composition
 from layerstore.compose.safetensors import WEIGHTS_FILE
-from layerstore.format import encode_tree, pack
 from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, Kind, LayerVersion, RankState, TensorSource
 from layerstore.storage import Repository
-from layerstore.tree import Tensor, Tree, replace_tensors
-from layerstore.zero3 import RANDOM_STATE, STAGE_3, Slices, TreeView, config_of, leaves_out_frozen
+from layerstore.tree import Tree
+from layerstore.zero3 import RANDOM_STATE, STAGE_3, Slices, TreeView, config_of, leaves_out_frozen, same_bytes
 
 # What ranks have for themselves: only the first one's file has some of these.
 _OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
@@ -120,12 +118,3 @@ def _own_values(state: RankState) -> dict[str, bytes]:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"
-
-
-def same_bytes(tree: Tree) -> bytes:
-    """Return bytes that are equal for equal trees, including small tensors on any device."""
-
-    def anywhere(tensor: Tensor) -> Tensor:
-        return replace(tensor, storage=replace(tensor.storage, device=""))
-
-    return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))

@@ -83,6 +83,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep 
         seconds=time.monotonic() - started,
         signs=(METADATA,),
         is_older_form=_is_older_form,
+        loading="load it with torch.distributed.checkpoint.load(state, checkpoint_id={folder})",
     )
 
 

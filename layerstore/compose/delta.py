@@ -12,8 +12,8 @@ from pathlib import Path
 
 from layerstore.compose.assemble import OutputFile, read_mean, read_stretch
 from layerstore.compose.choose import Composition
-from layerstore.compose.export import CONFIG, ExportPlan
-from layerstore.compose.hf import plan_export
+from layerstore.compose.export import ExportPlan
+from layerstore.compose.hf import CONFIG, plan_export
 from layerstore.compose.safetensors import WeightTensor
 from layerstore.compose.target import Force, appearing, checked_target
 from layerstore.delta import ENCODINGS, INDEX, DeltaWriter, Encoding, encode, is_delta

@@ -12,16 +12,11 @@ from pathlib import Path
 
 from layerstore.compose.assemble import Assembly, OutputFile, assembling, inside
 from layerstore.compose.choose import Composition
-from layerstore.compose.peft import ADAPTER_CONFIG
 from layerstore.compose.safetensors import WeightsFile
 from layerstore.compose.target import Force, appearing, checked_target
-from layerstore.delta import is_delta
-from layerstore.errors import AlreadyExists
 from layerstore.progress import Progress
 from layerstore.storage import Files, Repository
 from layerstore.units import size
-
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +40,8 @@ class ExportPlan:
     """Whether a file is one of an older export that this one takes the place of."""
     model_class: str | None = None
     """The class of Transformers that the config names."""
+    loading: str = ""
+    """How to load the folder, whose name takes the place of ``{folder}``; empty if that is not known."""
     links: tuple[tuple[str, str], ...] = ()
     """Other names of files: the new one, and that of the file."""
     linkable: frozenset[str] = frozenset()
@@ -82,24 +79,12 @@ class Exported:
     """What the reader of the folder should know."""
     model_class: str | None
     """The class of Transformers that loads the folder, if its config names one."""
+    how_to_load: str
+    """In a line; empty if that is not known."""
 
     def __repr__(self) -> str:
         written = f"{len(self.files)} files of {self.dtype}, {size(self.bytes_written)} in {self.out}"
         return f"<Exported {self.run}@{self.step}: {written}{self.how_to_load and f'; {self.how_to_load}'}>"
-
-    @property
-    def how_to_load(self) -> str:
-        """How to load the folder, in a line; empty if that is not known."""
-        folder = json.dumps(str(self.out), ensure_ascii=False)  # as Python writes it, in the usual quotes
-        if self.format == "dcp":
-            return f"load it with torch.distributed.checkpoint.load(state, checkpoint_id={folder})"
-        if self.format == "universal":
-            return f'set "checkpoint": {{"load_universal": true}} in DeepSpeed\'s config, and load_checkpoint({folder})'
-        if ADAPTER_CONFIG in self.files:
-            return f"load it with PeftModel.from_pretrained(model, {folder})"
-        return (
-            f"load it with {self.model_class or 'AutoModel'}.from_pretrained({folder})" if CONFIG in self.files else ""
-        )
 
 
 def execute_export(
@@ -124,8 +109,6 @@ def execute_export(
     """
     started = time.monotonic()
     target = checked_target(repo, out, what="an export", signs=plan.signs, force=force)
-    if target.older is not None and is_delta(target.path):
-        raise AlreadyExists(f"{out} is a delta, and no export, so it is not replaced", hint="choose another -o")
     with (
         appearing(repo, target, is_older_form=plan.is_older_form) as folder,
         assembling(
@@ -160,6 +143,8 @@ def execute_export(
         seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),
         model_class=plan.model_class,
+        # As Python writes a text, in the usual quotes.
+        how_to_load=plan.loading.replace("{folder}", json.dumps(str(target.path), ensure_ascii=False)),
     )
 
 

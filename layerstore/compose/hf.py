@@ -6,7 +6,7 @@ A sibling of ``zero3``: an output format plans its files, and ``assemble`` and `
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from layerstore.compose.assemble import OutputFile, literal_file, plan_source_file
 from layerstore.compose.carry_over import export_notes
 from layerstore.compose.choose import Composition, check_members
-from layerstore.compose.export import CONFIG, ExportPlan
+from layerstore.compose.export import ExportPlan
 from layerstore.compose.peft import ADAPTER_CONFIG, configs_of, plan_adapters
 from layerstore.compose.safetensors import (
     INDEX,
@@ -42,6 +42,7 @@ from layerstore.storage import Repository
 from layerstore.units import size_in_bytes
 from layerstore.zero3 import SUMMARY, TreeView, tensors_in
 
+CONFIG = "config.json"
 MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""
 
@@ -117,8 +118,15 @@ def plan_export(
         signs=(WEIGHTS, INDEX, ADAPTER_CONFIG),
         is_older_form=_is_older_form,
         model_class=model_class,
+        loading=_loading([file.path for file in files] + [file.path for file in beside], model_class),
         seconds=time.monotonic() - started,
     )
+
+
+def _loading(paths: Collection[str], model_class: str | None) -> str:
+    if ADAPTER_CONFIG in paths:
+        return "load it with PeftModel.from_pretrained(model, {folder})"
+    return f"load it with {model_class or 'AutoModel'}.from_pretrained({{folder}})" if CONFIG in paths else ""
 
 
 def _is_older_form(path: Path) -> bool:

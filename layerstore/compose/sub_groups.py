@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import PurePosixPath
 
-from layerstore.compose.carry_over import same_bytes
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.tree import OrderedMap, Size, Tensor, Tree, changed, replace_tensors, with_content
@@ -21,6 +20,7 @@ from layerstore.zero3 import (
     inner_optimizer,
     members_of,
     outer_optimizer,
+    same_bytes,
     slice_length,
     sub_group_shapes,
     with_optimizer,

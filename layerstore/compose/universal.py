@@ -108,6 +108,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
         seconds=time.monotonic() - started,
         signs=(LATEST_UNIVERSAL,),
         is_older_form=lambda path: path.parts[0].endswith("_universal"),
+        loading='set "checkpoint": {"load_universal": true} in DeepSpeed\'s config, and load_checkpoint({folder})',
     )
 
 

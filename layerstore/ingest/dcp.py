@@ -17,14 +17,13 @@ from layerstore.errors import LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS, canonical_order, crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.ingest.counted_on import Since, counted_on, is_stale, since
-from layerstore.ingest.transfer import Content, run_all
 from layerstore.layers import unwrapped
 from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX, WORKERS_MAX
 from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, RankState, SourceFile
 from layerstore.progress import Progress
-from layerstore.publish import Checksums, SourceReader, Staging, stage_version
+from layerstore.publish import Checksums, Content, SourceReader, Staging, stage_version
 from layerstore.storage import ObjectWriter, Repository
-from layerstore.threads import Threads
+from layerstore.threads import Threads, run_all
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import (
     STEP,

@@ -38,12 +38,21 @@ from layerstore.history import (
 )
 from layerstore.ingest.dcp import read_dcp
 from layerstore.ingest.selection import layers_due
-from layerstore.ingest.transfer import Content, transfer
+from layerstore.ingest.transfer import transfer
 from layerstore.layers import check_name, compile_pattern, typed
 from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
 from layerstore.policy import Latest, Policy
 from layerstore.progress import Progress
-from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
+from layerstore.publish import (
+    Content,
+    Published,
+    Transaction,
+    check_pin_free,
+    check_pin_means,
+    check_pin_name,
+    make_pin,
+    retire,
+)
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.units import short_id, size

@@ -5,19 +5,17 @@ Objects come first, then version blobs and state blobs. Every byte of the source
 this returns, so that rot is never stored under a valid hash.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from layerstore.errors import LayoutMismatch
 from layerstore.format import canonical_order
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import (
-    BlobRef,
     GatheredFile,
     GatheredTensor,
     Kind,
@@ -25,10 +23,10 @@ from layerstore.model import (
     TensorSource,
 )
 from layerstore.progress import Progress, Silent
-from layerstore.publish import Checksums, KeptFile, SourceReader, Staging, crc32_of, stage_version
+from layerstore.publish import Checksums, Content, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.shares import cut
 from layerstore.storage import ObjectWriter, Repository, Staged
-from layerstore.threads import Threads
+from layerstore.threads import Threads, run_all
 from layerstore.zero3 import (
     Checkpoint,
     GatheredSource,
@@ -39,24 +37,6 @@ from layerstore.zero3 import (
     owner_of_file,
     stat_source,
 )
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """The content of a commit, apart from its place in the run."""
-
-    versions: dict[str, BlobRef]
-    """The version of every layer that was due."""
-    states: tuple[BlobRef, ...]
-    """By rank."""
-    bytes_derived: int
-    """Gathered weights that were not stored because they follow from the masters."""
-    has_moments: bool
-    notes: tuple[str, ...] = ()
-    """What was left out, for the user."""
 
 
 def transfer(
@@ -308,14 +288,3 @@ def _as_slice(tensor: GatheredSource) -> SliceSource:
         path=tensor.file,
         offset_bytes=tensor.offset_bytes,
     )
-
-
-def run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results in order; after the first error, start nothing more."""
-    futures = [pool.submit(work, item) for item in items]
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise

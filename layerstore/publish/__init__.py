@@ -12,12 +12,22 @@ from layerstore.publish.rank_parts import (
     parts_of,
     write_share,
 )
-from layerstore.publish.staging import Checksums, KeptFile, SourceReader, Staging, Witness, crc32_of, stage_version
+from layerstore.publish.staging import (
+    Checksums,
+    Content,
+    KeptFile,
+    SourceReader,
+    Staging,
+    Witness,
+    crc32_of,
+    stage_version,
+)
 from layerstore.publish.timings import SaveTiming, note_timing, read_timings
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
     "Checksums",
+    "Content",
     "FrozenWeights",
     "GivenUp",
     "InheritedLayerLost",

@@ -48,6 +48,21 @@ _BYTES_KEY = "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """The content of a commit, apart from its place in the run."""
+
+    versions: dict[str, BlobRef]
+    """The version of every layer that was due."""
+    states: tuple[BlobRef, ...]
+    """By rank."""
+    bytes_derived: int
+    """Gathered weights that were not stored because they follow from the masters."""
+    has_moments: bool
+    notes: tuple[str, ...] = ()
+    """What was left out, for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptFile:
     """A file that is kept byte for byte with a rank's state."""
 

@@ -3,12 +3,14 @@ Typed views into the trees of DeepSpeed's files; settings and optimizers whose s
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import PurePath, PurePosixPath
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.format import encode_tree, pack
 from layerstore.model import FlatContent, RankState, TreeFile
-from layerstore.tree import Inert, Size, Tensor, Tree, changed
+from layerstore.tree import Inert, Size, Tensor, Tree, changed, replace_tensors
 from layerstore.zero3.filenames import SHARD_STEM
 
 STAGE_3 = 3
@@ -270,3 +272,12 @@ def _tensors(key: Tree, tree: Tree) -> Iterator[tuple[Tree, Tensor]]:
         case Inert():
             parts: list[Tree] = [tree.arguments, tree.state, tree.appended, tree.items]
             yield from _tensors(key, parts)
+
+
+def same_bytes(tree: Tree) -> bytes:
+    """Return bytes that are equal for equal trees, including small tensors on any device."""
+
+    def anywhere(tensor: Tensor) -> Tensor:
+        return replace(tensor, storage=replace(tensor.storage, device=""))
+
+    return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
