@@ -44,7 +44,7 @@ def demo(
       layerstore demo
       layerstore demo --dir /tmp/demo --steps 40 --keep
     """
-    from layerstore.live.demo import run_demo
+    from layerstore.demo import run_demo
 
     try:
         with shown_steps(as_json=as_json) as say_step:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from layerstore.live.demo.launch import cpu_environment, free_port
+from layerstore.demo.launch import cpu_environment, free_port
 from tests.environment import REPOSITORY
 from tests.hosts import Host, enter
 

@@ -13,7 +13,7 @@ import os
 
 from filelock import FileLock, Timeout
 
-from layerstore.live.demo.launch import cpu_environment
+from layerstore.demo.launch import cpu_environment
 from tests.environment import REPOSITORY
 
 FOLDER = REPOSITORY / ".pytest_cache" / "operators"

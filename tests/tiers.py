@@ -12,8 +12,8 @@ import pytest
 # Below tests/: files and folders whose tests are full.
 FULL = (
     "deepspeed",
+    "demo/test_demo.py",
     "inspect/test_browser.py",
-    "live/test_demo.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",

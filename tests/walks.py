@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from layerstore.live.demo.launch import cpu_environment, free_port
+from layerstore.demo.launch import cpu_environment, free_port
 from tests import operators
 
 ROOT = Path(__file__).parent.parent

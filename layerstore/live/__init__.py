@@ -1,9 +1,8 @@
 """
-Saving and resuming a live engine: the only room that imports DeepSpeed and Transformers, inside functions; and torch.
+Saving and resuming a live engine: this room imports DeepSpeed, Transformers and torch, inside functions.
 
 ``saver/`` saves while training continues, ``engine/`` knows DeepSpeed, and ``ranks/`` holds the messages between ranks.
-``trainer.py`` is the callback for Transformers' Trainer, ``saved_names.py`` asks Transformers how it names weights, and
-``demo/`` is ``layerstore demo``.
+``trainer.py`` is the callback for Transformers' Trainer, and ``saved_names.py`` asks Transformers how it names weights.
 """
 
 from layerstore.live.engine import Resumed, checkpoint, resume

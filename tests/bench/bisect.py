@@ -16,7 +16,7 @@ from typing import Any
 import layerstore
 from layerstore import Store
 from layerstore.bisect import Judged
-from layerstore.live.demo.training import SEQUENCE, corpus
+from layerstore.demo.training import SEQUENCE, corpus
 from tests.bench.bisect_job import CLEAN, HIDDEN, LAYERS, Fault
 from tests.bench.ranked import result_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import layerstore
-from layerstore.live.demo.training import SEQUENCE, build_engine, corpus
+from layerstore.demo.training import SEQUENCE, build_engine, corpus
 from tests.bench.ranked import asked, begin, end
 
 if TYPE_CHECKING:

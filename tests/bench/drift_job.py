@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import layerstore
-from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
+from layerstore.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
 from tests.bench.published import DEEPSPEED_BYTES

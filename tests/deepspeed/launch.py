@@ -22,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from layerstore.live.demo.launch import cpu_environment, free_port, search_path
+from layerstore.demo.launch import cpu_environment, free_port, search_path
 from tests.deepspeed.compare import file_tree
 from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.environment import REPOSITORY

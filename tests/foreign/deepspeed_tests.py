@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from layerstore.live.demo.launch import cpu_environment
+from layerstore.demo.launch import cpu_environment
 from tests.environment import REPOSITORY, memory
 from tests.foreign.plugin import FOLDER, OUTCOMES, STAGES
 from tests.operators import claim

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment, free_port
+from layerstore.demo.launch import cpu_environment, free_port
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop, train
 from tests.live.cases import BUCKET, EXAMPLES, EXAMPLES_FOLDER
 from tests.remote.servers import credentials, seaweedfs

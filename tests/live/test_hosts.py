@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment
+from layerstore.demo.launch import cpu_environment
 from layerstore.store import Store
 from tests.environment import REPOSITORY
 from tests.forked import Nursery

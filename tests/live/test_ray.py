@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment
+from layerstore.demo.launch import cpu_environment
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop
 from tests.environment import REPOSITORY
 from tests.live.cases import EXAMPLES_FOLDER

@@ -60,6 +60,7 @@ FLOORS = {
     "composite": 9,
     "store": 10,
     "live": 11,
+    "demo": 11,
     "transformers": 12,
     "": 12,  # layerstore/__init__.py, the front door
     "cli": 13,
@@ -72,6 +73,7 @@ DOORS = {
     "compose",
     "dcp",
     "delta",
+    "demo",
     "format",
     "gc",
     "history",
@@ -88,7 +90,6 @@ DOORS = {
     "live.saver",
     "live.engine",
     "live.ranks",
-    "live.demo",
 }
 MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}
@@ -147,11 +148,11 @@ FOREIGN = {
     ),
     "boto3": (("layerstore.remote.credentials",), "it is asked who we are, and nothing else"),
     "torch": (
-        ("layerstore.live.", "layerstore.compose.state_dict", "layerstore.composite"),
+        ("layerstore.live.", "layerstore.demo.", "layerstore.compose.state_dict", "layerstore.composite"),
         "importing torch takes seconds and gigabytes",
     ),
-    "deepspeed": (("layerstore.live.",), "importing deepspeed takes seconds and may compile"),
-    "transformers": (("layerstore.live.",), "importing transformers takes seconds"),
+    "deepspeed": (("layerstore.live.", "layerstore.demo."), "importing deepspeed takes seconds and may compile"),
+    "transformers": (("layerstore.live.", "layerstore.demo."), "importing transformers takes seconds"),
     "accelerate": (("layerstore.live.",), "importing accelerate takes seconds"),
 }
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
@@ -180,7 +181,7 @@ WHY_SEAM = (
     "nor can tests inject faults into it"
 )
 # What the command line and the demo write is no part of the store.
-SEAM_EXEMPT = ("layerstore.cli.", "layerstore.live.demo.")
+SEAM_EXEMPT = ("layerstore.cli.", "layerstore.demo.")
 
 OS_CALLS = _words(
     """

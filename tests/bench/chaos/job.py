@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment
-from layerstore.live.demo.training import build_engine, train
+from layerstore.demo.launch import cpu_environment
+from layerstore.demo.training import build_engine, train
 
 SAVERS = ("deepspeed", "layerstore", "layerstore-async")
 STEPS = 12

@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from layerstore.live.demo.launch import cpu_environment
+from layerstore.demo.launch import cpu_environment
 from tests.bench.chaos.job import SAVERS
 from tests.bench.rows import Row, Rows
 from tests.operators import claim

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment
+from layerstore.demo.launch import cpu_environment
 from tests.bench.generate import generate
 from tests.bench.measure import FamilyPeak, wait_for_quiet
 from tests.bench.peers.job import folder_of

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from layerstore.live.demo.launch import tell
+from layerstore.demo.launch import tell
 from tests.bench.loop_job import Training, shape_of
 from tests.bench.measure import FamilyPeak, wait_for_quiet
 from tests.bench.peers.state import State

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from layerstore.live.demo.launch import run_ranks
+from layerstore.demo.launch import run_ranks
 from layerstore.storage.files import mount_of
 from tests.bench.peers.compose import compose_all
 from tests.bench.peers.page import write

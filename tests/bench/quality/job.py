@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import layerstore
-from layerstore.live.demo.launch import tell
-from layerstore.live.demo.training import tag_of
+from layerstore.demo.launch import tell
+from layerstore.demo.training import tag_of
 from layerstore.policy import Policy
 from tests.bench.quality import means, trial
 from tests.bench.quality.arms import FULL, RARE, Arm, arms

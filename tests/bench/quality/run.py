@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-from layerstore.live.demo.launch import Event, run_ranks
+from layerstore.demo.launch import Event, run_ranks
 from tests.bench.quality import data, means, page, table, trial
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw

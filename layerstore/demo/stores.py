@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerstore.composite import Composite
-from layerstore.live.demo.training import tag_of
+from layerstore.demo.training import tag_of
 from layerstore.policy import Filter, Keep, Latest, Parity, Policy
 from layerstore.store import Store, init, open_store
 

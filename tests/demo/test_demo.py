@@ -13,11 +13,11 @@ import pytest
 
 import layerstore
 from layerstore.cli.app import main
+from layerstore.demo import STEPS, STEPS_MIN, run, run_demo
+from layerstore.demo.launch import Event, run_ranks
+from layerstore.demo.run import MARKER, loss_of, problems_of
+from layerstore.demo.stores import resized, same_layers
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError
-from layerstore.live.demo import STEPS, STEPS_MIN, run, run_demo
-from layerstore.live.demo.launch import Event, run_ranks
-from layerstore.live.demo.run import MARKER, loss_of, problems_of
-from layerstore.live.demo.stores import resized, same_layers
 from tests.docs.pages import README
 from tests.docs.reference import commands
 from tests.generated import generate
@@ -245,7 +245,7 @@ def test_any_difference_fails_the_demo(
     changed: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The difference is named, and all measurements are still printed."""
-    monkeypatch.setattr("layerstore.live.demo.run_demo", lambda *_, **__: facts(**changed))
+    monkeypatch.setattr("layerstore.demo.run_demo", lambda *_, **__: facts(**changed))
 
     assert main(["demo"]) == 1
     printed = capsys.readouterr()
@@ -284,14 +284,14 @@ def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path)
 
 WAITING = """
 import os, time
-from layerstore.live.demo.launch import tell
+from layerstore.demo.launch import tell
 
 tell("here", pid=os.getpid())
 time.sleep(600)
 """
 
 FAILING = """
-from layerstore.live.demo.launch import tell
+from layerstore.demo.launch import tell
 
 tell("step", step=1)
 print("half a line", end="", flush=True)

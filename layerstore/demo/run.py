@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
-from layerstore.live.demo.launch import Event, run_ranks
-from layerstore.live.demo.stores import (
+from layerstore.demo.launch import Event, run_ranks
+from layerstore.demo.stores import (
     POLICIES,
     Facts,
     collect,
@@ -34,6 +33,7 @@ from layerstore.live.demo.stores import (
     usage_of_deepspeed,
     usage_under,
 )
+from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
 from layerstore.policy import Keep
 from layerstore.storage import mapped_errors
 from layerstore.store import open_store
@@ -64,7 +64,7 @@ _CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS
 _LOGS = "logs"
 _TRAINING = "training"
 
-_MODULE = "layerstore.live.demo.training"
+_MODULE = "layerstore.demo.training"
 
 _PACKAGES = ("torch", "deepspeed", "transformers")
 

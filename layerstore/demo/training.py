@@ -1,14 +1,14 @@
 """
 Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of the demo runs.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m layerstore.live.demo.training \\
+    python -m torch.distributed.run --nproc-per-node 2 -m layerstore.demo.training \\
         --steps 20 --out DIR --save-at 10 20 [--resume CHECKPOINT ...]
 
 A batch depends only on its step and rank, so the same step sees the same text, interrupted or not. The text is the
 source of Python's standard library, byte by byte: no download, no tokenizer. Each checkpoint to resume from gets its
 own engine, which trains to the last step. The first of these also saves, including the state as loaded if its step is
 in --save-at.
-Events are printed in lines that `layerstore.live.demo.launch` reads.
+Events are printed in lines that `layerstore.demo.launch` reads.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from layerstore.live.demo.launch import tell
+from layerstore.demo.launch import tell
 
 VOCABULARY = 256
 """Every byte is a token."""
