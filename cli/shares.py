@@ -62,7 +62,7 @@ def led(words: list[str]) -> Iterator[list[str]]:
         yield words
         return
     from layerstore.errors import JobLost
-    from layerstore.live.shares import Led
+    from layerstore.shares.processes import Led
 
     _is_cut_off = True
     _of_this_process = job = Led(count=found[1])
@@ -78,7 +78,7 @@ def led(words: list[str]) -> Iterator[list[str]]:
 def follow() -> None:
     """Work for the process that runs the command, until it ends."""
     global _is_cut_off  # noqa: PLW0603
-    from layerstore.live.shares import follow as follow_lead
+    from layerstore.shares.processes import follow as follow_lead
 
     found = launched()
     assert found is not None, "a launcher has started this"

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from layerstore.errors import JobLost
-from layerstore.live import shares
+from layerstore.shares import processes
 from tests.remote.servers import free_port
 
 
@@ -14,11 +14,11 @@ def test_a_lead_alone_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> Non
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setattr(shares, "_MEETING", timedelta(seconds=2))
-    monkeypatch.setattr(shares, "_MEETING_TOLD", timedelta(seconds=0.2))
+    monkeypatch.setattr(processes, "_MEETING", timedelta(seconds=2))
+    monkeypatch.setattr(processes, "_MEETING_TOLD", timedelta(seconds=0.2))
 
     with (
-        pytest.warns(shares.JobNotice, match=rf"waiting for the 2 processes of this job at 127.0.0.1:{port}"),
+        pytest.warns(processes.JobNotice, match=rf"waiting for the 2 processes of this job at 127.0.0.1:{port}"),
         pytest.raises(JobLost, match="do not meet at"),
     ):
-        shares.Led(count=2)
+        processes.Led(count=2)

@@ -148,7 +148,13 @@ FOREIGN = {
     ),
     "boto3": (("layerstore.remote.credentials",), "it is asked who we are, and nothing else"),
     "torch": (
-        ("layerstore.live.", "layerstore.demo.", "layerstore.compose.state_dict", "layerstore.composite"),
+        (
+            "layerstore.live.",
+            "layerstore.demo.",
+            "layerstore.shares.",
+            "layerstore.compose.state_dict",
+            "layerstore.composite",
+        ),
         "importing torch takes seconds and gigabytes",
     ),
     "deepspeed": (("layerstore.live.", "layerstore.demo."), "importing deepspeed takes seconds and may compile"),

@@ -21,13 +21,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerstore.errors import Internal, InvalidInput, JobLost, LayerstoreError, StorageIO
-from layerstore.shares import Answer, Shares, Work
+from layerstore.shares import Answer, Repository, Shares, Work
 from layerstore.threads import start
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from layerstore.storage import Repository
 
 _MEETING = timedelta(minutes=5)
 """How long the processes wait for each other at the start."""
@@ -73,9 +71,7 @@ class Led(Shares):
         self._line = _Line(0, count)
 
     @contextmanager
-    def asked(
-        self, repo: "Repository", work: Work[Answer], parts: Sequence[Any]
-    ) -> Iterator[Callable[[], list[Answer]]]:
+    def asked(self, repo: Repository, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
         """Have every other process do *work* on one of *parts*; yield a function that waits for the answers."""
         cache_size = os.environ.get("LAYERSTORE_CACHE_SIZE")
         with _seen_by_all(repo) as session:
@@ -99,7 +95,7 @@ class Led(Shares):
 
 
 @contextmanager
-def _seen_by_all(repo: "Repository") -> Iterator[str]:
+def _seen_by_all(repo: Repository) -> Iterator[str]:
     """Yield a new session, whose folder no copy of the store has; empty if the store is not writable."""
     session = ""
     if repo.remote is None:
@@ -124,7 +120,7 @@ def _found(answers: list[_Answered]) -> Iterator[Any]:
         yield answer.found
 
 
-def follow(number: int, count: int, opened: Callable[[str], AbstractContextManager["Repository"]]) -> None:
+def follow(number: int, count: int, opened: Callable[[str], AbstractContextManager[Repository]]) -> None:
     """Serve the lead as process *number* of *count* until it ends; *opened* opens a store by its name."""
     line = _Line(number, count)
     with ExitStack() as stores:
@@ -152,7 +148,7 @@ def follow(number: int, count: int, opened: Callable[[str], AbstractContextManag
     line.close()
 
 
-def _check_same(repo: "Repository", session: str) -> None:
+def _check_same(repo: Repository, session: str) -> None:
     if session and not repo.parts.sees_session(session):
         raise InvalidInput(
             f"{repo.name} on {platform.node()} is not the store that the first process has under this path",

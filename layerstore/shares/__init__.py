@@ -5,7 +5,7 @@ The first process leads: it runs the command as if it were alone, splits long wo
 others do what it asks and answer with small results. Only the lead writes the final result, a record or a folder's
 final name. So nothing depends on the number of processes, and a process that dies leaves nothing half-done.
 
-`live.shares` carries the questions and answers between processes.
+`processes.py` carries the questions and answers between them.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 
-Work = Callable[[Any, Any], AbstractContextManager[Answer]]
+Repository = Any
+"""A ``storage.Repository``. Its room is above this one, because it takes shares."""
+
+Work = Callable[[Repository, Any], AbstractContextManager[Answer]]
 """
 A module-level function. It takes the repository that the lead works in and one part of the work, and yields the answer.
 
@@ -31,7 +34,7 @@ class Shares:
     """The number of processes that share the work."""
 
     @contextmanager
-    def asked(self, repo: Any, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
+    def asked(self, repo: Repository, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
         """
         Have every other process do *work* on one of *parts*, in the store of *repo*, while the lead does its own share.
 
