@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from typer._click.formatting import HelpFormatter
     from typer._click.shell_completion import CompletionItem
 
-# Commands that live in another command's module.
-_HOMES = {"undrop": "drop", "pull": "push"}
-
 # Commands whose output answers a question, so that ``--quiet`` does not silence it; the same goes for plans and lists.
 ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "bisect", "verify", "doctor", "estimate", "demo"})
 ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
@@ -72,7 +69,7 @@ class Commands(TyperGroup):
         """Import the command *name*; ``--quiet`` may also follow it."""
         if name not in self.commands:
             one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-            one.command(name, cls=Command)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
+            one.command(name, cls=Command)(getattr(import_module(f"layerstore.cli.{name}"), name))
             command = typer.main.get_command(one)
             for param in command.params:
                 param.shell_complete = partial(values, param)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""``layerstore drop`` and ``undrop``: move a commit to the trash, and back."""
+"""``layerstore drop``: move a commit to the trash."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,31 +45,6 @@ def drop(
         say_json({**json_fields(dropped), "dry_run": dry_run})
     else:
         _tell(dropped, dry_run=dry_run)
-
-
-def undrop(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@STEP, or a commit's id.")],
-    *,
-    store: StorePath = None,
-    as_json: AsJson = False,
-) -> None:
-    """
-    Bring a dropped or replaced commit back.
-
-    layerstore log --dropped lists what is in the trash.
-
-    \b
-    Examples:
-      layerstore drop sft@200
-      layerstore undrop sft@200
-    """
-    with opened(store) as opened_store:
-        commit = opened_store.undrop(ref)
-    record = commit.record
-    if as_json:
-        say_json({"run": record.run, "step": record.step, "attempt": record.attempt, "commit": commit.id})
-    else:
-        say(f"{shown(f'{record.run}@{record.step}')} is back (commit {short_id(commit.id)})")
 
 
 def _tell(dropped: "Dropped", *, dry_run: bool) -> None:

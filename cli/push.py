@@ -1,4 +1,4 @@
-"""``layerstore push`` and ``layerstore pull``: send what a remote lacks, and fetch what it has."""
+"""``layerstore push``: send what a remote lacks."""
 
 import shlex
 from typing import TYPE_CHECKING, Annotated
@@ -22,11 +22,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[REMOTE] [REF]...", help="A remote's name or URL; then references, all by default."),
 ]
-
-
 Follow = Annotated[bool, typer.Option("--follow", help="Go on behind a run: send each new commit, until Ctrl-C.")]
-
-
 MovePins = Annotated[
     bool, typer.Option("--move-pins", help="Let a pin that means something else there mean the same as here.")
 ]
@@ -55,38 +51,19 @@ def push(
       layerstore push s3://checkpoints/sft
     """
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        name, refs = _split(opened_store, words or [])
+        name, refs = remote_and_references(opened_store, words or [])
         if follow:
             for pushed in opened_store.follow(name, refs=refs, move_pins=move_pins, progress=progress):
-                _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+                say_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
             return
         pushed = opened_store.push(name, refs=refs, move_pins=move_pins, progress=progress)
-    _say(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+    say_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
     if pushed.commits and not as_json:
         say_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
 
 
-def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = False) -> None:
-    """
-    Fetch commits and pins that a remote has.
-
-    Fetches all that this store lacks, or only those that are named.
-    All bytes are checked against their names before a commit becomes visible.
-    A commit in the local trash is fetched only by name.
-
-    \b
-    Examples:
-      layerstore pull
-      layerstore pull origin sft@200
-    """
-    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        name, refs = _split(opened_store, words or [])
-        pulled = opened_store.pull(name, refs=refs, progress=progress)
-    _say(pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received)
-
-
-def _split(store: "Store", words: list[str]) -> tuple[str | None, list[str] | None]:
-    """Return the remote and the references that *words* name."""
+def remote_and_references(store: "Store", words: list[str]) -> tuple[str | None, list[str] | None]:
+    """Return the remote and the references that *words* name, for push and pull."""
     if not words:
         return None, None
     remotes = store.remotes.urls()
@@ -98,7 +75,8 @@ def _split(store: "Store", words: list[str]) -> tuple[str | None, list[str] | No
     return None, words
 
 
-def _say(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
+def say_transferred(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
+    """Print what a push or a pull has *done*."""
     if as_json:
         say_json(json_fields(done))
         return

@@ -1,0 +1,24 @@
+"""``layerstore pull``: fetch what a remote has."""
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.progress import shown_progress
+from layerstore.cli.push import Words, remote_and_references, say_transferred
+
+
+def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = False) -> None:
+    """
+    Fetch commits and pins that a remote has.
+
+    Fetches all that this store lacks, or only those that are named.
+    All bytes are checked against their names before a commit becomes visible.
+    A commit in the local trash is fetched only by name.
+
+    \b
+    Examples:
+      layerstore pull
+      layerstore pull origin sft@200
+    """
+    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+        name, refs = remote_and_references(opened_store, words or [])
+        pulled = opened_store.pull(name, refs=refs, progress=progress)
+    say_transferred(pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received)
