@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +25,7 @@ from typer.core import TyperArgument, TyperGroup
 from typer.exceptions import TyperException
 
 import layerstore
+from layerstore.cli.commands import COMMANDS, about, function_of
 from layerstore.cli.complete import Shell, items, script_for, values
 from layerstore.cli.exits import (
     EXIT_CLOSED_PIPE,
@@ -34,7 +34,7 @@ from layerstore.cli.exits import (
     EXIT_TERMINATED,
     EXIT_USAGE,
 )
-from layerstore.cli.help import COMMANDS, Command, write_commands, write_options
+from layerstore.cli.help import Command, write_commands, write_options
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
 from layerstore.cli.shares import follow, is_follower, leave, led
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from typer._click.formatting import HelpFormatter
     from typer._click.shell_completion import CompletionItem
 
-# Commands whose output answers a question, so that ``--quiet`` does not silence it; the same goes for plans and lists.
-ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "bisect", "verify", "doctor", "estimate", "demo"})
+# Plans and lists are answers too, so ``--quiet`` does not silence them.
 ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
 
 
@@ -69,10 +68,10 @@ class Commands(TyperGroup):
         """Import the command *name*; ``--quiet`` may also follow it."""
         if name not in self.commands:
             one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-            one.command(name, cls=Command)(getattr(import_module(f"layerstore.cli.{name}"), name))
+            one.command(name, cls=Command)(function_of(name))
             command = typer.main.get_command(one)
             for param in command.params:
-                param.shell_complete = partial(values, param)  # type: ignore[method-assign]
+                param.shell_complete = partial(values, param, about(name).completes)  # type: ignore[method-assign]
                 if isinstance(param, TyperArgument):
                     # The name says enough; typer would add the Python type: list[Path].
                     param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
@@ -82,7 +81,7 @@ class Commands(TyperGroup):
 
     def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
         """Write the commands, then the options before a command."""
-        write_commands(lambda name: (self.load(name).help or "").strip().splitlines()[0], formatter)
+        write_commands(formatter)
         write_options(self.get_params(ctx), ctx, formatter)
 
     def shell_complete(self, ctx: "Context", incomplete: str) -> "list[CompletionItem]":
@@ -197,7 +196,7 @@ def layerstore_(
         let_through()
         say(context.get_help())
         raise typer.Exit(EXIT_USAGE)
-    if context.invoked_subcommand in ANSWERING:
+    if about(context.invoked_subcommand).answers:
         let_through()
     if cache is not None:
         size_in_bytes(cache)
@@ -212,7 +211,7 @@ def command_line() -> Commands:
     group = typer.main.get_command(app)
     assert isinstance(group, Commands)
     for param in group.params:
-        param.shell_complete = partial(values, param)  # type: ignore[method-assign]
+        param.shell_complete = partial(values, param, {})  # type: ignore[method-assign]
     return group
 
 

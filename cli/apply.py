@@ -6,10 +6,13 @@ from typing import Annotated
 import typer
 
 import layerstore
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import counted, say, say_json, shown
 from layerstore.json_fields import json_fields
 from layerstore.units import size
+
+ABOUT = About("Restore", store=None)
 
 
 def apply(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, one_of, opened
 from layerstore.cli.render import (
     Column,
@@ -29,6 +30,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.bisect import Bisected, Trial
+
+ABOUT = About("Look", store="reads", answers=True)
 
 LOG = "log"
 _FOLDER = Path("layerstore-bisect")

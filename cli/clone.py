@@ -7,10 +7,13 @@ from urllib.parse import urlsplit
 import typer
 
 import layerstore
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, name_store, say, say_json, say_note, shown, with_store
 from layerstore.cli.shares import shares
+
+ABOUT = About("Elsewhere", store=None)
 
 
 def clone(

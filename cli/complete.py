@@ -1,10 +1,10 @@
 """
 Shell completion of values; typer itself completes commands and options.
 
-The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``; for a few
-commands it means less (`_OF_COMMAND`). The names of runs, steps, pins and remotes are in the store's folders, so no
-record, index or library is needed. Names of metrics are read from the newest commit of each run, those of layers from
-the commit on the line. On errors nothing is offered; the command itself will report them.
+The metavar in the help says what an argument or option takes: REF, RUN, PIN, P, STEP, or ``one|of|these``; a command
+may say that it takes less (`About.completes`). The names of runs, steps, pins and remotes are in the store's folders,
+so no record, index or library is needed. Names of metrics are read from the newest commit of each run, those of layers
+from the commit on the line. On errors nothing is offered; the command itself will report them.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from layerstore.cli.commands import Asked, Offer
 from layerstore.cli.options import nearest_store
 
 if TYPE_CHECKING:
@@ -90,16 +90,20 @@ def items(words: Iterable[str]) -> "list[CompletionItem]":
     return [CompletionItem(word) for word in words]
 
 
-def values(param: "Parameter", context: "Context", incomplete: str) -> "list[CompletionItem]":
-    """Return completions of the value *incomplete* of *param*; none for paths, which shells complete better."""
+def values(param: "Parameter", own: Mapping[str, Offer], context: "Context", incomplete: str) -> "list[CompletionItem]":
+    """
+    Return completions of the value *incomplete* of *param*; none for paths, which shells complete better.
+
+    *own* is what the command offers for a metavar, instead of what others do.
+    """
     metavar = (getattr(param, "metavar", None) or "").rstrip("…")
     store = _store_of(context)
     if _CHOICES.fullmatch(metavar):
         words = metavar.split("|")
     else:
         metavar = metavar.partition("[:")[0]
-        offered = _OF_COMMAND.get((context.command.name, metavar)) or _OFFERED.get(metavar)
-        words = offered(_Asked(store, incomplete, context.params)) if offered else []
+        offered = own.get(metavar) or _OFFERED.get(metavar)
+        words = offered(Asked(store, incomplete, context.params)) if offered else []
     return items([word for word in words if word.startswith(incomplete)])
 
 
@@ -112,31 +116,23 @@ def _store_of(context: "Context") -> Path:
 # -- what a store holds --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A value that is being typed."""
-
-    store: Path
-    incomplete: str
-    given: dict[str, Any]
-    """The values on the line before it, by parameter."""
-
-
-def _layout(asked: _Asked) -> "Layout":
+def _layout(asked: Asked) -> "Layout":
     from layerstore.layout import layout_at
 
     return layout_at(asked.store)
 
 
-def _references(asked: _Asked) -> list[str]:
+def _references(asked: Asked) -> list[str]:
     return _references_in(_layout(asked).commits, asked.incomplete, pins=_pins(asked))
 
 
-def _commits(asked: _Asked) -> list[str]:
+def commits(asked: Asked) -> list[str]:
+    """Return references, but no pins."""
     return _references_in(_layout(asked).commits, asked.incomplete)
 
 
-def _dropped(asked: _Asked) -> list[str]:
+def dropped_commits(asked: Asked) -> list[str]:
+    """Return references to what is in the trash."""
     return _references_in(_layout(asked).dropped, asked.incomplete)
 
 
@@ -151,26 +147,26 @@ def _references_in(commits: Path, incomplete: str, *, pins: Iterable[str] = ()) 
     return found if only is None else [only, *(f"{only}@{step}" for step in _steps_of(commits / only, ""))]
 
 
-def _model(asked: _Asked) -> list[str]:
+def _model(asked: Asked) -> list[str]:
     """Return commits once a step is begun: a model is usually a path."""
-    return _commits(asked) if "@" in asked.incomplete else []
+    return commits(asked) if "@" in asked.incomplete else []
 
 
-def _steps(asked: _Asked) -> list[str]:
+def _steps(asked: Asked) -> list[str]:
     """Return the steps of the run on the line, or of the only one."""
     runs = [asked.given["run"]] if asked.given.get("run") else _runs(asked)
     return _steps_of(_layout(asked).run(runs[0]), asked.incomplete) if len(runs) == 1 else []
 
 
-def _runs(asked: _Asked) -> list[str]:
+def _runs(asked: Asked) -> list[str]:
     return _names(_layout(asked).commits)
 
 
-def _pins(asked: _Asked) -> list[str]:
+def _pins(asked: Asked) -> list[str]:
     return _names(_layout(asked).pins)
 
 
-def _remotes(asked: _Asked) -> list[str]:
+def _remotes(asked: Asked) -> list[str]:
     try:
         found = json.loads(_layout(asked).remotes.read_text())
     except (OSError, ValueError):
@@ -178,28 +174,30 @@ def _remotes(asked: _Asked) -> list[str]:
     return sorted(name for name in found if _is_plain(name))
 
 
-def _remotes_and_references(asked: _Asked) -> list[str]:
+def _remotes_and_references(asked: Asked) -> list[str]:
     """Return remotes as the first word; references are here for a push, and there for a pull, but often in both."""
     return [*([] if asked.given.get("words") else _remotes(asked)), *_references(asked)]
 
 
-def _remote_to_remove(asked: _Asked) -> list[str]:
+def remote_to_remove(asked: Asked) -> list[str]:
+    """Return the remotes, unless one is being added."""
     return _remotes(asked) if asked.given.get("action") == "remove" else []
 
 
-def _policies(_: _Asked) -> list[str]:
+def policies(_: Asked) -> list[str]:
+    """Return the policies that decide at a save; ``exact`` chooses what is there already."""
     from layerstore.policy import names
 
     return sorted(names())
 
 
-def _selections(asked: _Asked) -> list[str]:
+def _selections(asked: Asked) -> list[str]:
     from layerstore.policy import EXACT
 
-    return sorted([EXACT, *_policies(asked)])
+    return sorted([EXACT, *policies(asked)])
 
 
-def _layers(asked: _Asked) -> list[str]:
+def _layers(asked: Asked) -> list[str]:
     import layerstore
     from layerstore.history import resolve
 
@@ -208,7 +206,7 @@ def _layers(asked: _Asked) -> list[str]:
         return [entry.layer for entry in record.layers if _is_plain(entry.layer)]
 
 
-def _metrics(asked: _Asked) -> list[str]:
+def _metrics(asked: Asked) -> list[str]:
     import layerstore
     from layerstore.history import metrics_if_sound
 
@@ -242,12 +240,12 @@ def _is_plain(name: str) -> bool:
     return name.isprintable() and _SPECIAL.isdisjoint(name)
 
 
-_OFFERED: dict[str, Callable[[_Asked], list[str]]] = {
+_OFFERED: dict[str, Offer] = {
     "REF": _references,
     "A": _references,
     "B": _references,
-    "GOOD": _commits,
-    "BAD": _commits,
+    "GOOD": commits,
+    "BAD": commits,
     "MODEL": _model,
     "RUN": _runs,
     "R": _runs,
@@ -260,11 +258,3 @@ _OFFERED: dict[str, Callable[[_Asked], list[str]]] = {
     "[REMOTE] [REF]...": _remotes_and_references,
 }
 """What a metavar offers."""
-
-_OF_COMMAND: dict[tuple[str | None, str], Callable[[_Asked], list[str]]] = {
-    ("drop", "REF"): _commits,  # never a pin
-    ("undrop", "REF"): _dropped,
-    ("ingest", "P"): _policies,  # exact chooses what is there already
-    ("remote", "NAME"): _remote_to_remove,
-}
-"""Where a command takes less than its metavar says elsewhere."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import (
     AsJson,
     Reference,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from layerstore import Composite, Store
     from layerstore.compose import DeltaWritten, Exported, ExportPlan, Written
     from layerstore.policy import Policy
+
+ABOUT = About("Restore", store="reads", elsewhere=("export", "extract", "get", "load", "merge", "restore", "resume"))
 
 # The headings of its help.
 _SOURCE, _OUTPUT, _SAFETY = "Source", "Output", "Safety"

@@ -7,12 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.progress import shown_steps
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_value
 from layerstore.units import size
+
+ABOUT = About("Before you start", store=None, answers=True)
 
 _FACT_WIDTH = 13
 

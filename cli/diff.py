@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
@@ -23,6 +24,8 @@ from layerstore.units import short_id, size
 if TYPE_CHECKING:
     from layerstore.distance import Distance
     from layerstore.inspect import Diff, DiffSide, LayerDiff
+
+ABOUT = About("Look", store="reads", answers=True)
 
 _REF_HELP = "RUN@STEP, RUN, RUN~1 or a pin."
 

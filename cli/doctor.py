@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import layerstore
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, store_or_nearest
 from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
 from layerstore.errors import LayerstoreError
@@ -13,6 +14,8 @@ from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.check import Diagnosis
+
+ABOUT = About("Before you start", store=None, answers=True)
 
 
 def doctor(

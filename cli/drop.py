@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
+from layerstore.cli.complete import commits
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import counted, say, say_json, shown, some, with_store
 from layerstore.json_fields import json_fields
@@ -11,6 +13,8 @@ from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from layerstore.gc import Dropped
+
+ABOUT = About("Maintain", elsewhere=("delete", "remove", "rm"), completes={"REF": commits})
 
 
 def drop(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, one_of, opened, with_options
 from layerstore.cli.policy import described_policy
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from layerstore.inspect import Model
+
+ABOUT = About("Before you start", store=None, answers=True)
 
 _POLICIES = ("full", "parity", "filter")
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import keep_of, with_rules
 from layerstore.cli.progress import shown_progress
@@ -26,6 +27,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.gc import CommitFate, GcOutcome, Gone
+
+ABOUT = About("Maintain", elsewhere=("prune",))
 
 _LINES_MAX = 50
 

@@ -5,26 +5,15 @@ Plain text, as typer writes it without rich, which would take three times as lon
 """
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
+from layerstore.cli.commands import COMMANDS, function_of, sections
+
 if TYPE_CHECKING:
     from typer._click.core import Context, Parameter
     from typer._click.formatting import HelpFormatter
-
-SECTIONS = {
-    "Save": ("init", "ingest", "pin"),
-    "Look": ("log", "show", "ls", "diff", "stats", "report", "bisect"),
-    "Restore": ("compose", "apply", "undrop"),
-    "Maintain": ("drop", "gc", "verify", "repair", "reindex", "migrate"),
-    "Elsewhere": ("remote", "push", "pull", "clone"),
-    "Before you start": ("doctor", "estimate", "demo"),
-}
-"""The commands in the order of ``--help``; each is a function in the module of its name."""
-
-COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
 
 # typer's way to write the bounds of a number.
 _AT_LEAST, _BETWEEN = re.compile(r"x>=(\d+)(?=[;\]])"), re.compile(r"(\d+)<=x<=(\d+)(?=[;\]])")
@@ -70,9 +59,13 @@ def help_record(param: "Parameter", ctx: "Context") -> tuple[str, str] | None:
     return record[0], text.replace("  [", " [")
 
 
-def write_commands(summary: Callable[[str], str], formatter: "HelpFormatter") -> None:
-    """Write all commands, by what they are for, each with its *summary*."""
+def write_commands(formatter: "HelpFormatter") -> None:
+    """Write all commands, by what they are for, each with the first line of its help."""
     width = max(map(len, COMMANDS))
-    for name, commands in SECTIONS.items():
+    for name, commands in sections().items():
         with formatter.section(name):
-            formatter.write_dl([(command.ljust(width), summary(command)) for command in commands])
+            formatter.write_dl([(command.ljust(width), _summary(command)) for command in commands])
+
+
+def _summary(command: str) -> str:
+    return (function_of(command).__doc__ or "").strip().partition("\n")[0]

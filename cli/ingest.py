@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import layerstore
+from layerstore.cli.commands import About
+from layerstore.cli.complete import policies
 from layerstore.cli.options import AsJson, StorePath, Table, opened, with_options
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
     Checkpoint = tuple[Path, str | None]
     """A folder, and the tag in it; without a tag, `latest` says which."""
+
+ABOUT = About("Save", elsewhere=("add", "commit", "import", "save"), completes={"P": policies})
 
 POLL_SECONDS = 2.0
 """How often a watch scans the folders."""

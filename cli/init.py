@@ -6,9 +6,12 @@ from typing import Annotated
 import typer
 
 import layerstore
+from layerstore.cli.commands import About
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import name_store, named_store, say, say_json, say_note, shown, with_store
 from layerstore.errors import InvalidInput
+
+ABOUT = About("Save", store=None)
 
 
 def init(

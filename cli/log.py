@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import (
     Column,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Took = dict[tuple[str, int, int], SaveTiming]
     """By run, attempt and step."""
 
+ABOUT = About("Look", store="reads", answers=True, elsewhere=("history", "list", "runs", "snapshots"))
 
 # One screen or two.
 _LIMIT = 50

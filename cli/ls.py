@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
 from layerstore.cli.render import Column, say_json, say_table
 from layerstore.json_fields import json_fields
@@ -11,6 +12,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.inspect import LayerLine
+
+ABOUT = About("Look", store="reads", answers=True)
 
 
 def ls(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, store_or_nearest
 from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, with_store
 from layerstore.json_fields import json_fields
@@ -13,6 +14,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.migrations import Migration, Step
+
+ABOUT = About("Maintain", elsewhere=("upgrade",))
 
 
 def migrate(

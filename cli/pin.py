@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
@@ -26,6 +27,8 @@ from layerstore.units import short_id
 if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.model import Pin
+
+ABOUT = About("Save", elsewhere=("tag",))
 
 
 def pin(

@@ -1,8 +1,11 @@
 """``layerstore pull``: fetch what a remote has."""
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.push import Words, remote_and_references, say_transferred
+
+ABOUT = About("Elsewhere")
 
 
 def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = False) -> None:

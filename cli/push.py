@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_note, shown, some
@@ -17,6 +18,8 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.remote import Pulled, Pushed
+
+ABOUT = About("Elsewhere")
 
 Words = Annotated[
     list[str] | None,

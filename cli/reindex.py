@@ -1,7 +1,10 @@
 """``layerstore reindex``: rebuild the index."""
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import counted, say, say_json
+
+ABOUT = About("Maintain")
 
 
 def reindex(*, store: StorePath = None, as_json: AsJson = False) -> None:

@@ -4,12 +4,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from layerstore.cli.commands import About
+from layerstore.cli.complete import remote_to_remove
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import Column, let_through, say, say_json, say_note, say_rows, shown, with_store
 from layerstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from layerstore import Store
+
+ABOUT = About("Elsewhere", completes={"NAME": remote_to_remove})
 
 
 def remote(

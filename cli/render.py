@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeVar
 
+from layerstore.cli.commands import COMMANDS, about
 from layerstore.layout import is_url
 from layerstore.redact import redacted
 
@@ -341,12 +342,7 @@ def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -
 
 
 _STORE_OPTION = re.compile(r"--store(?![\w-])")
-_COMMAND = re.compile(
-    r"\blayerstore (?=(?:bisect|compose|diff|drop|gc|ingest|log|ls|migrate|pin|pull|push|reindex|remote|repair|report"
-    r"|show|stats|undrop|verify)\b)"
-)
-
-_READING_COMMAND = re.compile(r"\blayerstore (?=(?:bisect|compose|diff|log|ls|report|show|stats|verify)\b)")
+_COMMAND = re.compile(r"\blayerstore (?P<command>[a-z]+)\b")
 
 
 def name_store(path: str | None) -> None:
@@ -368,8 +364,13 @@ def with_store(text: str) -> str:
     path = _voice.store
     if path is None or _STORE_OPTION.search(text):
         return text
-    commands = _READING_COMMAND if is_url(path) else _COMMAND
-    return commands.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
+    return _COMMAND.sub(lambda found: _command_with_store(found["command"], path) or found[0], text)
+
+
+def _command_with_store(command: str, path: str) -> str | None:
+    use = about(command).store if command in COMMANDS else None
+    takes_it = use == "reads" if is_url(path) else use is not None
+    return f"layerstore --store {shlex.quote(path)} {command}" if takes_it else None
 
 
 def say_aside(text: str) -> None:

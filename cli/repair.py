@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened, store_or_nearest
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
@@ -24,6 +25,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.check import Repaired
+
+ABOUT = About("Maintain")
 
 Sources = Annotated[
     list[str] | None,

@@ -6,12 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import keep_of, with_rules
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown
 from layerstore.errors import InvalidInput
 from layerstore.units import size
+
+ABOUT = About("Look", store="reads")
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; an older report is replaced.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]

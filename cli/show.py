@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
 from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
@@ -20,6 +21,8 @@ from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
     from layerstore.inspect import CommitView, LayerLine
+
+ABOUT = About("Look", store="reads", answers=True, elsewhere=("describe", "info", "inspect"))
 
 
 def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False) -> None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_facts, say_json, say_table, say_warning
@@ -11,6 +12,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.inspect import Stats
+
+ABOUT = About("Look", store="reads", answers=True, elsewhere=("du", "status"))
 
 
 def stats(

@@ -5,27 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from typer.exceptions import TyperException
 
+from layerstore.cli.commands import about
 from layerstore.nearest import did_you_mean, nearest
 
 # typer states the name only in this message.
 _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
 _EXTRA = re.compile(r"Got unexpected extra argument\(s\) \((?P<words>.*)\)\.?", re.DOTALL)
-
-# Our commands by other tools' names for them.
-_ELSEWHERE = {
-    "compose": {"export", "extract", "get", "load", "merge", "restore", "resume"},
-    "drop": {"delete", "remove", "rm"},
-    "gc": {"prune"},
-    "ingest": {"add", "commit", "import", "save"},
-    "log": {"history", "list", "runs", "snapshots"},
-    "migrate": {"upgrade"},
-    "pin": {"tag"},
-    "show": {"describe", "info", "inspect"},
-    "stats": {"du", "status"},
-    "undrop": {"undelete", "unrm"},
-    "verify": {"check", "fsck"},
-}
 
 # What takes more than one word of ours.
 _IN_OUR_WORDS = {
@@ -80,7 +66,7 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
         name = unknown["name"]
         if name in _IN_OUR_WORDS:
             return _IN_OUR_WORDS[name]
-        meant = [ours for ours, others in _ELSEWHERE.items() if name in others] or nearest(name, commands)
+        meant = [ours for ours in commands if name in about(ours).elsewhere] or nearest(name, commands)
     help_ = f"{context.command_path} --help"
     if _EXTRA.match(problem.message) and _arguments(problem) == "REF":
         one = "name the folder with -o DIR" if _command(problem) == "compose" else "one commit at a time"

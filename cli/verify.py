@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
@@ -24,6 +25,8 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore.check import Damage, Hurt, Verdict
+
+ABOUT = About("Maintain", store="reads", answers=True, elsewhere=("check", "fsck"))
 
 _HURT_MAX = 20
 

@@ -16,8 +16,8 @@ import pytest
 
 import layerstore
 from layerstore.cli.app import command_line
+from layerstore.cli.commands import COMMANDS
 from layerstore.cli.complete import Shell, completed
-from layerstore.cli.help import COMMANDS
 from layerstore.tree import Tree
 from tests.cli.conftest import Run
 from tests.environment import processor_seconds

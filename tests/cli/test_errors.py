@@ -14,8 +14,7 @@ import pytest
 
 from layerstore import errors
 from layerstore.cli import app as cli
-from layerstore.cli import exits
-from layerstore.cli import help as help_
+from layerstore.cli import commands, exits
 from layerstore.limits import MIB
 from tests.cli.conftest import Run
 from tests.compat.format1 import as_format_1
@@ -54,7 +53,7 @@ IN_A_STORE = [words for name, words in COMMANDS.items() if name not in ANYWHERE]
 
 
 def _registered() -> list[str]:
-    return [name for name in help_.COMMANDS if name != "demo"]
+    return [name for name in commands.COMMANDS if name != "demo"]
 
 
 def test_every_command_is_tested_here() -> None:
@@ -99,7 +98,7 @@ def test_without_a_command_there_is_help(run: Run) -> None:
     outcome = run()
 
     assert outcome.code == 2
-    assert all(f"{name}:" in outcome.out.splitlines() for name in help_.SECTIONS)
+    assert all(f"{name}:" in outcome.out.splitlines() for name in commands.sections())
     assert run("--json").error["kind"] == "usage"
 
 
@@ -110,7 +109,7 @@ def test_no_commands_summary_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch, w
     listed = re.findall(r"^  ([a-z]+) {2,}(\S.*)$", run(*words).out, re.MULTILINE)
 
     assert listed == [
-        (name, inspect.cleandoc(cli.command_line().load(name).help or "").splitlines()[0]) for name in help_.COMMANDS
+        (name, inspect.cleandoc(cli.command_line().load(name).help or "").splitlines()[0]) for name in commands.COMMANDS
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.cli.app import command_line
-from layerstore.cli.help import COMMANDS
+from layerstore.cli.commands import COMMANDS
 from layerstore.cli.render import name_store, with_store
 from tests.cli.conftest import Run
 
@@ -42,7 +42,7 @@ def test_a_hint_names_the_store_that_was_named(run: Run, checkpoints: Path, tmp_
 
 
 def test_suggestions_of_every_command_with_a_store_name_it() -> None:
-    """A new command belongs in `_COMMAND`; init and doctor are suggested with a place, estimate with its own option."""
+    """Each says so itself; init and doctor are suggested with a place, estimate with its own option."""
     taking = {name for name in COMMANDS if any(param.name == "store" for param in command_line().load(name).params)}
     name_store("elsewhere")
 

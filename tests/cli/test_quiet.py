@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.cli.app import ANSWERING
-from layerstore.cli.help import COMMANDS
+from layerstore.cli.commands import COMMANDS, about
 from tests.cli.conftest import Run
 from tests.cli.test_errors import COMMANDS as WORDS
 
@@ -30,6 +29,7 @@ ACTS = {
     "pull": ["pull", "file://{source}/bucket"],
     "clone": ["clone", "file://{source}/bucket", "cloned"],
 }
+ANSWERING = {name for name in COMMANDS if about(name).answers}
 PLANS = {
     "compose": ["compose", "--dry-run"],
     "pin": ["pin", "--list"],

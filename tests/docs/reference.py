@@ -18,7 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from layerstore import errors
 from layerstore.cli import app as cli
-from layerstore.cli.help import COMMANDS, OTHERS, heading, help_record
+from layerstore.cli.commands import COMMANDS
+from layerstore.cli.help import OTHERS, heading, help_record
 from tests.docs import python_pages
 from tests.docs.pages import DOCS, GENERATED
 from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS
