@@ -134,7 +134,7 @@ def _next_of_empty(store: "Store") -> str:
 
 def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
     if as_json:
-        fields = [json_fields(each.commit.record) | json_fields(each) for each in dropped]
+        fields = [json_fields(each) for each in dropped]
         say_json({"dropped": fields})
     elif dropped:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {

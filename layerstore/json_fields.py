@@ -1,8 +1,10 @@
 """
 The single conversion from dataclasses to JSON: the fields of a result that ``--json`` prints.
 
-These names are documented (docs/reference/cli.md), and programs rely on them. Attributes may be renamed; these names
-must not change.
+A result whose JSON differs from its fields says so in its ``_JSON``: the names in order, each that of an attribute, or
+``name=attribute`` if the two differ, with ``name=#attribute`` for the length of the attribute. Any other dataclass has
+all its fields under their own names. These names are documented (docs/reference/cli.md), and programs rely on them:
+attributes may be renamed, but the names must not change.
 """
 
 import math
@@ -12,48 +14,6 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 
-# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` if the two differ;
-# ``name=#attribute`` is the length of the attribute. A dataclass that is not listed has all its fields under their own
-# names.
-_FIELDS = {
-    "Ingested": "run step attempt commit is_new record_healed layers=#layers layers_saved=#layers_saved objects_new "
-    "objects_reused bytes_new bytes_reused objects_healed reused_read bytes_derived seconds",
-    "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins pushed has_moments",
-    "SaveTiming": "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued",
-    "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
-    "CommitView": "run step attempt fork save_number commit pin time=time_ns world_size stage flavour tag policy "
-    "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
-    "has_moments metrics",
-    "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
-    "DiffSide": "run step commit pin world_size stage",
-    "LayerDiff": "layer same=is_same status kinds bytes_changed",
-    "Stats": "run commits pins logical_bytes unique_bytes physical_bytes saved_ratio unneeded missing runs kinds "
-    "layers left_out",
-    "Amount": "logical_bytes unique_bytes",
-    "Pin": "pin=name run=record.run step=record.step commit=base time=observed.time_ns layers=#record.layers "
-    "attempt=record.attempt policy=record.policy.name",
-    "CommitRecord": "run attempt step",
-    "DroppedCommit": "commit=commit.id time=commit.observed.time_ns dropped=dropped_ns",
-    "Dropped": "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip",
-    "GcOutcome": "pins orphans young unfinished trash waiting unserved",
-    "CommitFate": "run step attempt commit reference time=time_ns",
-    "Gone": "count bytes=size_bytes",
-    "Verdict": "ok damaged orphans records objects bytes_read objects_read sample hurt=standing.hurt "
-    "whole=standing.whole",
-    "Damage": "kind id path needed_by reason costs",
-    "Cost": "commit=holder layers everything",
-    "Hurt": "commit=reference layers everything stands",
-    "Fetched": "kind path from=source bytes=size_bytes",
-    "PinElsewhere": "pin=name reference store=source",
-    "Diagnosis": "ok path findings versions",
-    "Migration": "path found format unfinished=is_unfinished steps",
-    "StepOutcome": "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup",
-    "Step": "source target summary",
-    "Model": "name architecture source parameters",
-    "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement "
-    "copy_bytes_per_second keep_last keep_every prices",
-}
-
 
 def json_fields(result: object) -> dict[str, object]:
     """
@@ -61,10 +21,8 @@ def json_fields(result: object) -> dict[str, object]:
 
     Times in nanoseconds become ISO 8601; numbers that JSON lacks (NaN and the infinities) become null.
     """
-    names = _FIELDS.get(type(result).__name__)
-    if names is None:
-        assert is_dataclass(result), f"{type(result).__name__} is no dataclass"
-        names = " ".join(field.name for field in fields(result))
+    assert is_dataclass(result), f"{type(result).__name__} is no dataclass"
+    names: str = getattr(result, "_JSON", None) or " ".join(field.name for field in fields(result))
     pairs = (pair.partition("=") for pair in names.split())
     return {name: _plain(result, attribute or name) for name, _, attribute in pairs}
 

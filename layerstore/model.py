@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import NewType, Protocol, runtime_checkable
+from typing import ClassVar, NewType, Protocol, runtime_checkable
 
 from layerstore.tree import Tree
 from layerstore.units import short_id, utc
@@ -323,6 +323,11 @@ class Commit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """A user's name for a commit or a composite, fully resolved."""
+
+    _JSON: ClassVar = (
+        "pin=name run=record.run step=record.step commit=base time=observed.time_ns layers=#record.layers "
+        "attempt=record.attempt policy=record.policy.name"
+    )
 
     name: str = field(metadata=AS_NAME)
     record: CommitRecord

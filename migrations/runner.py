@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, StorageIO, Unsupported
 from layerstore.format import FORMAT, decode_identity, format_of
@@ -32,6 +33,8 @@ STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
 class StepOutcome:
     """A step that was taken, or would be."""
 
+    _JSON: ClassVar = "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup"
+
     step: Step
     files: int | None = None
     """The number of files that it writes; None if that depends on the previous step, or another run wrote them."""
@@ -44,6 +47,8 @@ class StepOutcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
     """What a migration did, or would do."""
+
+    _JSON: ClassVar = "path found format unfinished=is_unfinished steps"
 
     path: Path
     """The store, links resolved."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage import Files
@@ -52,6 +53,8 @@ class MigratedFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step from one format to the next."""
+
+    _JSON: ClassVar = "source target summary"
 
     source: int
     target: int

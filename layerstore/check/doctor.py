@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.check import probes
 from layerstore.check.probes import Finding
@@ -42,6 +43,8 @@ _OPEN_FILES_MIN = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """The doctor's report."""
+
+    _JSON: ClassVar = "ok path findings versions"
 
     path: str
     """The path as given."""

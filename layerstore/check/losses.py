@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from layerstore.compose import compose_by_policy
 from layerstore.errors import LayerstoreError
@@ -18,6 +19,8 @@ from layerstore.units import short_id
 class Cost:
     """What one commit or pin loses to some damage."""
 
+    _JSON: ClassVar = "commit=holder layers everything"
+
     holder: str
     """Reference to the commit, or the pin's name."""
     layers: tuple[str, ...]
@@ -29,6 +32,8 @@ class Cost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
     """One thing that is damaged or missing."""
+
+    _JSON: ClassVar = "kind id path needed_by reason costs"
 
     kind: str
     """``record``, ``pin``, ``version``, ``state``, ``object``, ``part``, ``index`` or ``stranger``."""
@@ -167,6 +172,8 @@ WEIGHTS = "weights"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hurt:
     """A damaged commit or pin, and what can still be composed on it."""
+
+    _JSON: ClassVar = "commit=reference layers everything stands"
 
     reference: str
     layers: tuple[str, ...]

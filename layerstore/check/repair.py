@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.check.losses import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
@@ -59,6 +60,8 @@ class Moved:
 class Fetched:
     """A record or object that was fetched, or would be."""
 
+    _JSON: ClassVar = "kind path from=source bytes=size_bytes"
+
     kind: str
     path: str
     source: str
@@ -69,6 +72,8 @@ class Fetched:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinElsewhere:
     """A damaged pin as a source has it, which may be older than ours was."""
+
+    _JSON: ClassVar = "pin=name reference store=source"
 
     name: str
     reference: str

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, standing
 from layerstore.errors import (
@@ -95,6 +96,10 @@ _SHARES_MAX = 4 * WORKERS_MAX
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a verify found."""
+
+    _JSON: ClassVar = (
+        "ok damaged orphans records objects bytes_read objects_read sample hurt=standing.hurt whole=standing.whole"
+    )
 
     damaged: tuple[Damage, ...]
     standing: Standing

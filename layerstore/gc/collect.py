@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.gc.mark import Marks, concluding, named
@@ -30,6 +31,8 @@ from layerstore.units import size
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcOutcome:
     """What a collection removed, or would remove."""
+
+    _JSON: ClassVar = "pins orphans young unfinished trash waiting unserved"
 
     commits: tuple[CommitFate, ...]
     """Every visible commit, run by run, newest first."""

@@ -7,6 +7,7 @@ Nothing is freed until a collection empties the trash, by age. Commits that inhe
 import errno as errnos
 from dataclasses import dataclass
 from datetime import datetime
+from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import bytes_of_only
@@ -21,6 +22,8 @@ from layerstore.units import short_id, utc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """A commit that was dropped, or would be."""
+
+    _JSON: ClassVar = "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip"
 
     run: str
     step: int
@@ -43,6 +46,11 @@ class Dropped:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedCommit:
     """A commit in the trash."""
+
+    _JSON: ClassVar = (
+        "run=commit.run attempt=commit.record.attempt step=commit.step commit=commit.id time=commit.observed.time_ns "
+        "dropped=dropped_ns"
+    )
 
     commit: Commit
     dropped_ns: int

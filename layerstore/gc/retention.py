@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import ClassVar
 
 from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError
@@ -21,6 +22,8 @@ NOT_PUSHED = "not pushed yet"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFate:
     """What becomes of one visible commit."""
+
+    _JSON: ClassVar = "run step attempt commit reference time=time_ns"
 
     run: str
     attempt: int

@@ -7,6 +7,7 @@ Readers and writers need not wait (docs/internals/durability.md); `tests/gc/mode
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.gc.mark import Marks, is_blob
@@ -19,6 +20,8 @@ from layerstore.storage import ObjectWriter, Repository
 @dataclass(frozen=True, slots=True)
 class Gone:
     """A number of objects or files, and their bytes."""
+
+    _JSON: ClassVar = "count bytes=size_bytes"
 
     count: int = 0
     size_bytes: int = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.errors import (
     Conflict,
@@ -74,6 +75,11 @@ _HOW_TO_KEEP_A_COMPOSITE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ingested:
     """What an ingest did."""
+
+    _JSON: ClassVar = (
+        "run step attempt commit is_new record_healed layers=#layers layers_saved=#layers_saved objects_new "
+        "objects_reused bytes_new bytes_reused objects_healed reused_read bytes_derived seconds"
+    )
 
     run: str
     step: int

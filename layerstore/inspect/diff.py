@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from layerstore.distance import Distance, Meter, can_measure, nothing_between
 from layerstore.dtypes import by_code
@@ -35,6 +35,8 @@ Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSide:
     """One of the two commits."""
+
+    _JSON: ClassVar = "run step commit pin world_size stage"
 
     run: str
     step: int
@@ -67,6 +69,8 @@ class KindDiff:
 class LayerDiff:
     """One layer."""
 
+    _JSON: ClassVar = "layer same=is_same status kinds bytes_changed"
+
     layer: str
     status: Status
     kinds: dict[str, KindDiff]
@@ -98,6 +102,8 @@ class LayerDiff:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
     """Two commits, compared."""
+
+    _JSON: ClassVar = "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b"
 
     a: DiffSide
     b: DiffSide

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
@@ -43,6 +43,11 @@ _SAVES_LOOKED_AT = 2_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """How a model will be trained and saved."""
+
+    _JSON: ClassVar = (
+        "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement "
+        "copy_bytes_per_second keep_last keep_every prices"
+    )
 
     world_size: int
     steps: int

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import ClassVar
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
@@ -17,6 +18,8 @@ from layerstore.units import short_id, size, utc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
     """One commit in a log."""
+
+    _JSON: ClassVar = "run attempt step commit time=time_ns layers_saved bytes_new pins pushed has_moments"
 
     run: str
     attempt: int = 0

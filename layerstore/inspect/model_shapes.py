@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from layerstore.errors import InvalidInput, SourceCheckpoint
 from layerstore.format import parse_json
@@ -46,6 +46,8 @@ Source = Literal["config", "params", "checkpoint", "commit"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model, as far as its checkpoints are concerned."""
+
+    _JSON: ClassVar = "name architecture source parameters"
 
     name: str
     source: Source

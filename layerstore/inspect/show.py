@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from layerstore.errors import NotFound
 from layerstore.format import WITHOUT_MOMENTS
@@ -27,6 +27,8 @@ _NAMES_MAX = 10
 class LayerLine:
     """One layer of a commit, with the size of each kind."""
 
+    _JSON: ClassVar = "layer run attempt step version parameters frozen bytes=bytes_by_kind"
+
     layer: str
     run: str
     attempt: int
@@ -42,6 +44,12 @@ class LayerLine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitView:
     """Everything about one commit."""
+
+    _JSON: ClassVar = (
+        "run step attempt fork save_number commit pin time=time_ns world_size stage flavour tag policy "
+        "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
+        "has_moments metrics"
+    )
 
     run: str
     step: int

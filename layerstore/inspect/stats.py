@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format import commit_id
@@ -37,6 +37,8 @@ _KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
 @dataclass(slots=True, kw_only=True)
 class Amount:
     """How much of something there is."""
+
+    _JSON: ClassVar = "logical_bytes unique_bytes"
 
     count: int = 0
     """The number of distinct objects or, for a layer, of its distinct versions."""
@@ -68,6 +70,11 @@ class Unneeded:
 @dataclass(slots=True, kw_only=True)
 class Stats:
     """The sizes of a store, or of one run."""
+
+    _JSON: ClassVar = (
+        "run commits pins logical_bytes unique_bytes physical_bytes saved_ratio unneeded missing runs kinds layers "
+        "left_out"
+    )
 
     run: str | None
     """The only run that was counted; None for the whole store."""

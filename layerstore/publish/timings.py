@@ -7,7 +7,7 @@ The first rank of each saver appends to its own file. Damaged or torn lines are 
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from layerstore.errors import LayerstoreError
 from layerstore.format import parse_json
@@ -20,6 +20,8 @@ _SUFFIX = ".jsonl"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
     """The timing of one save on the first rank."""
+
+    _JSON: ClassVar = "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued"
 
     run: str
     attempt: int

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -337,10 +338,18 @@ def forbid(is_wrong: Callable[[Module, Import], bool], why: str) -> None:
     )
 
 
+Node = TypeVar("Node", bound=ast.AST)
+
+
+def nodes(kind: type[Node]) -> Iterator[tuple[Module, Node]]:
+    """Yield every node of *kind* in a module of ours."""
+    for module in MODULES:
+        yield from ((module, node) for node in ast.walk(module.tree) if isinstance(node, kind))
+
+
 def calls() -> Iterator[tuple[Module, ast.Call]]:
     """Yield every call in a module of ours."""
-    for module in MODULES:
-        yield from ((module, node) for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+    return nodes(ast.Call)
 
 
 def test_every_room_has_a_floor() -> None:
@@ -355,6 +364,29 @@ def test_every_room_has_a_floor() -> None:
 def test_imports_go_down_only() -> None:
     """No room imports from a higher floor, at module level or lazily; the command line stands above all."""
     forbid(lambda module, found: FLOORS[module.room] < FLOORS[room_of(found.target)], WHY_DOWN)
+
+
+def test_no_room_names_a_class_of_a_higher_one_in_a_string() -> None:
+    """A table of the names of higher rooms' classes is an import upwards, too."""
+    floors: dict[str, int] = {}
+    for module, node in nodes(ast.ClassDef):
+        floors[node.name] = min(floors.get(node.name, FLOORS[module.room]), FLOORS[module.room])
+    report(
+        (
+            f"{module.at(node)}: {module.name} names {node.value}"
+            for module, node in nodes(ast.Constant)
+            if isinstance(node.value, str)
+            and floors.get(node.value, 0) > FLOORS[module.room]
+            and node.value not in _bound_in(module)
+        ),
+        WHY_DOWN,
+    )
+
+
+def _bound_in(module: Module) -> set[str]:
+    """Return what *module* imports or assigns: a type variable and ``__all__`` have names in strings, too."""
+    found = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    return found | {node.asname or node.name for node in ast.walk(module.tree) if isinstance(node, ast.alias)}
 
 
 def test_rooms_of_one_floor_do_not_see_each_other() -> None:
