@@ -10,7 +10,7 @@ or young until its own record is there; docs/internals/durability.md says why.
 import contextlib
 import random
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from layerstore.errors import IntegrityError, InvalidInput, Overtaken, Unsupported
@@ -90,6 +90,7 @@ def _collected(
         runs = chosen(Facts(repo, request.keep), request, now_ns)
         fates = [fate for _, each in runs for fate in each]
         going = [fate.name for fate in fates if fate.goes]
+        _check_strangers(remote, map(repo.layout.name, repo.records.strangers()))
         needs = _named(remote, progress, without=set(going))
     check_confirmed(fates, Gone(), request)  # only age decides about the trash
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
@@ -101,6 +102,7 @@ def _collected(
             _to_trash(remote, name, watch)
         remote.refresh()
         with concluding("no object was removed"):
+            _check_strangers(remote, remote.beside)  # what is in the trash by now, `_trash` checks
             needs = _named(remote, progress, without=frozenset())
     with concluding("no object was removed"):
         old_trash, held = _trash(remote, needs, old_before_ns)
@@ -148,6 +150,11 @@ class _Watch:
             )
 
 
+def _check_strangers(remote: Remote, names: Iterable[str]) -> None:
+    for name in names:
+        raise stranger(name, remote=remote.url)
+
+
 def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName]) -> Needs:
     """
     Return what the listed records, except *without*, and the listed pins need.
@@ -156,8 +163,6 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
         IntegrityError: One cannot be read, or is under another name, so what it needs is unknown.
     """
     repo, layout = remote.repo, remote.repo.layout
-    for path in repo.records.strangers():
-        raise stranger(layout.name(path), remote=remote.url)
     records = {name for each in remote.listed if (name := repo.records.name_at(layout.root / each)) is not None}
     pins = {path.name for each in remote.listed if (path := layout.root / each).parent == layout.pins}
     progress.start("records", len(records))

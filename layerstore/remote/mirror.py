@@ -70,6 +70,11 @@ class Remote:
     ) -> None:
         self.repo.close()
 
+    @property
+    def beside(self) -> list[str]:
+        """What lay among records and pins at the last refresh and is neither."""
+        return self._records.beside
+
     def refresh(self) -> None:
         """Update the mirror's records and pins from the bucket."""
         self.listed = self._records.refresh()
@@ -128,7 +133,7 @@ class MirroredRecords(RecordStore):
     def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
-        self._beside: list[str] = []
+        self.beside: list[str] = []
         """What lay beside them in the bucket at the last refresh."""
 
     def refresh(self, *, anew: bool = False) -> frozenset[str]:
@@ -139,7 +144,7 @@ class MirroredRecords(RecordStore):
         here = {layout.name(path): path for path in paths}
         there = [each for folder in ("commits", "pins") for each in self._bucket.listed(folder)]
         listed = {each.name: each for each in there if _is_ours(each.name)}
-        self._beside = [each.name for each in there if is_stranger(each)]
+        self.beside = [each.name for each in there if is_stranger(each)]
         for name in here.keys() - listed.keys():
             files.discard(here[name])
         # A pin may mean something else by now; a record never changes.
@@ -168,7 +173,7 @@ class MirroredRecords(RecordStore):
     def strangers(self) -> Iterator[Path]:
         """Yield what is no record or pin beside them in the bucket, and in its trash, by the paths that it had here."""
         in_trash = (each.name for each in self._bucket.listed("trash/commits") if is_stranger(each))
-        yield from (self._layout.root / name for name in (*self._beside, *in_trash))
+        yield from (self._layout.root / name for name in (*self.beside, *in_trash))
 
     def read(self, name: RecordName) -> Commit:
         """Return the commit *name*, checked; raises IntegrityError if it is damaged in the bucket, or gone."""
