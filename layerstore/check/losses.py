@@ -193,13 +193,11 @@ class Standing:
     """For every damaged run, its newest intact step, None if there is none."""
 
 
-def standing(
-    repo: Repository,
-    holders: Mapping[str, Holder],
-    blobs: Mapping[BlobRef, Collection[ObjectId]],
-) -> Standing:
+def hurt_by(
+    repo: Repository, holders: Mapping[str, Holder], blobs: Mapping[BlobRef, Collection[ObjectId]]
+) -> tuple[Hurt, ...]:
     """
-    Return what is still intact of *holders*.
+    Return what can still be composed on each of *holders* that a user sees.
 
     *blobs* are the damaged version and state blobs, each with the objects that it lost, or itself.
     """
@@ -213,9 +211,13 @@ def standing(
         hurt.append(
             Hurt(reference=name, layers=holder.layers_in(holder.lost), everything=holder.has_lost_state, stands=stands)
         )
-    runs = sorted({holder.save.run for holder in holders.values() if holder.is_shown})
-    lost = {holder.commit for holder in holders.values() if holder.pin is None}
-    return Standing(hurt=tuple(hurt), whole={run: _newest_whole(repo, run, lost) for run in runs})
+    return tuple(hurt)
+
+
+def newest_whole(repo: Repository, holders: Collection[Holder]) -> dict[str, str | None]:
+    """Return the newest intact step of every run that *holders*, all that are damaged, belong to."""
+    lost = {holder.commit for holder in holders if holder.pin is None}
+    return {run: _newest_whole(repo, run, lost) for run in sorted({each.save.run for each in holders if each.is_shown})}
 
 
 def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection[ObjectId]]) -> tuple[str, ...]:

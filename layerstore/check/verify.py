@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, standing
+from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, hurt_by, newest_whole
 from layerstore.errors import (
     PERMISSION_ERRNOS,
     PROCESS_ERRNOS,
@@ -174,10 +174,10 @@ def verify_store(
         _read_dropped(repo, named, counted, reads, progress)
     holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
-    found = standing(repo, holders, _lost_blobs(damaged))
+    whole = newest_whole(repo, holders.values()) if only is None else {}  # nothing is known of the other commits
     return Verdict(
         damaged=damaged,
-        standing=found if only is None else replace(found, whole={}),  # nothing is known of the other commits
+        standing=Standing(hurt=hurt_by(repo, holders, _lost_blobs(damaged)), whole=whole),
         orphans=counted.orphans,
         records=named.records,
         objects=counted.objects,
