@@ -30,8 +30,10 @@ from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Composite, Store
-    from layerstore.compose import DeltaWritten, Exported, ExportPlan, Written
+    from layerstore.assemble import Exported, ExportPlan
+    from layerstore.delta import DeltaWritten
     from layerstore.policy import Policy
+    from layerstore.shards import Written
 
 ABOUT = About("Restore", store="reads", elsewhere=("export", "extract", "get", "load", "merge", "restore", "resume"))
 
@@ -381,7 +383,8 @@ def _say_written(
     composite: "Composite", written: "Written | Exported | DeltaWritten", *, adam_step: str | None, as_json: bool
 ) -> None:
     """Say what was written, and how to load it."""
-    from layerstore.compose import DeltaWritten, Exported
+    from layerstore.assemble import Exported
+    from layerstore.delta import DeltaWritten
 
     if isinstance(written, DeltaWritten):
         _say_delta(composite, written, as_json=as_json)

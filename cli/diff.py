@@ -22,8 +22,8 @@ from layerstore.json_fields import json_fields
 from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
-    from layerstore.distance import Distance
     from layerstore.inspect import Diff, DiffSide, LayerDiff
+    from layerstore.numbers import Distance
 
 ABOUT = About("Look", store="reads", answers=True)
 

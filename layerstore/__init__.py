@@ -21,11 +21,11 @@ from layerstore.errors import (
 
 TYPE_CHECKING = False  # checkers know the name, and to import typing takes longer than all that is imported here
 if TYPE_CHECKING:
+    from layerstore.assemble import Exported, ExportPlan, Tensors
     from layerstore.bisect import Bisected, Judged
     from layerstore.check import Diagnosis, Repaired, Verdict
-    from layerstore.compose import DeltaWritten, Exported, ExportPlan, Tensors, Written
     from layerstore.composite import Composite, LayerChoice
-    from layerstore.delta import Applied
+    from layerstore.delta import Applied, DeltaWritten
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Staleness
     from layerstore.ingest import Ingested
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from layerstore.progress import Progress
     from layerstore.publish import SaveTiming
     from layerstore.remote import Pulled, Pushed, Remotes
+    from layerstore.shards import Written
     from layerstore.store import Store, apply, clone, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
     from layerstore.tables import Table
@@ -117,11 +118,11 @@ __version__ = "0.1.0"
 
 # Loaded on first use: the store imports lmdb, its arrays numpy, and ``layerstore --help`` need not wait for those.
 _ROOMS = {
+    "assemble": "ExportPlan Exported Tensors",
     "bisect": "Bisected Judged",
     "check": "Diagnosis Repaired Verdict",
-    "compose": "DeltaWritten ExportPlan Exported Tensors Written",
     "composite": "Composite LayerChoice",
-    "delta": "Applied",
+    "delta": "Applied DeltaWritten",
     "gc": "Dropped DroppedCommit GcOutcome",
     "history": "Staleness",
     "ingest": "Ingested",
@@ -132,6 +133,7 @@ _ROOMS = {
     "progress": "Progress",
     "publish": "SaveTiming",
     "remote": "Pulled Pushed Remotes",
+    "shards": "Written",
     "store": "Store apply clone doctor find_checkpoints init open",
     "tables": "Table",
     "zero3": "Survey",

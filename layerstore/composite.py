@@ -12,35 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerstore.arguments import checked
-from layerstore.compose import (
-    MAX_SHARD_SIZE,
-    AdamStep,
-    Composition,
-    DeltaWritten,
+from layerstore.assemble import (
     Exported,
     ExportPlan,
     Force,
-    Moments,
     TensorKind,
     Tensors,
-    Written,
-    check_members,
-    check_whole,
-    compose_latest,
-    execute_compose,
     execute_export,
-    losses_told,
     make_state_dict,
     open_tensors,
-    plan_dcp,
-    plan_export,
-    plan_ranks,
-    plan_universal,
-    write_delta,
 )
-from layerstore.delta import Encoding, is_delta
+from layerstore.compose import Composition, check_members, check_whole, compose_latest, losses_told
+from layerstore.dcp import plan_dcp
+from layerstore.delta import DeltaWritten, Encoding, is_delta, write_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
+from layerstore.hf import MAX_SHARD_SIZE, plan_export
 from layerstore.history import Staleness, check_staleness, reference_to, references_to, resolve
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
@@ -48,6 +35,7 @@ from layerstore.model import Pin, Saving, StrPath
 from layerstore.nearest import ByName
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
+from layerstore.shards import AdamStep, Moments, Written, execute_compose, plan_ranks, plan_universal
 from layerstore.storage import Repository
 from layerstore.tables import Table, frame, html_table
 from layerstore.units import utc

@@ -8,20 +8,14 @@ others. A file that a judge has changed is written again.
 from collections.abc import Callable
 from pathlib import Path
 
-from layerstore.compose import (
-    Composition,
-    Exported,
-    ExportPlan,
-    WeightTensor,
-    execute_export,
-    losses_told,
-    plan_export,
-)
+from layerstore.assemble import Exported, ExportPlan, WeightTensor, execute_export
+from layerstore.compose import Composition, losses_told
+from layerstore.filenames import SUMMARY
 from layerstore.format import digest
+from layerstore.hf import plan_export
 from layerstore.model import LayerVersion, TensorSource
 from layerstore.progress import Silent
 from layerstore.storage import Repository
-from layerstore.zero3 import SUMMARY
 
 _DIGITS = 12
 

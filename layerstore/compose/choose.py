@@ -28,9 +28,10 @@ from layerstore.history import (
 from layerstore.layers import typed
 from layerstore.model import BlobRef, Buffer, CommitId, CommitRecord, LayerEntry, LayerVersion, Parameter, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
+from layerstore.slices import Slices
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
-from layerstore.zero3 import Slices, undivided
+from layerstore.zero3.trees import undivided
 
 _SUMMARY_SCHEMA = 1
 _AGE_FIELDS = ("layer", "run", "attempt", "step", "steps", "saves")

@@ -1,7 +1,13 @@
-"""PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's full form, without torch."""
+"""
+PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's full form, without torch.
 
-from layerstore.dcp.metadata import METADATA, Chunk, Entry, KeyPath, metadata_bytes
-from layerstore.dcp.read import FlatTensor, Folder, box_runs
+``read`` and ``whole`` read a folder, ``onto`` puts it onto a commit, ``write`` makes one.
+"""
+
+from layerstore.dcp.metadata import METADATA, Chunk, Entry, metadata_bytes
+from layerstore.dcp.onto import read_dcp
+from layerstore.dcp.read import Folder
 from layerstore.dcp.whole import open_folder
+from layerstore.dcp.write import plan_dcp
 
-__all__ = ["METADATA", "Chunk", "Entry", "FlatTensor", "Folder", "KeyPath", "box_runs", "metadata_bytes", "open_folder"]
+__all__ = ["METADATA", "Chunk", "Entry", "Folder", "metadata_bytes", "open_folder", "plan_dcp", "read_dcp"]

@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from layerstore.dtypes import by_code, by_torch_name
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.limits import DCP_METADATA_BYTES_MAX
+from layerstore.source import damaged, read_source_file
 from layerstore.tree import Global, Inert, Size, Tree
-from layerstore.zero3 import damaged, read_source_file
 from layerstore.zero3.pt import MEMORY_FORMAT, OF_DCP_METADATA, read_pickle, write_pickle
 
 METADATA = ".metadata"

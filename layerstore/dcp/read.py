@@ -13,8 +13,9 @@ from layerstore.dcp.metadata import METADATA, Entry, read_metadata
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
+from layerstore.source import damaged, open_source
 from layerstore.tree import Located, Storage, Tensor, Tree
-from layerstore.zero3 import damaged, holds_zero, linked, open_source, several_distributed
+from layerstore.zero3 import holds_zero, linked, several_distributed
 from layerstore.zero3.pt import Pickles, read_section
 
 

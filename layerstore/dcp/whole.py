@@ -9,16 +9,10 @@ from pathlib import Path
 from layerstore.dcp.metadata import Chunk, Entry, KeyPath
 from layerstore.dcp.read import Folder
 from layerstore.errors import SourceCheckpoint
+from layerstore.filenames import FSDP_MODEL, FSDP_OPTIMIZER
+from layerstore.source import damaged, real_path
 from layerstore.tree import Tensor, Tree
-from layerstore.zero3 import (
-    FSDP_MODEL,
-    FSDP_OPTIMIZER,
-    damaged,
-    distributed_at,
-    onto_hint,
-    real_path,
-    refuse_file_per_rank,
-)
+from layerstore.zero3 import distributed_at, onto_hint, refuse_file_per_rank
 from layerstore.zero3.pt import Pickles, read_pt
 
 _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}

@@ -17,8 +17,8 @@ from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import framed, parse_json
 from layerstore.limits import MIB, RECORD_BYTES_MAX
+from layerstore.source import open_source, read_header, read_source_file, tensors_in
 from layerstore.storage import Files
-from layerstore.zero3 import open_source, read_header, read_source_file, tensors_in
 
 INDEX = "model.safetensors.index.json"
 

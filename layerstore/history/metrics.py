@@ -11,11 +11,11 @@ from contextlib import suppress
 from operator import attrgetter
 
 from layerstore.errors import IntegrityError, NotFound
+from layerstore.filenames import TRAINER_STATE
 from layerstore.format import parse_json
 from layerstore.model import CommitRecord, RankState, SourceFile
 from layerstore.storage import Repository, RunView
 from layerstore.tree import Tree
-from layerstore.zero3 import TRAINER_STATE
 
 METRICS = "metrics"
 """The key in client_state whose numbers are all metrics."""

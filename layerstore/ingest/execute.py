@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from layerstore.dcp import read_dcp
 from layerstore.errors import (
     Conflict,
     IntegrityError,
@@ -26,6 +27,7 @@ from layerstore.errors import (
     StorageIO,
     Unsupported,
 )
+from layerstore.filenames import SUMMARY
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
@@ -37,7 +39,6 @@ from layerstore.history import (
     resolve,
     view_read_again,
 )
-from layerstore.ingest.dcp import read_dcp
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import transfer
 from layerstore.layers import check_name, compile_pattern, typed
@@ -57,7 +58,8 @@ from layerstore.publish import (
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.units import short_id, size
-from layerstore.zero3 import SUMMARY, Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
+from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer
+from layerstore.zero3.trees import undivided
 
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "

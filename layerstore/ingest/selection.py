@@ -6,7 +6,10 @@ from contextlib import closing
 from dataclasses import replace
 from math import prod
 
-from layerstore.distance import (
+from layerstore.dtypes import by_code
+from layerstore.history import Place
+from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
+from layerstore.numbers import (
     SECOND_MOMENT,
     Meter,
     Movements,
@@ -16,14 +19,12 @@ from layerstore.distance import (
     can_measure,
     weighted_movements,
 )
-from layerstore.dtypes import by_code
-from layerstore.history import Place
-from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.publish import SourceReader
+from layerstore.slices import Slices
 from layerstore.storage import Repository
 from layerstore.tree import Tree
-from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource
+from layerstore.zero3 import Checkpoint, LayerSource, SliceSource
 
 # 32 runs of 64 elements of each parameter: a block of ten parameters is read in a few milliseconds.
 RUNS = 32

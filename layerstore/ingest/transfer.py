@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.errors import LayoutMismatch
+from layerstore.filenames import owner_of_file
 from layerstore.format import canonical_order
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
@@ -25,18 +26,10 @@ from layerstore.model import (
 from layerstore.progress import Progress, Silent
 from layerstore.publish import Checksums, Content, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.shares import cut
+from layerstore.source import GatheredSource, stat_source
 from layerstore.storage import ObjectWriter, Repository, Staged
 from layerstore.threads import Threads, run_all
-from layerstore.zero3 import (
-    Checkpoint,
-    GatheredSource,
-    LayerSource,
-    ObjectSource,
-    SliceSource,
-    check_unchanged,
-    owner_of_file,
-    stat_source,
-)
+from layerstore.zero3 import Checkpoint, LayerSource, ObjectSource, SliceSource, check_unchanged
 
 
 def transfer(

@@ -13,17 +13,17 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from layerstore.distance import Distance, Meter, can_measure, nothing_between
 from layerstore.dtypes import by_code
 from layerstore.history import Resolved, reference_to
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
+from layerstore.numbers import Distance, Meter, can_measure, nothing_between
 from layerstore.progress import Progress
+from layerstore.slices import Slices, StoredSlice
 from layerstore.storage import Repository
 from layerstore.tables import frame, html_table
 from layerstore.threads import Threads
 from layerstore.units import size
-from layerstore.zero3 import Slices, StoredSlice
 
 if TYPE_CHECKING:
     from pandas import DataFrame

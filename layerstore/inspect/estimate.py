@@ -30,7 +30,7 @@ from layerstore.json_fields import json_fields
 from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 from layerstore.model import StoredTensor
 from layerstore.policy import Keep, Policy, Save, anchored, due_layers
-from layerstore.zero3 import slice_length, valid_elements
+from layerstore.slices import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 

@@ -19,15 +19,9 @@ from layerstore.history import resolve
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
 from layerstore.model import Kind, Parameter
+from layerstore.source import read_source_file, real_path
 from layerstore.storage import Repository
-from layerstore.zero3 import (
-    discover,
-    holds_zero,
-    read_checkpoint,
-    read_pointer,
-    read_source_file,
-    real_path,
-)
+from layerstore.zero3 import discover, holds_zero, read_checkpoint, read_pointer
 
 CONFIG = "config.json"
 MADE_UP_VOCABULARY = 128_000

@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from layerstore.compose import checked_file, compose_by_policy, write_file
+from layerstore.assemble import checked_file, write_file
+from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
 from layerstore.history import Resolved, metrics_of, references_to, staleness_of

@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from layerstore.arguments import check_arguments
 from layerstore.errors import InvalidInput, NoStore
+from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
 from layerstore.live.engine import StoreCheckpointEngine, check_run, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
@@ -20,7 +21,6 @@ from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import chosen_policy
 from layerstore.storage import Files, check_free
 from layerstore.store import Store, StrPath, open_store
-from layerstore.zero3 import TRAINER_STATE
 
 
 class LayerstoreCallback(TrainerCallback):

@@ -27,15 +27,10 @@ from layerstore.model import (
     StoredObject,
     StoredTensor,
 )
+from layerstore.source import OpenedSource, open_source
 from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor, replace_tensors
-from layerstore.zero3 import (
-    LayerSource,
-    ObjectSource,
-    OpenedSource,
-    SliceSource,
-    open_source,
-)
+from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
 
 # Keep few files open: a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8

@@ -19,12 +19,7 @@ from layerstore.errors import (
     SourceCheckpoint,
     Unsupported,
 )
-from layerstore.format import parse_json
-from layerstore.layers import ADAPTER_WEIGHTS, typed
-from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
-from layerstore.nearest import did_you_mean, nearest
-from layerstore.zero3.distributed import refuse_distributed
-from layerstore.zero3.filenames import (
+from layerstore.filenames import (
     FSDP,
     INCOMPLETE,
     LATEST,
@@ -45,7 +40,12 @@ from layerstore.zero3.filenames import (
     rank_of_file,
     run_name,
 )
-from layerstore.zero3.sourcefile import list_folder, read_source_file, real_path, stat_source
+from layerstore.format import parse_json
+from layerstore.layers import ADAPTER_WEIGHTS, typed
+from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.source import list_folder, read_source_file, real_path, stat_source
+from layerstore.zero3.distributed import refuse_distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
+from layerstore.filenames import DCP, FILE_PER_RANK, FSDP, folder_kind, natural
 from layerstore.layers import typed
-from layerstore.zero3.filenames import DCP, FILE_PER_RANK, FSDP, folder_kind, natural
-from layerstore.zero3.sourcefile import list_folder
+from layerstore.source import list_folder
 
 _HALF = re.compile(r"(?:pytorch_)?(model|optim)(?:_fsdp|izer)?(.*)")
 """The names of such two folders, which end alike."""

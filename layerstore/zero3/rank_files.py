@@ -12,23 +12,27 @@ from pathlib import PurePath
 from typing import TypeGuard
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.filenames import SHARD_STEM, is_text
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.threads import Threads
 from layerstore.tree import Inert, Size, Tensor, Tree
-from layerstore.zero3.counters import STEP, count_of
 from layerstore.zero3.discovery import RankFiles
-from layerstore.zero3.filenames import SHARD_STEM, is_text
 from layerstore.zero3.pt import Pickles, PtFile, read_pt
-from layerstore.zero3.sharding import Fragment, Sharding, is_dealt, sharding_of
 from layerstore.zero3.trees import (
     STAGE_3,
+    STEP,
+    Fragment,
+    Sharding,
     TreeView,
     config_of,
+    count_of,
     inner_in,
+    is_dealt,
     masters_in,
     optimizer_states,
     refuse_settings,
+    sharding_of,
     stage_of,
     sub_group_shapes,
     undivided_in,

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch
+from layerstore.filenames import TRAINER_STATE
 from layerstore.format import ObjectHasher, canonical_order, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
@@ -26,10 +27,10 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
+from layerstore.slices import slice_length, valid_elements
+from layerstore.source import GatheredFileSource, GatheredSource, open_source, read_gathered
 from layerstore.tree import Located, Storage, Tensor, changed, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
-from layerstore.zero3.filenames import TRAINER_STATE
-from layerstore.zero3.gathered import GatheredFileSource, GatheredSource, read_gathered
 from layerstore.zero3.pt import PtFile
 from layerstore.zero3.rank_files import (
     Common,
@@ -41,8 +42,6 @@ from layerstore.zero3.rank_files import (
     parameters_of,
     read_ranks,
 )
-from layerstore.zero3.slices import slice_length, valid_elements
-from layerstore.zero3.sourcefile import open_source
 from layerstore.zero3.trees import TreeView
 
 _KINDS = tuple(Kind)

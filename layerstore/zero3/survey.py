@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
-from layerstore.limits import SOURCE_FILES_MAX
-from layerstore.zero3.discovery import step_of_trainer
-from layerstore.zero3.distributed import distributed_at, onto_hint
-from layerstore.zero3.filenames import (
+from layerstore.filenames import (
     FIRST_SHARD,
     FSDP,
     MODEL_STATES,
@@ -22,9 +19,12 @@ from layerstore.zero3.filenames import (
     UNFINISHED_OUTPUT,
     folder_kind,
 )
+from layerstore.limits import SOURCE_FILES_MAX
+from layerstore.source import list_folder, real_path
+from layerstore.zero3.discovery import step_of_trainer
+from layerstore.zero3.distributed import distributed_at, onto_hint
 from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.pt import read_pt
-from layerstore.zero3.sourcefile import list_folder, real_path
 from layerstore.zero3.trees import TreeView
 
 

@@ -14,8 +14,8 @@ from typing import BinaryIO, Literal
 from isal import isal_zlib
 
 from layerstore.dtypes import by_code
+from layerstore.numbers import convert
 from layerstore.tree import OrderedMap, Storage, Tree
-from layerstore.zero3 import convert
 from layerstore.zero3.pt import layout_pt
 from tests.bench.partitioned import partition_states, whole_model_states
 from tests.bench.shapes import (

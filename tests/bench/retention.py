@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from layerstore import Keep
+from layerstore.filenames import TRAINER_STATE
 from layerstore.format import encode_state, make_commit
 from layerstore.gc import Facts, has_work
 from layerstore.model import LayerEntry, RankState, SourceFile, TreeFile
 from layerstore.storage import Files, Repository, open_repository
-from layerstore.zero3 import TRAINER_STATE
 from tests.bench.histories import (
     RUN,
     STEP_SIZE,

@@ -48,8 +48,8 @@ from layerstore.model import (
     StoredTensor,
 )
 from layerstore.policy import Policy
+from layerstore.slices import valid_elements
 from layerstore.storage import Repository
-from layerstore.zero3 import valid_elements
 from tests.bench.generate import generate
 from tests.bench.histories import RUN, build
 from tests.unit import samples

@@ -11,7 +11,7 @@ from math import isqrt, prod
 from typing import Literal
 
 from layerstore.layers import block_index, layer_of
-from layerstore.zero3 import slice_length
+from layerstore.slices import slice_length
 
 Grouping = Literal["two", "layerwise", "layerwise_blocks_first", "llmtailor"]
 GROUPINGS: tuple[Grouping, ...] = ("two", "layerwise", "layerwise_blocks_first")

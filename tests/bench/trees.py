@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from layerstore.slices import slice_length, valid_elements
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3 import slice_length, valid_elements
 from tests.bench.shapes import Group, ModelShape, Parameter
 from tests.bench.values import EXP_AVG, EXP_AVG_SQ, MASTER
 

@@ -10,8 +10,8 @@ import pytest
 
 from layerstore.format import crc32
 from layerstore.tree import Located
-from layerstore.zero3 import TreeView
 from layerstore.zero3.pt import read_pt
+from layerstore.zero3.trees import TreeView
 from tests.cli.conftest import Run
 from tests.cli.test_commands import LAYERS
 from tests.generated import generate

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from layerstore import Composite, Store
-from layerstore.compose import assemble
-from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
+from layerstore.assemble import assemble
 from layerstore.dtypes import DTypeName
 from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.hf.plan import config_with_dtype, goes_along, parse_config
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind
 from layerstore.tree import Located

@@ -8,7 +8,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.compose.safetensors import WeightTensor, index_of, weights_files
+from layerstore.assemble.safetensors import WeightTensor, index_of, weights_files
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import TensorSource
 

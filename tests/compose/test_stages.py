@@ -12,8 +12,8 @@ from layerstore.errors import Unsupported
 from layerstore.history import resolve
 from layerstore.model import FragmentContent
 from layerstore.tree import with_content
-from layerstore.zero3 import TreeView, is_dealt
 from layerstore.zero3.pt import read_pt
+from layerstore.zero3.trees import TreeView, is_dealt
 from tests.bench.trees import flat_tensor
 from tests.compose.test_world_size import odd_checkpoint, versions
 from tests.deepspeed.compare import load

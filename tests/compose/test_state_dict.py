@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from layerstore import InvalidInput, Store
+from layerstore import Store
 from layerstore.dtypes import DTypeName
+from layerstore.errors import InvalidInput
 from tests.unit.checkpoints import checkpoint
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from layerstore import Store
-from layerstore.compose import assemble
+from layerstore.assemble import assemble
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
+from layerstore.numbers import convert
 from layerstore.storage import Hook
-from layerstore.zero3 import convert
 from tests.unit.checkpoints import checkpoint, digests
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from layerstore.compose.safetensors import Run, WeightTensor
-from layerstore.compose.weight_names import ExportTensors, FileTensor, saved_tensors
+from layerstore.assemble.safetensors import Run, WeightTensor
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.hf.weight_names import ExportTensors, FileTensor, saved_tensors
 from layerstore.model import (
     BlobRef,
     Buffer,

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore import Composite, Store
-from layerstore.compose.sub_groups import sub_groups
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, replace_tensors, with_content
 from layerstore.zero3.pt import read_pt
+from layerstore.zero3.reshard.sub_groups import sub_groups
 from tests.compose.test_hf import mixed
 from tests.deepspeed.compare import load
 from tests.unit.checkpoints import checkpoint, digests

@@ -177,7 +177,7 @@ def test_names_that_nobody_can_tell_are_refused(
     store: Store, families: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Transformers there is no export of such a model, and nothing is left where it was to be."""
-    monkeypatch.setattr("layerstore.compose.weight_names.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("layerstore.hf.weight_names.importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(Unsupported, match="it is not installed here") as refused:
         store.compose("mixtral").export(tmp_path / "out")

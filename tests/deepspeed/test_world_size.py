@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from layerstore import Store
-from layerstore.compose import compose_latest, execute_compose
+from layerstore.compose import compose_latest
 from layerstore.history import resolve
 from layerstore.progress import Silent
+from layerstore.shards import execute_compose
 from tests.deepspeed.compare import (
     checkpoint_differences,
     full_tensors,

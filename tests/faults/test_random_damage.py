@@ -23,10 +23,10 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from layerstore.compose import RankLoad
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
 from layerstore.limits import PAGE_BYTES
+from layerstore.shards import RankLoad
 from layerstore.zero3.pt import layout_pt
 from tests.faults.harness import composed, copied, flip, in_child, masters, said_well, seeded, tiny_checkpoint
 

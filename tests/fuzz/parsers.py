@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 import layerstore
-from layerstore.compose import weight_names
-from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.format import (
     STATE_MAGIC,
@@ -47,6 +45,8 @@ from layerstore.format import (
     unseal_pin,
 )
 from layerstore.format.records import seal, unseal
+from layerstore.hf import weight_names
+from layerstore.hf.plan import config_with_dtype, parse_config
 from layerstore.history import note_pushed, pushed_to
 from layerstore.history.metrics import _logged_at
 from layerstore.limits import KIB
@@ -56,13 +56,13 @@ from layerstore.publish import SaveTiming
 from layerstore.publish.timings import _timing
 from layerstore.remote.pull import completed
 from layerstore.remote.remotes import Remotes
+from layerstore.source.gathered import read_gathered
 from layerstore.storage import Repository, row_of
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer
-from layerstore.zero3.gathered import read_gathered
 from layerstore.zero3.pt import layout_pt, read_pt
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle

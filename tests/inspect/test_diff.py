@@ -12,12 +12,12 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from layerstore.distance import Meter
 from layerstore.errors import IntegrityError
 from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
+from layerstore.numbers.distance import Meter
+from layerstore.slices import Slices
 from layerstore.storage import Files, open_repository
-from layerstore.zero3 import Slices
 from tests.unit.checkpoints import checkpoint
 
 BLOCK_0, BLOCK_1 = "model.layers.0", "model.layers.1"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore import NotFound, Store, Unsupported
+from layerstore import Store
+from layerstore.errors import NotFound, Unsupported
 from layerstore.tables import Table, html_table
 from tests.generated import generate
 from tests.unit.checkpoints import checkpoint

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import layerstore
+from layerstore.filenames import RANDOM_STATE
 from layerstore.format import encode_state
 from layerstore.history import resolve
 from layerstore.model import CommitRecord, RankState
 from layerstore.policy import Policy
 from layerstore.store import Store
-from layerstore.zero3 import RANDOM_STATE
 from tests.deepspeed.launch import train
 from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.forked import Event, Launch

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import layerstore
-from layerstore.compose.peft import name_in_file
 from layerstore.composite import Composite
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.hf.peft import name_in_file
 from layerstore.model import BlobRef, RankState, SourceFile
 from layerstore.storage import Repository
 from layerstore.store import Store

@@ -9,10 +9,10 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from layerstore.compose import RankLoad
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.remote import Bucket
+from layerstore.shards import RankLoad
 from layerstore.storage import Files, OpenFile
 from layerstore.zero3.pt import layout_pt
 from tests.unit.checkpoints import Checkpoints

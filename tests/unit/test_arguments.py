@@ -8,7 +8,8 @@ from typing import TypeAlias
 import pytest
 
 import layerstore
-from layerstore import Composite, InvalidInput, Store
+from layerstore import Composite, Store
+from layerstore.errors import InvalidInput
 from layerstore.remote import Remotes
 from tests.unit.checkpoints import checkpoint
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import layerstore
-from layerstore.zero3 import slice_length
+from layerstore.slices import slice_length
 from tests import generated
 from tests.bench.generate import LAYOUTS, generate
 from tests.bench.shapes import GROUPINGS, ModelShape

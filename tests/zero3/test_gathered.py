@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint
 from layerstore.model import Buffer, Parameter
-from layerstore.zero3 import GatheredSource, open_source, read_header, tensors_in
-from layerstore.zero3.gathered import read_gathered
+from layerstore.source import GatheredSource, open_source, read_header, tensors_in
+from layerstore.source.gathered import read_gathered
 
 
 def file_of(path: Path, header: Any, payload: bytes = b"") -> Path:

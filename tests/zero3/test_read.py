@@ -10,8 +10,9 @@ import pytest
 
 import layerstore
 from layerstore.errors import LayoutMismatch
+from layerstore.slices import slice_length, valid_elements
 from layerstore.tree import Size, Storage, Tensor
-from layerstore.zero3 import discover, read_checkpoint, slice_length, valid_elements
+from layerstore.zero3 import discover, read_checkpoint
 from layerstore.zero3.pt import read_pt
 from tests.unit.checkpoints import checkpoint
 from tests.zero3.ptfiles import change_tree, held

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from layerstore.zero3 import can_derive, convert
-from layerstore.zero3.rounding import can_convert, newly_infinite
+from layerstore.numbers import can_derive, convert
+from layerstore.numbers.rounding import can_convert, newly_infinite
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

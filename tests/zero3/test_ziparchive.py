@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from layerstore.errors import SourceCheckpoint, StorageIO
+from layerstore.source import open_source, read_source_file
 from layerstore.tree import Located
-from layerstore.zero3 import open_source, read_source_file
 from layerstore.zero3.pt.ziparchive import ZipLayout, layout_archive, read_archive
 
 NAMES = st.text("abcdefgh0123456789._-é雪", min_size=1, max_size=20).filter(lambda name: name not in (".", ".."))

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.live.log import LOG
 from layerstore.live.scratch import put, scratch
-from layerstore.zero3 import STAGE_3, read_latest
+from layerstore.zero3 import read_latest
+from layerstore.zero3.trees import STAGE_3
 
 if TYPE_CHECKING:
     import torch

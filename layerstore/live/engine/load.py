@@ -10,15 +10,17 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from layerstore.compose import AdamStep, Composition, RankLoad, Tensors
+from layerstore.assemble import Tensors
+from layerstore.compose import Composition
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
 from layerstore.live.engine.deepspeed import Engine, SavedStates
 from layerstore.live.engine.revive import bytes_of, empty, revive
+from layerstore.shards import AdamStep, RankLoad
 from layerstore.store import Store
 from layerstore.tree import Storage
-from layerstore.zero3 import STAGE_3
+from layerstore.zero3.trees import STAGE_3
 
 if TYPE_CHECKING:
     import torch

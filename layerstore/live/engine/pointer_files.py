@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from layerstore.compose import Composition, RankStates, compose_latest, plan_ranks
+from layerstore.compose import Composition, compose_latest
 from layerstore.errors import Conflict, IntegrityError, NotFound
+from layerstore.filenames import LATEST, MODEL_STATES, TRAINER_STATE
 from layerstore.format import Plain, from_plain, to_plain
 from layerstore.history import Resolved, reference_to, saved_now
 from layerstore.layers import parse_reference
@@ -22,10 +23,11 @@ from layerstore.live.ranks import Exchange, log_nothing_yet, store_if_there
 from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
+from layerstore.shards import RankStates, plan_ranks
 from layerstore.storage import Files, RunView
 from layerstore.store import Store, StrPath
 from layerstore.tree import Tree
-from layerstore.zero3 import LATEST, MODEL_STATES, TRAINER_STATE, Pointer, pointer_bytes
+from layerstore.zero3 import Pointer, pointer_bytes
 
 
 def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
+from layerstore.filenames import RANDOM_STATE
 from layerstore.live.engine.inert import Memory
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.live.scratch import put, scratch
 from layerstore.model import RankState
 from layerstore.publish import KeptFile
+from layerstore.source import open_source
 from layerstore.tree import Located, Storage
-from layerstore.zero3 import RANDOM_STATE, open_source
 from layerstore.zero3.pt import read_pt
 
 

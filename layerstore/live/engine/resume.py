@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from layerstore.compose import AdamStep, losses_told
+from layerstore.compose import losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
@@ -22,8 +22,9 @@ from layerstore.live.engine.randomness import read_random_state, set_random_stat
 from layerstore.live.engine.savers import wait_for_saves
 from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
 from layerstore.policy import Policy
+from layerstore.shards import AdamStep
 from layerstore.store import Store, StrPath, as_store
-from layerstore.zero3 import TreeView
+from layerstore.zero3.trees import TreeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.filenames import owner_of_file
 from layerstore.history import METRICS
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
@@ -14,8 +15,9 @@ from layerstore.live.engine import ENGINE_KEYS, FOLDER, Engine, Memory, NotPlain
 from layerstore.live.log import LOG
 from layerstore.model import SourceLayout
 from layerstore.publish import KeptFile, check_pin_free, check_pin_name
+from layerstore.source import read_source_file
 from layerstore.storage import Repository
-from layerstore.zero3 import beside_shards, flavour_of, owner_of_file, read_source_file
+from layerstore.zero3 import beside_shards, flavour_of
 
 _STEP_END = 10**18
 """Records are named with 18 digits."""

@@ -25,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 
 from layerstore.compose import Composition
-from layerstore.distance import Movements
 from layerstore.errors import Conflict, LayoutMismatch, Locked, StorageIO
 from layerstore.history import Place
 from layerstore.layers import compile_pattern
@@ -62,10 +61,12 @@ from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_tra
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import COPY_BYTES, Copier, CudaCopier, Pool, Snapshot, changing, changing_bytes
+from layerstore.numbers import Movements
 from layerstore.policy import Latest, Policy
 from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
-from layerstore.zero3 import Pointer, Share, undivided
+from layerstore.zero3 import Pointer, Share
+from layerstore.zero3.trees import undivided
 
 JOBS_MAX = 2
 """The most pending saves; with ``on_pressure="wait"``, the next one waits until the oldest is on disk."""

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from layerstore.distance import Movements
 from layerstore.history import Place
 from layerstore.model import PolicyUse
+from layerstore.numbers import Movements
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
 from layerstore.tree import Tree
 from layerstore.zero3 import Share

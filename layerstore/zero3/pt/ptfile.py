@@ -15,11 +15,11 @@ from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, Unsupported
 from layerstore.format import crc32 as crc32_of
 from layerstore.limits import NUMBER_MAX, PAGE_BYTES, PICKLE_BYTES_MAX
+from layerstore.source import OpenedSource, damaged, open_source, untrusted
 from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pt.picklewrite import WrittenPickles
 from layerstore.zero3.pt.unpickle import Pickles
 from layerstore.zero3.pt.ziparchive import ZipLayout, layout_archive, read_archive
-from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
 
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"

@@ -27,11 +27,11 @@ from layerstore.limits import (
     PICKLE_OBJECTS_MAX,
     PICKLE_OPCODES_MAX,
 )
+from layerstore.source import damaged, untrusted
 from layerstore.tree import Global, Inert, Located, OrderedMap, Storage, Template, Tree
 from layerstore.zero3.pt import picklenames
 from layerstore.zero3.pt.picklecalls import Calls, DamagedPickleError
 from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, check_tree
-from layerstore.zero3.sourcefile import damaged, untrusted
 
 # How many names a message lists; the error's facts have all of them.
 _NAMES_SHOWN_MAX = 20

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, SourceCheckpoint
 from layerstore.limits import ZIP_DIRECTORY_BYTES_MAX, ZIP_ENTRIES_MAX, ZIP_NAME_BYTES_MAX
+from layerstore.source import OpenedSource, damaged, truncated, untrusted
 from layerstore.tree import Located
-from layerstore.zero3.sourcefile import OpenedSource, damaged, truncated, untrusted
 
 _LOCAL_MAGIC = 0x04034B50
 _CENTRAL_MAGIC = 0x02014B50

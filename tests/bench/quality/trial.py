@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 import layerstore
-from layerstore.distance import Weighted, movement_of, weighted_movements
 from layerstore.layers import layers_in_order
+from layerstore.numbers.distance import Weighted, movement_of, weighted_movements
 from layerstore.policy import Drift, Filter, Parity, Policy, Save
 from layerstore.policy.drift import By
 from layerstore.tree import Tree

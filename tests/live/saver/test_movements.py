@@ -13,13 +13,13 @@ import torch
 
 import layerstore
 from layerstore import Drift
-from layerstore.distance import Movements
 from layerstore.ingest.selection import RUN_ELEMENTS, RUNS
 from layerstore.live.engine.capture import Captured, capture
 from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.live.saver.movements import MovementWatch
 from layerstore.model import Kind
+from layerstore.numbers.distance import Movements
 from layerstore.policy import Save
 from tests.generated import generate
 

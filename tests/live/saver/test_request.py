@@ -13,10 +13,10 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, InvalidInput
+from layerstore.filenames import TRAINER_STATE
 from layerstore.live.engine import Engine, Memory, NotPlain, check_run
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from layerstore.live.saver.settings import Settings
-from layerstore.zero3 import TRAINER_STATE
 from tests.generated import generate
 
 USUAL: dict[str, Any] = {

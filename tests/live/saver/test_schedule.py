@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.distance import Movements
 from layerstore.history import Place
 from layerstore.live.saver.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
+from layerstore.numbers.distance import Movements
 from layerstore.policy import Latest, Parity, Policy, Save
 
 LAYERS = ("embed", "layers.0", "layers.1", "layers.2", "head")

@@ -1,0 +1,439 @@
+"""
+Move bytes from objects into the files of a new folder, as other modules planned them with `OutputFile`.
+
+One thread copies, others verify and convert ahead of it, and one more syncs complete files. Two copying threads would
+only compete for the disk. Memory use does not grow with the model.
+"""
+
+import os
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError
+from layerstore.format import combine_crc32, crc32, crc32_of_zeros
+from layerstore.layers import is_inside
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.model import BlobRef, ObjectContent, SourceFile
+from layerstore.numbers import convert, mean, newly_infinite
+from layerstore.progress import Progress
+from layerstore.slices import Piece
+from layerstore.storage import Hashing, NewFile, OpenFile, Repository, Syncing
+from layerstore.threads import Threads
+
+# How many objects may be verified ahead of the copy: enough to keep all threads busy.
+_AHEAD_MAX = 4
+
+# Of each object that takes part in a mean at a time: sum and parts stay in a processor's cache.
+_MEAN_BYTES = IO_CHUNK_BYTES // 2
+
+# With more objects than these, each is opened anew for every chunk.
+_MEAN_OPEN_MAX = 128
+
+# Files written at a time: thousands must not exhaust the descriptors.
+_OPEN_MAX = 16
+
+Literals = tuple[tuple[int, bytes], ...]
+"""(offset, bytes)."""
+
+
+# -- plans of files ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFile:
+    """One file to write; bytes that neither literals nor pieces cover are zero."""
+
+    path: str
+    """Below the checkpoint folder, with ``/``."""
+    size_bytes: int
+    executable: bool = False
+    literals: Literals = ()
+    pieces: tuple[Piece, ...] = ()
+    finish: Callable[[Mapping[int, int]], Literals] | None = None
+    """Returns the literals that depend on measured checksums; called with these, by offset in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedCheck:
+    """The checksum of a derived tensor as it was saved: rounding the master again must reproduce it."""
+
+    name: str
+    offset: int
+    """Where it starts in the file."""
+    size_bytes: int
+    crc32: int
+
+
+def literal_file(path: str, data: bytes, *, executable: bool = False) -> OutputFile:
+    """Plan a file that consists of *data*."""
+    return OutputFile(path=path, size_bytes=len(data), executable=executable, literals=((0, data),))
+
+
+def plan_source_file(file: SourceFile) -> OutputFile:
+    """Plan a file that is kept byte for byte."""
+    content = file.content
+    if isinstance(content, bytes):
+        return literal_file(file.path, content, executable=file.executable)
+    pieces = (whole(content, 0),)
+    return OutputFile(path=file.path, size_bytes=content.size_bytes, executable=file.executable, pieces=pieces)
+
+
+def whole(content: ObjectContent, offset: int) -> Piece:
+    """Return the piece that copies a stored file or storage to *offset*."""
+    return Piece(object=content.object, object_offset=content.begin, size_bytes=content.size_bytes, offset=offset)
+
+
+def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Join pieces that are adjacent both in the object and in the file, so that one call moves them."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and _continues(found[-1], piece):
+            found[-1] = replace(found[-1], size_bytes=found[-1].size_bytes + piece.size_bytes, crc32=None)
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def _continues(first: Piece, second: Piece) -> bool:
+    # Conversions and measured checksums apply to a single piece.
+    is_plain = not (first.rounding or second.rounding or first.is_measured or second.is_measured)
+    return is_plain and (second.object, second.object_offset, second.offset) == (
+        first.object,
+        first.object_offset + first.size_bytes,
+        first.offset + first.size_bytes,
+    )
+
+
+def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: int, size_bytes: int) -> int:
+    """
+    Return the checksum of *size_bytes* from *offset*, which *pieces* fill, in order; gaps are zeros.
+
+    *measured* are the checksums of pieces that have none stored, by offset in the file.
+    """
+    parts, end = [], offset
+    for piece in pieces:
+        if piece.offset > end:
+            parts.append(_zeros(piece.offset - end))
+        length = written_bytes(piece)
+        parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, length))
+        end = piece.offset + length
+    return combine_crc32([*parts, _zeros(offset + size_bytes - end)])
+
+
+def _zeros(size_bytes: int) -> tuple[int, int]:
+    return crc32_of_zeros(size_bytes), size_bytes
+
+
+def written_bytes(piece: Piece) -> int:
+    """Return the size of *piece* in the output file."""
+    if piece.rounding is None:
+        return piece.size_bytes
+    source, target = map(by_code, piece.rounding)
+    return piece.size_bytes // source.bytes * target.bytes
+
+
+def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
+    """Yield the mean that *piece* is, as fp32; thousands of objects may take part, which *hashing* sees."""
+    assert piece.rounding is not None
+    hashing = hashing or Hashing(())
+    dtype, _ = piece.rounding
+    buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
+    with ExitStack() as stack:
+        are_few = len(piece.mean_of) <= _MEAN_OPEN_MAX
+        held = [stack.enter_context(repo.objects.open(of.object)) for of in piece.mean_of if are_few]
+
+        def parts(start: int, into: memoryview) -> Iterator[tuple[memoryview, float]]:
+            for number, of in enumerate(piece.mean_of):
+                with nullcontext(held[number]) if are_few else repo.objects.open(of.object) as file:
+                    hashing.read_into(of.object, file, into, of.object_offset + start)
+                yield into, of.weight
+
+        for start in range(0, piece.size_bytes, _MEAN_BYTES):
+            yield mean(parts(start, buffer[: piece.size_bytes - start]), dtype=dtype)
+
+
+def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
+    """Fill *into* with the bytes of an object from *start*, unverified."""
+    with repo.objects.open(ref, [(start, start + len(into))]) as file:
+        for at in range(0, len(into), IO_CHUNK_BYTES):
+            file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
+
+
+# -- writing it ----------------------------------------------------------------------------------------------------
+
+Supply = tuple[NewFile, Sequence[Piece]]
+"""A file and what is moved into it."""
+
+
+class Converted(NamedTuple):
+    """A piece that was converted to another element type."""
+
+    crc32: int
+    size_bytes: int
+    """In the output file."""
+    newly_infinite: int
+    """How many finite values left the range of the new type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One object, or several that have means, and all destinations of their bytes."""
+
+    objects: tuple[BlobRef, ...]
+    copies: list[tuple[NewFile, Piece]] = field(default_factory=list)
+    conversions: list[tuple[NewFile, Piece]] = field(default_factory=list)
+
+
+@contextmanager
+def assembling(
+    repo: Repository,
+    folder: Path,
+    *,
+    verify: bool,
+    durable: bool,
+    is_export: bool = False,
+    has_means: bool = False,
+    last: Mapping[str, bytes] | None = None,
+    progress: Progress,
+) -> Iterator["Assembly"]:
+    """
+    Yield an `Assembly` that writes files to *folder*; after the body they are complete, and with *durable* on disk.
+
+    *last* are small files that must not appear before all others are complete, in their order. In an export,
+    conversions are the work itself: they get a thread more, count as progress, and new infinities are counted. Means
+    get three more.
+    """
+    # Hashing fills the memory bus with one thread; where rounding is left, two share it. A mean of ten saves reads
+    # twenty times what it writes: with four threads some read while others compute.
+    threads = 4 if has_means else 2 if is_export or not verify else 1
+    with (
+        Threads(threads, thread_name_prefix="verify") as ahead,
+        closing(Syncing(durable=durable)) as syncing,
+        ExitStack() as stack,
+    ):
+        assembly = Assembly(
+            repo=repo,
+            folder=folder,
+            verify=verify,
+            durable=durable,
+            is_export=is_export,
+            progress=progress,
+            _ahead=ahead,
+            _syncing=syncing,
+            _stack=stack,
+        )
+        yield assembly
+        stack.pop_all()  # these files have to be synced before they are closed
+        assembly.close()
+        for path, data in (last or {}).items():
+            assembly.bytes_written += len(data)
+            with repo.files.create(folder / path) as file:
+                file.write_at(0, data)
+                if durable:
+                    file.sync()
+        if durable:
+            syncing.directories(repo.files, (Path(directory) for directory, _, _ in os.walk(folder)))
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembly:
+    """The files of one folder on their way."""
+
+    repo: Repository
+    folder: Path
+    verify: bool
+    durable: bool
+    is_export: bool
+    progress: Progress
+    bytes_written: int = 0
+    converted: dict[Path, dict[int, Converted]] = field(default_factory=dict)
+    """By file and offset."""
+    _ahead: ThreadPoolExecutor
+    _syncing: Syncing
+    _stack: ExitStack
+    _shared: list[NewFile] = field(default_factory=list)
+    """Files that stay open until the end."""
+    _claimed: set[BlobRef] = field(default_factory=set)
+    """Objects that a task has verified or is about to: if one is damaged, that task fails, and all with it."""
+    _measured: dict[Path, dict[int, int]] = field(default_factory=dict)
+    """Checksum of each part of a slice that was copied, by file and offset."""
+
+    def open_shared(self, output: OutputFile) -> NewFile:
+        """Create a file that is supplied by several calls of `write`; it stays open until the end."""
+        file = self._create(output, self._stack)
+        self._shared.append(file)
+        return file
+
+    def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
+        """
+        Write *outputs*, and the *shared* pieces of files that stay open. All that is copied from an object is
+        copied at once, while its pages are warm.
+
+        Raises:
+            IntegrityError: An object is damaged or missing; the folder is of no use then.
+        """
+        outputs = iter(outputs)
+        while (batch := list(islice(outputs, _OPEN_MAX))) or shared:
+            with ExitStack() as stack:
+                own = [(self._create(output, stack), output) for output in batch]
+                self._move([*((file, output.pieces) for file, output in own), *shared])
+                for file, output in own:
+                    measured = self._measured.pop(file.path, {})
+                    for offset, data in () if output.finish is None else _joined(output.finish(measured)):
+                        file.write_at(offset, data)
+                stack.pop_all()
+            self._syncing.add(file for file, _ in own)
+            shared = ()
+
+    def close(self) -> None:
+        """Wait until all files are synced, where that is asked for, and closed."""
+        self._syncing.add(self._shared)
+        self._syncing.wait()
+
+    def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
+        """Raise if a tensor of the file *path* was rounded to other bits than when it was saved."""
+        if not self.verify:
+            return
+        parts = self.converted.get(self.folder / path, {})
+        starts = sorted(parts)
+        for check in checks:
+            begin, end = (bisect_left(starts, at) for at in (check.offset, check.offset + check.size_bytes))
+            found = [parts[start] for start in starts[begin:end]]
+            if found and combine_crc32((part.crc32, part.size_bytes) for part in found) != check.crc32:
+                raise IntegrityError(
+                    f"{path}: {check.name!r}, rounded from its master, is not what it was when it was saved",
+                    hint="another numpy or processor may round NaNs differently: compose on the machine that saved it",
+                )
+
+    def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
+        path = self.folder / inside(output.path)
+        self.repo.files.make_directories(path.parent)
+        file = stack.enter_context(self.repo.files.create(path, sync_ahead=self.durable))
+        file.set_size(output.size_bytes)
+        for offset, data in _joined(output.literals):
+            file.write_at(offset, data)
+        if output.executable:
+            file.make_executable()
+        self.bytes_written += output.size_bytes
+        return file
+
+    def _move(self, supplies: Iterable[Supply]) -> None:
+        """Move the bytes of all *supplies*; raise if an object turns out to be damaged, before or after its copy."""
+        tasks = _tasks(supplies)
+        with self.repo.objects.expected(ref for task in tasks for ref in task.objects) as objects:
+            self._do(tasks, replace(self.repo, objects=objects))
+
+    def _do(self, tasks: Collection[_Task], repo: Repository) -> None:
+        waiting: deque[tuple[_Task, Future[None]]] = deque()
+        try:
+            for task in tasks:
+                waiting.append((task, self._ahead.submit(self._prepare, repo, task)))
+                if len(waiting) > _AHEAD_MAX:
+                    self._copy(repo, *waiting.popleft())
+            while waiting:
+                self._copy(repo, *waiting.popleft())
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _prepare(self, repo: Repository, task: _Task) -> None:
+        """Verify the objects, and convert what is to be converted while their pages are warm."""
+        unverified = {*task.objects} - self._claimed if self.verify else set()
+        self._claimed |= unverified
+        if len(task.objects) > 1:
+            hashing = Hashing(unverified)
+            for file, piece in sorted(task.conversions, key=lambda each: each[1].object_offset):
+                self._convert(read_mean(repo, piece, hashing), "F32", file, piece)
+            hashing.check(repo.objects)
+        else:
+            for ref in unverified:
+                repo.objects.verify(ref)
+            if task.conversions:
+                with repo.objects.open(task.objects[0]) as source:
+                    for file, piece in task.conversions:
+                        assert piece.rounding is not None
+                        self._convert(chunks_of(source, piece), piece.rounding[0], file, piece)
+
+    def _convert(self, chunks: Iterable[bytes | memoryview], of: str, file: NewFile, piece: Piece) -> None:
+        """Write *chunks*, which are *piece* as the type *of*."""
+        assert piece.rounding is not None
+        _, target = piece.rounding
+        offset, checksum, infinite = piece.offset, 0, 0
+        for data in chunks:
+            converted = convert(data, source=of, target=target)
+            if self.is_export:
+                infinite += newly_infinite(data, converted, source=of, target=target)
+            file.write_at(offset, converted)
+            offset, checksum = offset + len(converted), crc32(converted, checksum)
+        found = Converted(checksum, offset - piece.offset, infinite)
+        self.converted.setdefault(file.path, {})[piece.offset] = found
+        if piece.is_measured:
+            self._measured.setdefault(file.path, {})[piece.offset] = checksum
+        if self.is_export or piece.mean_of:
+            self.progress.advance(piece.size_bytes)
+
+    def _copy(self, repo: Repository, task: _Task, prepared: Future[None]) -> None:
+        if task.copies:
+            with repo.objects.open(task.objects[0]) as source:
+                for file, piece in task.copies:
+                    if piece.is_measured:
+                        self._copy_measured(source, file, piece)
+                    else:
+                        file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
+                    self.progress.advance(piece.size_bytes)
+        prepared.result()
+
+    def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+        """Copy a part of a slice through memory: its checksum is stored nowhere, so its bytes must be seen."""
+        checksum, offset = 0, piece.offset
+        for data in chunks_of(source, piece):
+            file.write_at(offset, data)
+            offset, checksum = offset + len(data), crc32(data, checksum)
+        self._measured.setdefault(file.path, {})[piece.offset] = checksum
+
+
+def _joined(literals: Literals) -> Iterator[tuple[int, bytes]]:
+    """Yield *literals* with those that are neighbours joined: a file has hundreds of headers and small storages."""
+    together: list[bytes] = []
+    begin = end = 0
+    for offset, data in sorted(literals):
+        if offset != end and together:
+            yield begin, b"".join(together)
+            together = []
+        if not together:
+            begin = offset
+        together.append(data)
+        end = offset + len(data)
+    if together:
+        yield begin, b"".join(together)
+
+
+def inside(path: str) -> str:
+    """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
+    if not is_inside(path):
+        raise IntegrityError(f"a commit's state names the file {path!r}, which would not be inside the folder")
+    return path
+
+
+def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
+    """Gather the pieces of all files by object, or by all objects of a mean."""
+    tasks: dict[tuple[BlobRef, ...], _Task] = {}
+    for file, pieces in supplies:
+        for piece in pieces:
+            task = tasks.setdefault(piece.objects, _Task(piece.objects))
+            (task.copies if piece.rounding is None else task.conversions).append((file, piece))
+    return tasks.values()
+
+
+def chunks_of(source: OpenFile, piece: Piece) -> Iterator[bytes]:
+    """Yield the bytes of *piece* in its object, in order."""
+    for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
+        yield source.read_at(piece.object_offset + start, min(IO_CHUNK_BYTES, piece.size_bytes - start))

@@ -1,0 +1,183 @@
+"""
+The folder of an export, whatever its format: its plan, how it is written, and what came of that.
+
+The formats (``hf``, ``dcp``, ``universal``) make the plans.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.assemble.assemble import Assembly, OutputFile, assembling, inside
+from layerstore.assemble.safetensors import WeightsFile
+from layerstore.assemble.target import Force, appearing, checked_target
+from layerstore.compose import Composition
+from layerstore.progress import Progress
+from layerstore.storage import Files, Repository
+from layerstore.units import size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """An export before it is written."""
+
+    composition: Composition
+    format: str
+    """``hf``, ``dcp`` or ``universal``."""
+    dtype: str
+    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
+    files: tuple[OutputFile, ...]
+    """The weights, their index, and the files that go with them."""
+    notes: tuple[str, ...]
+    """What the reader of the folder should know."""
+    seconds: float
+    """How long planning took, including the question to Transformers."""
+    signs: tuple[str, ...]
+    """Files of which every such folder has one."""
+    is_older_form: Callable[[Path], bool]
+    """Whether a file is one of an older export that this one takes the place of."""
+    model_class: str | None = None
+    """The class of Transformers that the config names."""
+    loading: str = ""
+    """How to load the folder, whose name takes the place of ``{folder}``; empty if that is not known."""
+    links: tuple[tuple[str, str], ...] = ()
+    """Other names of files: the new one, and that of the file."""
+    linkable: frozenset[str] = frozenset()
+    """Weights files that are named by what is in them."""
+    weights: tuple[WeightsFile, ...] = ()
+    """Where each tensor is in them."""
+
+    def __repr__(self) -> str:
+        base = self.composition.base
+        files = f"{len(self.files)} files of {self.dtype}, {size(self.size_bytes)}"
+        return f"<ExportPlan {base.run}@{base.step}: format {self.format}, {files}>"
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    run: str
+    step: int
+    policy: str
+    format: str
+    dtype: str
+    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
+    out: Path
+    files: tuple[str, ...]
+    """Below *out*."""
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+    """What the reader of the folder should know."""
+    model_class: str | None
+    """The class of Transformers that loads the folder, if its config names one."""
+    how_to_load: str
+    """In a line; empty if that is not known."""
+
+    def __repr__(self) -> str:
+        written = f"{len(self.files)} files of {self.dtype}, {size(self.bytes_written)} in {self.out}"
+        return f"<Exported {self.run}@{self.step}: {written}{self.how_to_load and f'; {self.how_to_load}'}>"
+
+
+def execute_export(
+    repo: Repository,
+    plan: ExportPlan,
+    out: Path,
+    *,
+    verify: bool = True,
+    durable: bool = True,
+    force: Force = False,
+    reuse: Path | None = None,
+    progress: Progress,
+) -> Exported:
+    """
+    Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
+
+    Weights files that are named by what is in them are linked, and not written, if the folder *reuse* has them.
+
+    Raises:
+        AlreadyExists: *out* is there, and *force* does not allow to replace it.
+        IntegrityError: An object is damaged or missing; nothing is left at *out*.
+    """
+    started = time.monotonic()
+    target = checked_target(repo, out, what="an export", signs=plan.signs, force=force)
+    with (
+        appearing(repo, target, is_older_form=plan.is_older_form) as folder,
+        assembling(
+            repo,
+            folder,
+            verify=verify,
+            durable=durable,
+            is_export=True,
+            has_means=plan.composition.mean is not None,
+            progress=progress,
+        ) as assembly,
+    ):
+        linked = set() if reuse is None else set(_linked(repo, plan, folder, reuse))
+        files = [file for file in plan.files if file.path not in linked]
+        progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
+        assembly.write(files)
+        for new, old in plan.links:
+            _link(repo.files, folder / inside(old), folder / inside(new))
+        for weights in plan.weights:
+            if weights.name not in linked:
+                assembly.check_converted(weights.name, weights.checks())
+    base = plan.composition.base
+    return Exported(
+        run=base.run,
+        step=base.step,
+        policy=plan.composition.policy,
+        format=plan.format,
+        dtype=plan.dtype,
+        out=target.path,
+        files=(*(file.path for file in plan.files), *(new for new, _ in plan.links)),
+        bytes_written=sum(file.size_bytes for file in files),
+        seconds=plan.seconds + time.monotonic() - started,
+        notes=(*plan.notes, *_infinity_notes(assembly, plan)),
+        model_class=plan.model_class,
+        # As Python writes a text, in the usual quotes.
+        how_to_load=plan.loading.replace("{folder}", json.dumps(str(target.path), ensure_ascii=False)),
+    )
+
+
+def _link(files: Files, path: Path, other: Path) -> None:
+    """Give the file *path* a second name; where there are no hard links, a second copy."""
+    files.make_directories(other.parent)
+    files.link_exclusive(path, other)
+    if not files.exists(path):  # it was moved
+        with files.open(other) as source, files.create(path) as file:
+            file.copy_from(source, 0, 0, source.size_bytes)
+            file.sync()
+
+
+def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> Iterator[str]:
+    """Link into *folder* what *reuse* has of the weights files, with the same header too, and yield the names."""
+    for file in plan.weights:
+        path, header = reuse / file.name, file.frame.header
+        if file.name in plan.linkable and repo.files.size(path) == file.frame.size_bytes:
+            with repo.files.open(path) as source:
+                is_same = source.read_at(0, len(header)) == header
+            if is_same and repo.files.link_exclusive(path, folder / file.name):
+                yield file.name
+
+
+def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
+    """Report values that left the range of their new type."""
+    found: dict[str, int] = {}
+    for file in plan.weights:
+        for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
+            if part.newly_infinite:
+                name = file.tensor_at(offset).name
+                found[name] = found.get(name, 0) + part.newly_infinite
+    if found:
+        name, count = next(iter(found.items()))
+        rest = f", and others of {len(found) - 1} more tensors," if len(found) > 1 else ""
+        yield f"{count} values of {name!r}{rest} are beyond the range of {plan.dtype} and became infinite"

@@ -1,0 +1,82 @@
+"""A composite's weights as torch tensors in memory, for ``model.load_state_dict``; imports torch when it is called."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from layerstore.assemble.assemble import read_mean, read_stretch
+from layerstore.assemble.safetensors import FLOATS
+from layerstore.assemble.tensors import Tensors, open_tensors
+from layerstore.dtypes import by_code, dtype_code
+from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
+from layerstore.numbers import convert
+from layerstore.slices import Piece, Slices
+from layerstore.storage import Repository
+
+if TYPE_CHECKING:
+    import torch
+
+
+def make_state_dict(
+    repo: Repository, versions: Sequence[LayerVersion], slices: Slices, *, dtype: str | None, verify: bool
+) -> "dict[str, torch.Tensor]":
+    """
+    Return all weights and buffers of *versions* by name, tied names included; each is memory of its own.
+
+    Raises:
+        InvalidInput: *dtype* is not an element type.
+        IntegrityError: An object is damaged or missing.
+    """
+    wanted = dtype_code(dtype)
+    masters, weights, buffers = (
+        open_tensors(repo.objects, versions, kind=kind, state=None, verify=verify)
+        for kind in ("master", "weights", "buffers")
+    )
+    made: dict[str, torch.Tensor] = {}
+    verified: set[BlobRef] | None = set() if verify else None
+    for parameter in (each for version in versions for each in version.parameters):
+        name = parameter.name
+        code = wanted if wanted is not None and parameter.dtype in FLOATS else parameter.dtype
+        if slices.is_mean(name):
+            made[name] = _mean(repo, slices, parameter, code, verified=verified)
+            made |= dict.fromkeys(parameter.aliases, made[name])
+            continue
+        # Stored weights differ from the rounded master, which for any other type is the more precise one.
+        is_kept = name in weights and (weights.dtype(name) == code or name not in masters)
+        if is_kept or name in masters:
+            made[name] = _tensor(weights if is_kept else masters, name, code)
+            made |= dict.fromkeys(parameter.aliases, made[name])
+    return made | {name: _tensor(buffers, name, buffers.dtype(name)) for name in buffers}
+
+
+def _tensor(source: Tensors, name: str, code: str) -> "torch.Tensor":
+    """Return a copy of the tensor *name* of *source* as the element type *code*."""
+    import torch
+
+    stored: torch.dtype = getattr(torch, by_code(source.dtype(name)).torch_name)
+    wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
+    return torch.from_numpy(source[name].copy()).view(stored).to(wanted)
+
+
+def _mean(
+    repo: Repository, slices: Slices, parameter: Parameter, code: str, *, verified: set[BlobRef] | None
+) -> "torch.Tensor":
+    """Return the mean that the master of *parameter* is, as the element type *code*; None verifies nothing."""
+    import torch
+
+    parts = []
+    for piece in slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0):
+        if verified is not None:
+            for ref in {*piece.objects} - verified:
+                repo.objects.verify(ref)
+            verified.update(piece.objects)
+        parts += list(read_mean(repo, piece)) if piece.mean_of else [_whole(repo, piece)]
+    made = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)
+    wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
+    return made.reshape(parameter.shape).to(wanted)
+
+
+def _whole(repo: Repository, piece: Piece) -> memoryview:
+    """Return the bytes of *piece*, as fp32."""
+    data = memoryview(bytearray(piece.size_bytes))
+    read_stretch(repo, piece.object, piece.object_offset, data)
+    return convert(data, source=piece.rounding[0] if piece.rounding else "F32", target="F32")

@@ -1,0 +1,214 @@
+"""
+A composite's tensors as read-only arrays, mapped from the objects if possible; nothing is written.
+
+Mapping objects is safe: they are never truncated or rewritten, and a removed one keeps its pages while mapped. numpy is
+imported with the first array, since most commands never make one.
+"""
+
+import mmap
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from weakref import WeakValueDictionary
+
+from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
+from layerstore.model import BlobRef, Kind, LayerVersion
+from layerstore.nearest import did_you_mean, nearest, unknown
+from layerstore.slices import StoredSlice, slices_in
+from layerstore.storage import ObjectStore
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[Any]
+
+TensorKind = Literal["master", "optimizer", "weights", "buffers"]
+
+_WHY_NONE = {
+    Kind.MASTER: "no layer here has been trained",
+    Kind.OPTIMIZER: "no optimizer state is stored for these layers",
+    Kind.WEIGHTS: "all weights here follow from their masters",
+    Kind.BUFFERS: "the model has no persistent buffers",
+}
+
+# How numpy reads each element type. It lacks bfloat16 and 8-bit floats, whose bits are returned as integers.
+_NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
+    "BOOL": "?",
+    "C64": "<c8",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[StoredSlice]
+    """For buffers that differ between ranks, every rank's copy."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the first part is the whole tensor."""
+        return len(self.parts) == 1 or self.parts[0].tensor.elements == prod(self.shape) > 0
+
+
+class Tensors(Mapping[str, "Array"]):
+    """
+    Read-only arrays by name, made when they are asked for.
+
+    Each object is verified as a whole, once, before the first of its bytes is returned.
+    Arrays and mapping stay valid when the store is closed. An array whose bytes lie together in one object is that
+    object's memory, mapped (see `is_mapped`); others are copied together, and `parts` returns their mapped pieces.
+    Types that numpy lacks come as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` tells the true one.
+    Safe to share between threads.
+    """
+
+    def __init__(self, objects: ObjectStore, entries: dict[str, _Entry], *, kind: Kind, verify: bool) -> None:
+        self._objects = objects
+        self._kind = kind
+        self._entries = entries
+        self._verify = verify
+        self._verified: set[BlobRef] = set()
+        # Weak references: each mapping costs a descriptor until its last array is gone.
+        self._maps: WeakValueDictionary[BlobRef, mmap.mmap] = WeakValueDictionary()
+        self._guard = threading.Lock()
+
+    def __repr__(self) -> str:
+        if not self._entries:
+            return f"<Tensors: none of kind {self._kind}: {_WHY_NONE[self._kind]}>"
+        return f"<Tensors: {len(self)} of kind {self._kind}, first {next(iter(self))!r}>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # the inherited one would make the array
+
+    def __getitem__(self, name: str) -> "Array":
+        """
+        Return the array *name*.
+
+        Raises:
+            NotFound: There is no such tensor; it is a KeyError.
+            IntegrityError: The object is damaged or missing.
+        """
+        import numpy as np
+
+        entry = self._entry(name)
+        if self.is_mapped(name):
+            return self._array(entry, entry.parts[0]).reshape(entry.shape)
+        # bytes, so that nobody can make the array writable.
+        data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
+        return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
+
+    def parts(self, name: str) -> tuple["Array", ...]:
+        """
+        Return the flat slices of *name* as they are stored, each of them mapped.
+
+        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy.
+        """
+        entry = self._entry(name)
+        return tuple(self._array(entry, part) for part in entry.parts)
+
+    def dtype(self, name: str) -> str:
+        """Return the code of *name*'s element type in safetensors."""
+        return self._entry(name).dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of *name*."""
+        return self._entry(name).shape
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether the array *name* is an object's own memory; otherwise each access copies it together."""
+        return self._entry(name).is_whole
+
+    def _entry(self, name: str) -> _Entry:
+        found = self._entries.get(name)
+        if found is not None:
+            return found
+        if not self._entries:
+            raise NotFound(f"there is no tensor {name!r} here", hint=_WHY_NONE[self._kind])
+        raise unknown("tensor", name, self._entries)
+
+    def _array(self, entry: _Entry, part: StoredSlice) -> "Array":
+        import numpy as np
+
+        return np.frombuffer(self._map(part.object.ref), _NUMPY[entry.dtype], part.tensor.elements, part.offset)
+
+    def _map(self, ref: BlobRef) -> mmap.mmap:
+        with self._guard:
+            found = self._maps.get(ref)
+            if found is None:
+                found = self._objects.map(ref, verify=self._verify and ref not in self._verified)
+                self._verified.add(ref)
+                self._maps[ref] = found
+        return found
+
+
+def open_tensors(
+    objects: ObjectStore, versions: Iterable[LayerVersion], *, kind: str, state: str | None, verify: bool
+) -> Tensors:
+    """
+    Return the tensors of one *kind* that *versions* hold, by name; none is read yet.
+
+    Without *state*, tensors of the optimizer are called ``STATE/NAME``.
+
+    Raises:
+        InvalidInput: There is no such kind, or it has no states.
+        NotFound: The optimizer has no such state.
+    """
+    wanted = _kind(kind, state)
+    entries: dict[str, _Entry] = {}
+    states: set[str] = set()
+    for version in versions:
+        shapes = {item.name: item.shape for item in (version.buffers if wanted is Kind.BUFFERS else version.parameters)}
+        for stored in version.objects:
+            if stored.kind is not wanted:
+                continue
+            for part in slices_in(stored):
+                tensor = part.tensor
+                states.add(tensor.state)
+                if state in {None, tensor.state}:
+                    name = tensor.key if state is None else tensor.name
+                    entries.setdefault(name, _Entry(tensor.dtype, shapes[tensor.name], [])).parts.append(part)
+    if state is not None and state not in states:
+        known = ", ".join(sorted(states)) or "none at all"
+        hint = did_you_mean(nearest(state, states), else_=f"there is {known}")
+        raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=hint)
+    for name, entry in entries.items():
+        entry.parts.sort(key=lambda part: part.object.shard)
+        found, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
+        if found != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
+            raise LayoutMismatch(f"{name!r} is stored in slices of {found} elements, its shape asks for {expected}")
+    return Tensors(objects, entries, kind=wanted, verify=verify)
+
+
+def _kind(kind: str, state: str | None) -> Kind:
+    try:
+        wanted = Kind(kind)
+    except ValueError as exc:
+        hint = did_you_mean(nearest(kind, Kind), else_=f"choose one of {', '.join(get_args(TensorKind))}")
+        raise InvalidInput(f"{kind!r} is no kind of tensors", hint=hint) from exc
+    if state is not None and wanted is not Kind.OPTIMIZER:
+        raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has")
+    return wanted

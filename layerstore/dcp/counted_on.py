@@ -1,0 +1,196 @@
+"""
+A rank's state after more updates, which were made elsewhere: the base's, with its counters and settings moved on.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layerstore.errors import LayoutMismatch
+from layerstore.filenames import TRAINER_STATE
+from layerstore.format import parse_json
+from layerstore.model import RankState, SourceFile, TreeFile
+from layerstore.tree import Tree, changed
+from layerstore.zero3.trees import (
+    STEP,
+    TreeView,
+    count_of,
+    counter_like,
+    inner_optimizer,
+    members_of,
+    sub_group_shapes,
+    with_optimizer,
+)
+
+_SCHEDULER_COUNTS = ("last_epoch", "_step_count", "last_batch_iteration")
+"""What torch's and DeepSpeed's learning-rate schedulers count."""
+
+_STALE_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
+_STALE_PREFIXES = ("pytorch_model",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Since:
+    """What happened since the base."""
+
+    updates: int
+    """How many updates were made."""
+    tag: str
+    """The name of DeepSpeed's folder now."""
+    counts: Mapping[int, int]
+    """By sub-group: how many its optimizer has made since it began."""
+    settings: Mapping[int, Mapping[str, Tree]]
+    """By param group: its settings now."""
+    is_nothing: bool
+    """Whether the optimizer stands where it stood."""
+
+
+def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping[str, Mapping[str, Tree]]) -> Since:
+    """
+    Compare the base's *state* with each parameter's count of updates and the settings of its group.
+
+    Raises:
+        LayoutMismatch: Parameters that share one counter, or one setting, have different ones; or there are fewer
+            updates than before.
+    """
+    shapes, inner = sub_group_shapes(TreeView.of(state.model)), inner_optimizer(state)
+    counts: dict[int, int] = {}
+    updates: list[int] = []
+    for group, names in enumerate(shapes):
+        kept = inner["state"].get(group)
+        before = None if kept is None else count_of(kept.mapping().get(STEP))
+        if before is not None and names:
+            count = _agreed({name: counted.get(name) for name in names}, "count of updates")
+            if not isinstance(count, int):
+                raise LayoutMismatch(f"the folder does not say how many updates {next(iter(names))!r} has had")
+            counts[group] = count
+            updates.append(counts[group] - before)
+    if not updates:
+        raise LayoutMismatch("the base's optimizer counts no updates: how far training went since is not known")
+    if min(updates) < 0:
+        raise LayoutMismatch(
+            f"the folder is {-min(updates)} updates older than the base", hint="choose an earlier base with --onto"
+        )
+    groups = inner["param_groups"].children()
+    chosen: dict[int, Mapping[str, Tree]] = {}
+    for number, sub_groups in members_of(state):
+        members = [name for group in sub_groups for name in shapes[group]]
+        of = groups[number][1]
+        known = [str(key) for key in of.mapping() if key != "params"]
+        lost = next((name for name in members if not settings.get(name)), None)
+        if lost is not None:
+            raise LayoutMismatch(
+                f"the folder does not say the settings of the param group of {lost!r}, such as its rate"
+            )
+        chosen[number] = {
+            key: _like(of.mapping()[key], _agreed({name: settings[name][key] for name in members}, key))
+            for key in known
+            if members and all(key in settings.get(name, {}) for name in members)
+        }
+    steps, tag = TreeView.of(state.model)["global_steps"].integer(), _tag(state)
+    is_counted = tag == f"global_step{steps}"
+    return Since(
+        updates=max(updates),
+        tag=f"global_step{steps + max(updates)}" if is_counted else tag,
+        counts=counts,
+        settings=chosen,
+        is_nothing=not any(updates)
+        and all(
+            groups[number][1].mapping()[key] == value for number, of in chosen.items() for key, value in of.items()
+        ),
+    )
+
+
+def _tag(state: RankState) -> str:
+    return state.model.path.partition("/")[0]
+
+
+def _agreed(values: Mapping[str, Any], what: str) -> Any:
+    """Return the value that all parameters share."""
+    (first, value), *others = values.items()
+    for name, other in others:
+        if other != value:
+            raise LayoutMismatch(
+                f"{first!r} and {name!r} share a param group in the base, but the {what} is {value!r} and {other!r}"
+            )
+    return value
+
+
+def counted_on(state: RankState, done: Since, files: Mapping[str, SourceFile]) -> RankState:
+    """Return *state* after what was *done* since; *files* take the place of its own of the same names."""
+    model, inner = TreeView.of(state.model), inner_optimizer(state)
+    states: dict[Tree, Tree] = {
+        group: changed(of.mapping(), {STEP: counter_like(of.mapping()[STEP], done.counts[group])})
+        if group in done.counts
+        else of.value
+        for group, of in inner["state"].children()
+        if isinstance(group, int)
+    }
+    groups: list[Tree] = [
+        changed(of.mapping(), dict(done.settings[number].items())) if number in done.settings else of.value
+        for number, (_, of) in enumerate(inner["param_groups"].children())
+    ]
+    optimizer = with_optimizer(
+        state, outer={}, inner={"state": changed(inner["state"].mapping(), states), "param_groups": groups}
+    )
+    tag = _tag(state)
+
+    def moved(path: str) -> str:
+        return done.tag + path.removeprefix(tag) if path.startswith(f"{tag}/") else path
+
+    return replace(
+        state,
+        model=TreeFile(
+            path=moved(state.model.path), tree=changed(model.mapping(), dict(_counters(model, done.updates)))
+        ),
+        optimizer=TreeFile(path=moved(state.optimizer.path), tree=optimizer),
+        files=tuple(
+            files.get(of.path) or replace(_trainer_counted(of, done.updates), path=moved(of.path))
+            for of in state.files
+            if not is_stale(of.path)
+        ),
+        gathered=(),
+    )
+
+
+def is_stale(path: str) -> bool:
+    """Whether the file *path* holds whole weights, which are not those of the layers any more."""
+    name = path.rpartition("/")[2]
+    return name.endswith(_STALE_SUFFIXES) or name.startswith(_STALE_PREFIXES)
+
+
+def _counters(model: TreeView, updates: int) -> Iterator[tuple[Tree, Tree]]:
+    """Yield the engine's own counters: as many samples a step as before, and as many steps of the scheduler."""
+    before = model["global_steps"].integer()
+    yield "global_steps", before + updates
+    samples = model.get("global_samples")
+    if samples is not None and isinstance(samples.value, int | float) and before:
+        yield "global_samples", samples.value // before * (before + updates)
+    scheduler = model.get("lr_scheduler")
+    if scheduler is not None and isinstance(scheduler.value, dict):
+        counts = {key: scheduler.value.get(key) for key in _SCHEDULER_COUNTS}
+        yield (
+            "lr_scheduler",
+            changed(scheduler.value, {key: count + updates for key, count in counts.items() if isinstance(count, int)}),
+        )
+
+
+def _like(old: Tree, new: Tree) -> Tree:
+    """Return *new* as the kind of sequence that *old* is: JSON has made lists of DeepSpeed's."""
+    if isinstance(old, list) and isinstance(new, tuple):
+        return list(new)
+    if isinstance(old, tuple) and isinstance(new, list):
+        return tuple(new)
+    return new
+
+
+def _trainer_counted(file: SourceFile, updates: int) -> SourceFile:
+    """Return *file* with the Trainer's step moved on, if it is the one that has it."""
+    if file.path == TRAINER_STATE and updates and isinstance(file.content, bytes):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # none of the Trainer's: it is kept as it is
+            fields = parse_json(file.content)
+            fields["global_step"] += updates
+            return replace(file, content=json.dumps(fields, indent=2).encode() + b"\n")
+    return file

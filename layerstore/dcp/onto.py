@@ -1,0 +1,438 @@
+"""
+Ingest a PyTorch distributed checkpoint onto a base commit of the same model.
+
+It holds masters and moments. All else that DeepSpeed needs is the base's, counted on by the updates since (see
+``counted_on``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from layerstore.dcp.counted_on import Since, counted_on, is_stale, since
+from layerstore.dcp.read import FlatTensor, Folder
+from layerstore.dcp.whole import open_folder
+from layerstore.dtypes import by_code, dtype_name
+from layerstore.errors import LayoutMismatch
+from layerstore.format import WITHOUT_MOMENTS, canonical_order, crc32
+from layerstore.history import Resolved, objects_of_state, references_to
+from layerstore.layers import unwrapped
+from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX, WORKERS_MAX
+from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, RankState, SourceFile
+from layerstore.numbers import can_convert, convert, equal_bytes
+from layerstore.progress import Progress
+from layerstore.publish import Checksums, Content, SourceReader, Staging, stage_version
+from layerstore.slices import Slices
+from layerstore.source import read_source_file, stat_source
+from layerstore.storage import ObjectWriter, Repository
+from layerstore.threads import Threads, run_all
+from layerstore.tree import Tensor, Tree
+from layerstore.zero3 import (
+    Checkpoint,
+    FoundCheckpoint,
+    LayerSource,
+    ObjectSource,
+    SliceSource,
+    check_unchanged,
+    checked_step,
+    stamp_of,
+)
+from layerstore.zero3.trees import STEP, number_of
+
+_USUAL = ("model.", "optim.")
+"""What the folder puts before names, if it is as PyTorch's own examples write it."""
+
+_SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
+"""Where the Trainer and Accelerate keep a schedule of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A tensor of the folder, and the element type that the store keeps it in."""
+
+    tensor: FlatTensor
+    dtype: str
+    is_rounded: bool
+    """Whether values that it cannot hold are rounded, as a buffer's are, and not refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpCheckpoint:
+    """A distributed checkpoint that was read onto a base."""
+
+    checkpoint: Checkpoint
+    """As if it was of DeepSpeed; its slices name tensors instead of files."""
+    _wanted: Mapping[Path, _Wanted]
+    _files: Mapping[str, Path]
+    """Files of the folder that take the place of the base's, by their path there."""
+    _done: Since
+    _base: CommitRecord
+    _world_sizes: Mapping[str, int]
+    """By layer: how many ranks it is cut for, as in the base."""
+
+    def transfer(
+        self,
+        repo: Repository,
+        writer: ObjectWriter,
+        progress: Progress,
+        *,
+        due: Collection[str],
+        known_before: bool,
+        moments: bool = True,
+    ) -> Content:
+        """Stage what `layerstore.ingest.transfer` stages of a checkpoint of DeepSpeed; raises as it does."""
+        checkpoint, checksums = self.checkpoint, Checksums()
+        layers = [layer for layer in checkpoint.layers if layer.layer in due]
+        with (
+            closing(SourceReader()) as files,
+            Threads(WORKERS_MAX) as pool,
+        ):
+            staging = Staging(
+                writer,
+                _Reader(self._wanted, files, checksums),
+                source=str(checkpoint.found.folder),
+                checksums=checksums,
+                advance=progress.advance,
+                known_before=known_before,
+            )
+            sources = [[of for of in layer.objects if moments or of.kind is not Kind.OPTIMIZER] for layer in layers]
+            progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
+            staged = [run_all(pool, staging.object, of) for of in sources]
+            versions = {
+                layer.layer: stage_version(writer, layer, objects, world_size=self._world_sizes[layer.layer])
+                for layer, objects in zip(layers, staged, strict=True)
+            }
+            states, stale = self._states(staging, writer, versions)
+            checksums.check(checkpoint.checks, files)
+        check_unchanged(checkpoint.found)
+        notes = [f"whole weights beside the shards are left out ({of}): compose --format hf makes them" for of in stale]
+        return Content(
+            versions=versions,
+            states=states,
+            bytes_derived=0,
+            has_moments=moments,
+            notes=tuple(notes[:1]),
+        )
+
+    def _states(
+        self, staging: Staging, writer: ObjectWriter, versions: Mapping[str, BlobRef]
+    ) -> tuple[tuple[BlobRef, ...], list[str]]:
+        """Stage the ranks' states; return them, and the files that do not fit the weights any more."""
+        found = self.checkpoint.states
+        if self._done.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
+            # Nothing has happened since: it is the base's own save.
+            for ref in (*self._base.states, *(ref for state in found for ref in objects_of_state(state))):
+                writer.reuse(ref)
+            return self._base.states, []
+        paths = {of.path for state in found for of in state.files} | {
+            of.path for state in found for of in state.gathered
+        }
+        return tuple(self._stage_state(state, staging, writer) for state in found), sorted(filter(is_stale, paths))
+
+    def _stage_state(self, state: RankState, staging: Staging, writer: ObjectWriter) -> BlobRef:
+        """Stage the base's *state*, counted on."""
+        files = {
+            name: SourceFile(
+                path=name,
+                executable=False,
+                content=staging.content_at(path, 0, stat_source(path).st_size),
+            )
+            for name, path in self._files.items()
+        }
+        moved = counted_on(state, self._done, files)
+        for ref in objects_of_state(moved):
+            writer.reuse(ref)  # the base's own: a collection must not take them meanwhile
+        return staging.whole_state(moved)
+
+
+class _Reader:
+    """Reads tensors of the folder by name, as the store keeps them, and files of it by their path."""
+
+    def __init__(self, wanted: Mapping[Path, _Wanted], files: SourceReader, checksums: Checksums) -> None:
+        self._wanted = wanted
+        self._files = files
+        self._checksums = checksums
+
+    def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes of a tensor, or of a file, in order; each chunk is valid until the next one is asked for."""
+        of = self._wanted.get(path)
+        if of is None:
+            yield from self._files.chunks(path, offset, size_bytes)
+            return
+        item = by_code(of.dtype).bytes
+        for run in of.tensor.stretch(offset // item, size_bytes // item):
+            position = run.offset_bytes
+            for data in self._files.chunks(run.path, position, run.elements * by_code(of.tensor.dtype).bytes):
+                self._checksums.note(run.path, position, len(data), crc32(data))
+                position += len(data)
+                yield _exactly(of, data)
+
+    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
+        """Fill each buffer with the bytes of its place."""
+        for path, offset, buffer in places:
+            begin = 0
+            for data in self.chunks(path, offset, len(buffer)):
+                buffer[begin : begin + len(data)] = data
+                begin += len(data)
+
+
+def _exactly(of: _Wanted, data: memoryview) -> memoryview:
+    """Return *data* in the type that is kept; raise LayoutMismatch if that would lose something."""
+    kept, found = of.dtype, of.tensor.dtype
+    if kept == found:
+        return data
+    converted = convert(data, source=found, target=kept)
+    if not of.is_rounded and not equal_bytes(convert(converted, source=kept, target=found), data):
+        raise LayoutMismatch(
+            f"{of.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept)}, and its "
+            f"values here need {dtype_name(found)}",
+            hint="choose a base in which it is trained, or freeze it",
+        )
+    return converted
+
+
+# -- reading the folder --------------------------------------------------------------------------------------------
+
+
+def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = False) -> DcpCheckpoint:
+    """
+    Read the checkpoint of FSDP in the folder *path* onto *base*; links in it are followed only with *follow*.
+
+    Raises:
+        SourceCheckpoint: It is incomplete, damaged or untrusted.
+        LayoutMismatch: It is of another model or optimizer than *base*, or older.
+    """
+    return _Reading(repo, open_folder(path, follow=follow), base).checkpoint()
+
+
+class _Reading:
+    """Finds the base's tensors in a folder."""
+
+    def __init__(self, repo: Repository, folder: Folder, base: Resolved) -> None:
+        self._repo = repo
+        self._folder = folder
+        self._base = base.record
+        self._called = references_to(repo, [base.record])[0]
+        self._versions = [repo.version_of(entry) for entry in base.record.layers]
+        self._slices = Slices(self._versions)
+        self._wanted: dict[Path, _Wanted] = {}
+        names = [unwrapped(name) for name in (*self._slices.parameters, *self._slices.buffers())]
+        self._model = self._prefix(names, "tensor")
+        self._states: dict[str, list[str]] = {}
+        for name, state in sorted(of for version in self._versions for of in version.optimizer_states):
+            self._states.setdefault(name, []).append(state)
+        if WITHOUT_MOMENTS in base.record.flags or not self._states:
+            raise LayoutMismatch(
+                f"{self._called} has no optimizer moments: what a folder's are is not known",
+                hint="choose a base with moments: an earlier or later save of the same training",
+            )
+        moments = [f"state.{unwrapped(name)}.{state}" for name, states in self._states.items() for state in states]
+        self._optimizer = self._prefix(moments, "moment")
+        self._check_nothing_else(set(names))
+
+    def checkpoint(self) -> DcpCheckpoint:
+        """Return it."""
+        base, folder = self._base, self._folder
+        states = [self._repo.state(ref) for ref in base.states]
+        trained = list(self._states)
+        counts = {name: self._count(name) for name in trained}
+        done = since(states[0], counts, self._settings(trained))
+        layers = tuple(self._layer(version, counts) for version in self._versions)
+        kept = [of for state in states for of in state.files if not is_stale(of.path)]
+        files = {of.path: folder.path / of.path for of in kept if self._has_its_own(of)}
+        stamps = {path: stamp_of(path) for path in (*folder.files, *folder.metadata, *files.values())}
+        found = FoundCheckpoint(
+            folder=folder.path,
+            tag=done.tag,
+            flavour=base.layout.flavour,
+            ranks=(),
+            others=(),
+            stamps=stamps,
+            notes=(),
+        )
+        return DcpCheckpoint(
+            checkpoint=Checkpoint(
+                found=found,
+                step=checked_step(base.step + done.updates, folder.path),
+                world_size=base.world_size,
+                stage=base.stage,
+                layers=layers,
+                states=tuple(states),
+                gathered=(),
+                files=(),
+                checks=tuple(folder.checks),
+                notes=tuple(self._notes(done, {of.path for of in kept} - files.keys())),
+                layer_pattern=base.layout.layer_pattern,
+            ),
+            _wanted=self._wanted,
+            _files=files,
+            _done=done,
+            _base=base,
+            _world_sizes={version.layer: version.world_size for version in self._versions},
+        )
+
+    def _has_its_own(self, of: SourceFile) -> bool:
+        """Whether the folder has another file of the same name; what an export has put there is the base's."""
+        path = self._folder.path / of.path
+        if not path.is_file():
+            return False
+        found = read_source_file(self._folder.allowed(path), size_bytes_max=RECORD_BYTES_MAX)
+        if isinstance(of.content, bytes):
+            return found != of.content
+        return (len(found), crc32(found)) != (of.content.size_bytes, of.content.crc32)
+
+    def _notes(self, done: Since, paths: set[str]) -> Iterator[str]:
+        if done.updates:
+            yield (
+                f"everything but weights and moments is of {self._called}, such as random states and the loss scale; "
+                f"steps, and a schedule that DeepSpeed keeps, are counted on by {done.updates}"
+            )
+            beside = sorted({path for path in paths if path.rpartition("/")[2] in _SCHEDULES})
+            if beside:
+                yield f"{beside[0]} is that of {self._called}, {done.updates} steps behind: set the schedule yourself"
+        rounded = [of for of in self._wanted.values() if of.is_rounded and of.tensor.dtype != of.dtype]
+        if rounded:
+            first, others = rounded[0], f" and {len(rounded) - 1} others" if len(rounded) > 1 else ""
+            types = f"{dtype_name(first.tensor.dtype)} to the base's {dtype_name(first.dtype)}"
+            yield f"buffer {first.tensor.key!r}{others} rounded from {types}"
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def _prefix(self, names: Collection[str], what: str) -> str:
+        """Return what the folder puts before all of *names*; if it has several, the usual one, or the shortest."""
+        keys = self._folder.entries.keys()
+        first = next(iter(names), "")
+        prefixes = {key.removesuffix(first) for key in keys if key.endswith(first)}
+        fitting = [each for each in prefixes if not each or each.endswith(".")]
+        fitting.sort(key=lambda each: (each not in _USUAL, len(each), each))
+        missing = [next((name for name in names if prefix + name not in keys), None) for prefix in fitting]
+        if None in missing:
+            return fitting[missing.index(None)]
+        lost = missing[0] if missing else first
+        raise LayoutMismatch(
+            f"{self._folder.path} has no {what} {lost!r}, which {self._called} has; nothing was ingested",
+            hint="is it of the same model and optimizer, saved as a whole? --onto takes a commit of that model",
+        )
+
+    def _check_nothing_else(self, names: set[str]) -> None:
+        """Raise if the folder's model has tensors that the base lacks."""
+        known = names | {unwrapped(alias) for of in self._slices.parameters.values() for alias in of.aliases}
+        for key, entry in self._folder.entries.items():
+            name = key.removeprefix(self._model)
+            is_alias = ".".join(map(str, entry.path)) != key  # as in our own folders, which have several names for one
+            is_of_model = self._model and key.startswith(self._model) and entry.dtype is not None and not is_alias
+            if is_of_model and name not in known:
+                raise LayoutMismatch(
+                    f"{self._folder.path} has a tensor {name!r}, which {self._called} has not; nothing was ingested",
+                    hint="--onto takes a commit of the same model",
+                )
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------
+
+    def _count(self, name: str) -> int | None:
+        """Return how many updates the parameter has had."""
+        key = f"{self._optimizer}state.{unwrapped(name)}.{STEP}"
+        number = number_of(self._folder.value(key)) if key in self._folder.entries else None
+        # A float beyond these counts no steps any more.
+        return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None
+
+    def _settings(self, names: Iterable[str]) -> dict[str, dict[str, Tree]]:
+        """Return the settings of each parameter's group, whether groups are nested or flattened."""
+        start, found = f"{self._optimizer}param_groups.", {name: dict[str, Tree]() for name in names}
+        by_group: dict[str, dict[str, Tree]] = {}
+        for key in self._folder.entries:
+            if key.startswith(start):
+                of, _, setting = key.removeprefix(start).rpartition(".")
+                by_group.setdefault(of, {})[setting] = self._plain(key)
+        bare = {unwrapped(name): settings for name, settings in found.items()}
+        for name, own in bare.items():
+            own.update(by_group.get(name, {}))
+        for group in by_group.values():
+            members = group.pop("params", None)
+            for member in members if isinstance(members, list) else ():
+                if member in bare:
+                    bare[member] |= group
+        return found
+
+    def _plain(self, key: str) -> Tree:
+        value = self._folder.value(key)
+        if not isinstance(value, Tensor):
+            return value
+        number = number_of(value)
+        if number is None:
+            raise LayoutMismatch(f"{key!r} of {self._folder.path} is a tensor that is no single number")
+        return number
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def _layer(self, version: LayerVersion, counts: Mapping[str, int | None]) -> LayerSource:
+        """Return a layer like *version*, cut as that is, with the folder's tensors."""
+        found: dict[tuple[Kind, int, int], list[SliceSource]] = {}
+        for of in version.parameters:
+            for kind, state in self._kept(of):
+                begin = 0
+                for stored, part in self._slices.stretches(kind, of.name, state=state, begin=0, end=prod(of.shape)):
+                    place = kind, stored.object.shard, stored.object.shards
+                    found.setdefault(place, []).append(self._slice(kind, of, state, begin, part.elements))
+                    begin += part.elements
+        buffers = [self._slice(Kind.BUFFERS, of, "", 0, prod(of.shape)) for of in version.buffers if prod(of.shape)]
+        if buffers:
+            found[Kind.BUFFERS, 0, 1] = buffers
+        steps = {counts[of.name] for of in version.parameters if of.name in counts}
+        return LayerSource(
+            layer=version.layer,
+            parameters=version.parameters,
+            buffers=version.buffers,
+            objects=tuple(
+                ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(slices)))
+                for (kind, shard, shards), slices in found.items()
+            ),
+            optimizer_step=steps.pop() if len(steps) == 1 else None,
+            cut=version.cut,
+        )
+
+    def _kept(self, of: Parameter) -> Iterator[tuple[Kind, str]]:
+        """Yield what is kept of a parameter: its master and its moments, or its weights if it has none."""
+        if not self._slices.shards(Kind.MASTER, of.name):
+            yield Kind.WEIGHTS, ""
+            return
+        yield Kind.MASTER, ""
+        yield from ((Kind.OPTIMIZER, state) for state in self._states.get(of.name, ()))
+
+    def _slice(self, kind: Kind, of: Parameter | Buffer, state: str, first: int, elements: int) -> SliceSource:
+        """Return *elements* of a tensor from the *first*, in the type that the base keeps."""
+        bare = unwrapped(of.name)
+        key = f"{self._optimizer}state.{bare}.{state}" if state else self._model + bare
+        dtype = self._slices.dtype(kind, of.name, state=state)
+        path = self._folder.path / key
+        if path not in self._wanted:
+            self._wanted[path] = self._checked(kind, key, of, dtype)
+        return SliceSource(
+            name=of.name,
+            state=state,
+            dtype=dtype,
+            elements=elements,
+            begin=first,
+            path=path,
+            offset_bytes=first * by_code(dtype).bytes,
+        )
+
+    def _checked(self, kind: Kind, key: str, of: Parameter | Buffer, dtype: str) -> _Wanted:
+        """Return the tensor *key*; masters and moments must have the type of the base."""
+        tensor = self._folder.tensor(key)
+        if tensor.shape != of.shape:
+            shapes = ["×".join(map(str, shape)) or "a scalar" for shape in (tensor.shape, of.shape)]
+            raise LayoutMismatch(
+                f"{key!r} of {self._folder.path} is {shapes[0]}, in {self._called} {shapes[1]}; nothing was ingested",
+                hint="--onto takes a commit of the same model",
+            )
+        is_kept = kind in {Kind.MASTER, Kind.OPTIMIZER}
+        if tensor.dtype != dtype and (is_kept or not can_convert(tensor.dtype, dtype)):
+            raise LayoutMismatch(
+                f"{key!r} of {self._folder.path} is {dtype_name(tensor.dtype)}, {self._called} keeps "
+                f"{dtype_name(dtype)}; nothing was ingested",
+                hint="train fp32 parameters under FSDP2, with a MixedPrecisionPolicy for the rest",
+            )
+        return _Wanted(tensor=tensor, dtype=dtype, is_rounded=kind is Kind.BUFFERS)

@@ -1,0 +1,218 @@
+"""
+A delta between two composites' weights, as an export of each would have them, for inference servers that hold one.
+
+Each tensor is made in memory, twice if the commits have it of other objects, and compared.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.assemble import (
+    ExportPlan,
+    Force,
+    OutputFile,
+    WeightTensor,
+    appearing,
+    checked_target,
+    read_mean,
+    read_stretch,
+)
+from layerstore.compose import Composition
+from layerstore.delta.codec import ENCODINGS, Encoding, encode
+from layerstore.delta.folder import INDEX, DeltaWriter, is_delta
+from layerstore.dtypes import by_code
+from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch
+from layerstore.filenames import SUMMARY
+from layerstore.format import object_id
+from layerstore.hf import CONFIG, plan_export
+from layerstore.history import references_to
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.model import BlobRef
+from layerstore.numbers import convert
+from layerstore.progress import Progress
+from layerstore.slices import Piece
+from layerstore.storage import Repository
+from layerstore.units import size
+
+_ONE_FILE = 1 << 62
+"""Both plans have all tensors in one file, so that cuts do not matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWritten:
+    """A delta that was written."""
+
+    run: str
+    step: int
+    since: str
+    """The base that it is put onto."""
+    encoding: Encoding
+    dtype: str
+    out: Path
+    tensors: int
+    tensors_changed: int
+    elements: int
+    elements_changed: int
+    bytes_whole: int
+    """The size of all weights."""
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        share = f"{self.elements_changed} of {self.elements} elements"
+        return (
+            f"<DeltaWritten {self.since} to {self.run}@{self.step}: {share}, {size(self.bytes_written)} in {self.out}>"
+        )
+
+
+def write_delta(
+    repo: Repository,
+    composition: Composition,
+    since: Composition,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    encoding: Encoding = "xor",
+    verify: bool = True,
+    force: Force = False,
+    progress: Progress,
+) -> DeltaWritten:
+    """
+    Write what makes the export of *since* that of *composition*, both with *dtype*, to the folder *out*.
+
+    Raises:
+        LayoutMismatch: Their tensors have other names, types or shapes.
+        InvalidInput: There is no such encoding.
+    """
+    started = time.monotonic()
+    if encoding not in ENCODINGS:
+        raise InvalidInput(f"{encoding!r} is no encoding of a delta", hint=f"choose one of: {', '.join(ENCODINGS)}")
+    target = checked_target(repo, out, what="a delta", signs=(INDEX,), force=force)
+    if target.older is not None and not target.is_empty and not is_delta(target.path):
+        raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
+    plans = [plan_export(repo, each, dtype=dtype, max_shard_size=_ONE_FILE) for each in (since, composition)]
+    before, called = _names(repo, since, composition)
+    old, new = (_Weights(repo, plan, verify=verify) for plan in plans)
+    _check_alike(old, new, before, called)
+    notes = [note for note in plans[1].notes if CONFIG not in note]
+    if composition.base.step == since.base.step:
+        notes.append(f"both are of step {since.base.step}: a reader that compares versions sees no change")
+    progress.start("delta", sum(tensor.size_bytes for tensor in new.tensors.values()))
+    changed = elements_changed = 0
+    with appearing(repo, target, is_older_form=lambda path: path.suffix == ".safetensors") as folder:
+        writer = DeltaWriter(repo.files, folder, encoding)
+        for name, tensor in new.tensors.items():
+            progress.advance(tensor.size_bytes)
+            was = old.read(name)
+            now = was if old.pieces(name) == new.pieces(name) else new.read(name)
+            if was == now:
+                writer.unchanged(name, object_id(was))
+                continue
+            changed += 1
+            parts, count = encode(name, was, now, dtype=tensor.dtype, encoding=encoding)
+            elements_changed += count
+            writer.add(name, parts, base=object_id(was), target=object_id(now))
+        writer.finish(version=composition.base.step, base_version=since.base.step, name=called, base_name=before)
+        facts = {"since": before, "encoding": encoding, "elements_changed": elements_changed}
+        summary = composition.summary_file(notes, format="hf", dtype=plans[1].dtype, delta=facts)
+        with repo.files.create(folder / SUMMARY) as file:
+            file.write_at(0, summary)
+            file.sync()
+        repo.files.sync_directory(folder)
+    return DeltaWritten(
+        run=composition.base.run,
+        step=composition.base.step,
+        since=before,
+        encoding=encoding,
+        dtype=plans[1].dtype,
+        out=target.path,
+        tensors=len(new.tensors),
+        tensors_changed=changed,
+        elements=sum(tensor.size_bytes // by_code(tensor.dtype).bytes for tensor in new.tensors.values()),
+        elements_changed=elements_changed,
+        bytes_whole=sum(tensor.size_bytes for tensor in new.tensors.values()),
+        bytes_written=writer.bytes_written + len(summary),
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+    )
+
+
+def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> None:
+    """Raise unless both have the same tensors."""
+    odd = sorted(old.tensors.keys() ^ new.tensors.keys())
+    facts = [{name: (of.dtype, of.shape) for name, of in each.tensors.items()} for each in (old, new)]
+    odd = odd or [name for name in facts[0] if facts[0][name] != facts[1][name]]
+    if odd:
+        raise LayoutMismatch(
+            f"{odd[0]!r} is not the same kind of tensor in {before} and in {called}; nothing was written",
+            hint="a delta is between two commits of one model; --dtype gives both the same type",
+        )
+
+
+def _names(repo: Repository, *compositions: Composition) -> list[str]:
+    """Return what each is called; several may have one base."""
+    references = references_to(repo, [each.base for each in compositions])
+    pairs = zip(compositions, references, strict=True)
+    return [name if each.mixture is None else f"a composite of {name}" for each, name in pairs]
+
+
+class _Weights:
+    """The tensors of an export, read without writing it."""
+
+    def __init__(self, repo: Repository, plan: ExportPlan, *, verify: bool) -> None:
+        self._repo = repo
+        self._verify = verify
+        self._verified: set[BlobRef] = set()
+        self.tensors: dict[str, WeightTensor] = {}
+        self._placed: dict[str, tuple[OutputFile, int]] = {}
+        files = {file.path: file for file in plan.files}
+        for weights in plan.weights:
+            for tensor, offset in zip(weights.tensors, weights.frame.offsets, strict=True):
+                self.tensors[tensor.name] = tensor
+                self._placed[tensor.name] = files[weights.name], offset
+
+    def pieces(self, name: str) -> list[tuple[object, ...]]:
+        """Return what the tensor is made of; if two are made of the same, they are the same."""
+        return [
+            (piece.object, piece.object_offset, piece.size_bytes, piece.rounding, piece.mean_of)
+            for piece in self._cut(name)
+        ]
+
+    def read(self, name: str) -> bytearray:
+        """Return the bytes of the tensor."""
+        data = bytearray(self.tensors[name].size_bytes)
+        view, at = memoryview(data), 0
+        for piece in self._cut(name):
+            for ref in {*piece.objects} - self._verified if self._verify else ():
+                self._repo.objects.verify(ref)
+                self._verified.add(ref)
+            for chunk in self._chunks(piece):
+                view[at : at + len(chunk)] = chunk
+                at += len(chunk)
+        assert at == len(data), "a plan fills its tensors"
+        return data
+
+    def _cut(self, name: str) -> Iterator[Piece]:
+        """Yield the tensor's own pieces; plain ones may go on into the next tensor."""
+        output, begin = self._placed[name]
+        end = begin + self.tensors[name].size_bytes
+        at = max(bisect_right(output.pieces, begin, key=lambda piece: piece.offset) - 1, 0)
+        while at < len(output.pieces) and output.pieces[at].offset < end:
+            yield from output.pieces[at].within(begin, end)
+            at += 1
+
+    def _chunks(self, piece: Piece) -> Iterator[memoryview]:
+        source, target = piece.rounding or ("U8", "U8")
+        if piece.mean_of:
+            for chunk in read_mean(self._repo, piece):
+                yield convert(chunk, source="F32", target=target)
+            return
+        buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, piece.size_bytes)))
+        for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
+            data = buffer[: piece.size_bytes - start]
+            read_stretch(self._repo, piece.object, piece.object_offset + start, data)
+            yield data if piece.rounding is None else convert(data, source=source, target=target)

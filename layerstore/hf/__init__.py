@@ -1,0 +1,12 @@
+"""Hugging Face's folders: a composite's weights as Transformers and PEFT load them."""
+
+from layerstore.hf.peft import plan_beside
+from layerstore.hf.plan import CONFIG, MAX_SHARD_SIZE, goes_along, plan_export
+
+__all__ = [
+    "CONFIG",
+    "MAX_SHARD_SIZE",
+    "goes_along",
+    "plan_beside",
+    "plan_export",
+]

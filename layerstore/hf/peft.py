@@ -1,0 +1,264 @@
+"""
+PEFT's adapters: which ones a composite has, their names in files, and their files.
+
+A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
+since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
+
+If the base has its own file of an adapter, it is kept, with the tensors of other saves put in place. Without such a
+file, an export makes one by PEFT's rule for LoRA.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from layerstore.assemble import (
+    FLOATS,
+    OutputFile,
+    WeightsFile,
+    WeightTensor,
+    header_of,
+    merged,
+    plan_source_file,
+    weights_file,
+    whole,
+)
+from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.format import Frame, parse_json
+from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
+from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
+from layerstore.slices import Piece, Slices
+from layerstore.source import tensors_in
+from layerstore.storage import Repository
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_DEFAULT = "default"
+_LORA = re.compile(r"lora_\w+|trainable_tokens_delta")
+_DORA = "lora_magnitude_vector"
+_TO_SAVE = "modules_to_save"
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def adapter_at(path: str) -> str | None:
+    """
+    Return the adapter whose file belongs at *path*, None if PEFT puts none there.
+
+    >>> adapter_at("adapter_config.json"), adapter_at("reference/adapter_config.json"), adapter_at("a/b/c.json")
+    ('default', 'reference', None)
+    """
+    folders = PurePosixPath(path).parts[:-1]
+    return None if len(folders) > 1 else folders[0] if folders else _DEFAULT
+
+
+def configs_of(files: Iterable[SourceFile]) -> dict[str, SourceFile]:
+    """Return the adapter configs among *files*, by adapter name."""
+    found = {adapter_at(file.path): file for file in files if PurePosixPath(file.path).name == ADAPTER_CONFIG}
+    return {adapter: file for adapter, file in found.items() if adapter is not None}
+
+
+def name_in_file(parameter: str, adapter: str) -> str | None:
+    """
+    Return PEFT's name for *parameter* in the file of *adapter*, None if it does not belong to that adapter.
+
+    >>> name_in_file("base_model.model.q_proj.lora_A.default.weight", "default")
+    'base_model.model.q_proj.lora_A.weight'
+    >>> name_in_file("base_model.model.lm_head.modules_to_save.default.weight", "default")
+    'base_model.model.lm_head.weight'
+    >>> name_in_file("base_model.model.q_proj.lora_A.other.weight", "default")
+    """
+    *parts, last = _parts(parameter)
+    if _TO_SAVE in parts and (at := parts.index(_TO_SAVE)) and parts[at + 1 : at + 2] == [adapter]:
+        return ".".join([*parts[:at], *parts[at + 2 :], last])
+    if parts and last == adapter:
+        return ".".join(parts)
+    if len(parts) > 1 and parts[-1] == adapter:
+        # DoRA's vectors were once parameters, and kept those names in files.
+        return ".".join(parts[:-1] if parts[-2] == _DORA else [*parts[:-1], last])
+    return None
+
+
+def _parts(parameter: str) -> list[str]:
+    return unwrapped(parameter.removeprefix("module.")).split(".")
+
+
+def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
+    """
+    Return the *parameters* that PEFT saves for a LoRA adapter with *config*, by their names in its file.
+
+    Raises:
+        Unsupported: It is not LoRA: other methods have rules of their own.
+    """
+    try:
+        fields = parse_json(repo.content_of(config.content))
+        method, bias = fields["peft_type"], fields.get("bias", "none")
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise SourceCheckpoint(f"the base's {config.path} is no config of an adapter ({exc})") from exc
+    if method != "LORA":
+        raise Unsupported(
+            f"adapter {adapter!r} is of type {method}, and the base has no file of it: only LoRA's can be made",
+            hint="export a commit of a Trainer's own save, which has that file",
+        )
+    suffix = None if bias == "none" else ".bias" if bias == "all" else ".base_layer.bias"
+    found = {}
+    for parameter in parameters:
+        if any(part == _TO_SAVE or _LORA.fullmatch(part) for part in parameter.split(".")):
+            name = name_in_file(parameter, adapter)
+        else:
+            name = ".".join(_parts(parameter)) if suffix and parameter.endswith(suffix) else None
+        if name is not None:
+            found[name] = parameter
+    return found
+
+
+# -- the base's own files ------------------------------------------------------------------------------------------
+
+
+def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> WeightsFile:
+    """Return *adapter*'s *file* as it was saved, with the parameter of each tensor."""
+    header, size_bytes = header_of(repo, file)
+    suppliers: dict[str, Parameter | Buffer] = {}
+    for parameter in slices.parameters.values():
+        for name in (parameter.name, *parameter.aliases):
+            own_name = name_in_file(name, adapter) or ".".join(_parts(name))
+            suppliers.setdefault(own_name, parameter)
+    found = tensors_in(Path(file.path), header, size_bytes, suppliers)
+    return WeightsFile(
+        name=file.path,
+        tensors=tuple(_tensor(of.name, of.supplier, of.shape, of.dtype) for of in found),
+        frame=Frame(header=header, offsets=tuple(of.offset_bytes for of in found), size_bytes=size_bytes),
+    )
+
+
+def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
+    """
+    Plan a file next to the shards: unchanged, or if it is an adapter's, with the values of the chosen layers.
+
+    *own* are the parameters of the layers that the base itself saved.
+
+    Raises:
+        Unsupported: Some tensors of an adapter's file belong to unknown parameters.
+    """
+    older = slices.parameters.keys() - own
+    adapter = adapter_at(file.path)
+    if not older or adapter is None or PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
+        return plan_source_file(file)
+    found = _read(repo, file, slices, adapter)
+    strange = [tensor.name for tensor in found.tensors if not tensor.layer_name]
+    of_adapter = {name for name in older if adapter in name.split(".")}
+    lost = of_adapter - {tensor.layer_name for tensor in found.tensors}
+    if strange and lost:
+        raise Unsupported(
+            f"{file.path} cannot be mixed of several saves: {strange[0]!r} in it is of no parameter, and "
+            f"{min(lost)!r} is not in it",
+            hint="--policy exact takes all of one save",
+        )
+    return _patched(file, found, slices, older)
+
+
+def _patched(file: SourceFile, found: WeightsFile, slices: Slices, names: Collection[str]) -> OutputFile:
+    """Plan *file* as it was *found*, but with the tensors of the parameters *names* from *slices*."""
+    begin = 0
+    literals: list[tuple[int, bytes]] = []
+    pieces: list[Piece] = []
+
+    def keep(end: int) -> None:
+        if isinstance(file.content, bytes):
+            literals.append((begin, file.content[begin:end]))
+        elif end > begin:
+            start = whole(file.content, 0).object_offset + begin
+            pieces.append(Piece(object=file.content.object, object_offset=start, size_bytes=end - begin, offset=begin))
+
+    for tensor, offset in zip(found.tensors, found.frame.offsets, strict=True):
+        if tensor.layer_name in names:
+            keep(offset)
+            kind = slices.weights_kind(tensor.layer_name, tensor.dtype)
+            pieces += slices.pieces(kind, tensor.layer_name, dtype=tensor.dtype, offset=offset)
+            begin = offset + tensor.size_bytes
+    keep(found.frame.size_bytes)
+    return OutputFile(
+        path=file.path,
+        size_bytes=found.frame.size_bytes,
+        executable=file.executable,
+        literals=tuple(literals),
+        pieces=merged(pieces),
+    )
+
+
+# -- export --------------------------------------------------------------------------------------------------------
+
+
+def plan_adapters(
+    repo: Repository, files: Sequence[SourceFile], slices: Slices, *, own: Collection[str], dtype: str | None
+) -> tuple[list[WeightsFile], list[OutputFile], list[str]]:
+    """
+    Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, all its files, and notes.
+
+    *files* are the base's; *own* are the parameters of the layers that it saved itself; *dtype* is the code of the
+    wanted element type, None for that of the files.
+
+    Raises:
+        Unsupported: A trained parameter has no place in such a folder, or an adapter's file cannot be made.
+    """
+    by_path = {file.path: file for file in files}
+    weights, outputs = [], []
+    configs = configs_of(files)
+    for adapter, config in configs.items():
+        path = str(PurePosixPath(config.path).with_name(ADAPTER_WEIGHTS))
+        stored = _read(repo, by_path[path], slices, adapter) if path in by_path else None
+        if stored is not None and stored.tensors:
+            made, output = _as_saved(by_path[path], stored, slices, own=own, dtype=dtype)
+        else:
+            names = _names_by_rule(repo, config, slices.parameters, adapter)
+            if not names:
+                raise Unsupported(
+                    f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",
+                    hint="an adapter that is not trained is not in the checkpoint: take it from where it came from",
+                )
+            parameters = {name: slices.parameter(of) for name, of in names.items()}
+            tensors = (_tensor(name, of.name, of.shape, of.dtype) for name, of in parameters.items())
+            made = weights_file(path, (_typed(tensor, dtype) for tensor in tensors))
+            output = made.output(slices)
+        weights.append(made)
+        outputs.append(output)
+    used = {tensor.layer_name for of in weights for tensor in of.tensors}
+    trained = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
+    if trained:  # PEFT itself would silently leave it out
+        more = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+        raise Unsupported(
+            f"{trained[0]!r}{more} is trained and belongs to no adapter with a config: PEFT's folder has no place for "
+            "it",
+            hint="compose --format shards keeps it; PEFT keeps whole modules that modules_to_save names",
+        )
+    left = len(slices.parameters.keys() - used)
+    note = f"{left} frozen weights are left out: PeftModel.from_pretrained takes them from the base model"
+    return weights, [*outputs, *map(plan_source_file, configs.values())], [note] if left else []
+
+
+def _as_saved(
+    file: SourceFile, stored: WeightsFile, slices: Slices, *, own: Collection[str], dtype: str | None
+) -> tuple[WeightsFile, OutputFile]:
+    """Return the base's own file with the values of the chosen layers; a new *dtype* changes its layout."""
+    path = file.path
+    tensors = tuple(_typed(tensor, dtype) for tensor in stored.tensors)
+    if tensors != stored.tensors:
+        alone = [tensor.name for tensor in tensors if not tensor.layer_name]
+        if alone:
+            raise Unsupported(
+                f"{alone[0]!r} is in {path} and in no layer: it cannot be written in another type",
+                hint="leave --dtype out",
+            )
+        made = weights_file(path, tensors)
+        return made, made.output(slices)
+    return stored, _patched(file, stored, slices, slices.parameters.keys() - own)
+
+
+def _tensor(name: str, supplier: str, shape: tuple[int, ...], dtype: str) -> WeightTensor:
+    return WeightTensor(name=name, dtype=dtype, shape=shape, source=TensorSource.PARAMETER, layer_name=supplier)
+
+
+def _typed(tensor: WeightTensor, dtype: str | None) -> WeightTensor:
+    return replace(tensor, dtype=dtype) if dtype and tensor.dtype in FLOATS else tensor

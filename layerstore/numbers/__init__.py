@@ -1,0 +1,37 @@
+"""What is computed with numbers: element types converted, masters averaged, layers compared."""
+
+from layerstore.numbers.distance import (
+    SECOND_MOMENT,
+    Distance,
+    Meter,
+    Movements,
+    Numbers,
+    Weighted,
+    WeightedMeter,
+    can_measure,
+    movement_of,
+    nothing_between,
+    weighted_movements,
+)
+from layerstore.numbers.means import mean
+from layerstore.numbers.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
+
+__all__ = [
+    "SECOND_MOMENT",
+    "Distance",
+    "Meter",
+    "Movements",
+    "Numbers",
+    "Weighted",
+    "WeightedMeter",
+    "can_convert",
+    "can_derive",
+    "can_measure",
+    "convert",
+    "equal_bytes",
+    "mean",
+    "movement_of",
+    "newly_infinite",
+    "nothing_between",
+    "weighted_movements",
+]

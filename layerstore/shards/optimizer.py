@@ -1,0 +1,175 @@
+"""
+A composite's optimizer, parameter by parameter, as PyTorch keeps it: DeepSpeed keeps one state for each sub-group.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from layerstore.compose import Composition
+from layerstore.errors import LayoutMismatch
+from layerstore.history import references_to
+from layerstore.model import FlatContent, LayerEntry, LayerVersion, RankState
+from layerstore.shards.ranks import AdamStep, check_adam_step, check_has_moments
+from layerstore.storage import Repository
+from layerstore.tree import Size, Storage, Tensor, Tree
+from layerstore.zero3.reshard import as_stage_3
+from layerstore.zero3.trees import (
+    STAGE_3,
+    STEP,
+    TreeView,
+    config_of,
+    count_of,
+    inner_optimizer,
+    members_of,
+    sub_group_shapes,
+    undivided,
+)
+
+# What torch's Adam and AdamW keep in each group; DeepSpeed's own have fewer, and a reader asks for all of them.
+_SETTINGS_OF_ADAM: dict[str, Tree] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+_SECOND_MOMENT = "exp_avg_sq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A param group."""
+
+    settings: dict[str, Tree]
+    parameters: tuple[str, ...]
+    """In the order that the optimizer was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """What the optimizer keeps, apart from the slices."""
+
+    groups: tuple[Group, ...]
+    sliced: Mapping[str, tuple[str, ...]]
+    """By parameter: its states that are as large as it is."""
+    scalars: Mapping[str, Mapping[str, Tree]]
+    """By parameter: its other states, such as the step."""
+    torch_settings: Mapping[str, Tree]
+    """What torch's optimizer of that kind has in each group besides; DeepSpeed's own have fewer settings."""
+    notes: tuple[str, ...]
+
+    def alike(self) -> Iterator[tuple[str, Tree, list[str]]]:
+        """Yield each scalar state's values, with the parameters that have that value."""
+        found: dict[tuple[str, object], tuple[Tree, list[str]]] = {}
+        for name, states in self.scalars.items():
+            for state, value in states.items():
+                same = value.storage.content if isinstance(value, Tensor) else repr(value)
+                found.setdefault((state, same), (value, []))[1].append(name)
+        for (state, _), (value, names) in found.items():
+            yield state, value, names
+
+
+def optimizer_of(
+    repo: Repository,
+    composition: Composition,
+    versions: Sequence[LayerVersion],
+    state: RankState,
+    *,
+    adam_step: AdamStep,
+) -> OptimizerState:
+    """
+    Return the optimizer of *composition*, from *state* of the base's first rank.
+
+    Raises:
+        LayoutMismatch: The base has no moments, or moments that cannot be had for each parameter.
+    """
+    check_adam_step(adam_step)
+    check_has_moments(composition.base)
+    kept = undivided(state)
+    if kept:
+        [called] = references_to(repo, [composition.base])
+        raise LayoutMismatch(f"the optimizer of {called} keeps {kept}, which cannot be cut into parameters")
+    if composition.base.stage != STAGE_3:
+        state = as_stage_3(state)  # groups in the order that the optimizer was given
+    layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
+    entries = {of.name: entry for entry, version in layers for of in version.parameters}
+    model, inner = TreeView.of(state.model), inner_optimizer(state)
+    shapes = sub_group_shapes(model)
+    is_adam = any(_SECOND_MOMENT in of.mapping() for _, of in inner["state"].children())
+    groups: list[Group] = []
+    scalars: dict[str, dict[str, Tree]] = {}
+    groups_of = inner["param_groups"].children()
+    for number, sub_groups in members_of(state):
+        found = groups_of[number][1].mapping()
+        own = {str(key): value for key, value in found.items() if key != "params"}
+        names = tuple(name for group in sub_groups for name in shapes[group])
+        groups.append(Group(settings=own, parameters=names))
+        for group in sub_groups:
+            state_of = inner["state"].get(group)
+            if state_of is not None:
+                of_group = state_of.mapping()
+                scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
+    sliced = {name: tuple(sorted(of)) for name, of in _sliced(versions).items()}
+    notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
+    if (
+        is_adam
+        and config_optimizer(model) is None
+        and not all("decoupled_weight_decay" in of.settings for of in groups)
+    ):
+        notes.append(
+            "the base's optimizer does not say whether its weight decay is decoupled: AdamW's is, so it says so"
+        )
+    if composition.mean is not None:
+        notes.append(
+            f"the optimizer's moments are those of {composition.base.run}@{composition.base.step}, not averaged"
+        )
+    return OptimizerState(
+        groups=tuple(groups),
+        sliced=sliced,
+        scalars=scalars,
+        torch_settings=_settings(model) if is_adam else {},
+        notes=tuple(notes),
+    )
+
+
+def _sliced(versions: Iterable[LayerVersion]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for version in versions:
+        for name, state in version.optimizer_states:
+            found.setdefault(name, []).append(state)
+    return found
+
+
+def _scalars(kept: Mapping[Tree, Tree], entry: LayerEntry | None) -> dict[str, Tree]:
+    """Return what a sub-group keeps besides slices; its counter, as torch's tensor, is that of *entry*, if given."""
+    found: dict[str, Tree] = {}
+    for key, value in kept.items():
+        if key == STEP:
+            found[STEP] = _counter(value, entry)
+        elif not (isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)):
+            found[str(key)] = value
+    return found
+
+
+def _counter(value: Tree, entry: LayerEntry | None) -> Tensor:
+    count = count_of(value) if entry is None else entry.optimizer_step
+    if count is None:
+        of = "the base" if entry is None else f"layer {entry.layer!r}"
+        raise LayoutMismatch(f"{of} has no optimizer step of its own", hint="compose with --adam-step unify")
+    storage = Storage(dtype="F32", elements=1, device="cpu", content=struct.pack("<f", count))
+    return Tensor(storage=storage, offset=0, shape=Size(()), stride=())
+
+
+def config_optimizer(model: TreeView) -> dict[Tree, Tree] | None:
+    """Return the optimizer that DeepSpeed's config asks for; None if the training script makes it."""
+    optimizer = (config_of(model) or {}).get("optimizer")
+    return optimizer if isinstance(optimizer, dict) else None
+
+
+def _settings(model: TreeView) -> dict[str, Tree]:
+    """Return Adam's settings that DeepSpeed keeps in its config, if it is the one that has made the optimizer."""
+    chosen = (config_optimizer(model) or {}).get("params")
+    is_decoupled = chosen.get("adam_w_mode", True) if isinstance(chosen, dict) else True
+    return {**_SETTINGS_OF_ADAM, "decoupled_weight_decay": is_decoupled}

@@ -1,0 +1,244 @@
+"""
+The states of a composite's ranks: the base's own, or adapted to another world size.
+
+Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank's tree can serve as the template for
+many. Notes say what does not carry over.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from layerstore.assemble import buffer_notes, gathered_notes, moments_notes, notes_of_states
+from layerstore.compose import Composition, check_members, check_whole
+from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.filenames import RANDOM_STATE
+from layerstore.format import WITHOUT_MOMENTS
+from layerstore.limits import RANKS_MAX
+from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState
+from layerstore.slices import Slices
+from layerstore.storage import Repository
+from layerstore.tree import Tensor, Tree, changed
+from layerstore.zero3.reshard import as_stage_3, conversion_note, plan_sub_groups, regrouped, repartitioned
+from layerstore.zero3.trees import (
+    STAGE_3,
+    STEP,
+    TreeView,
+    counter_like,
+    inner_optimizer,
+    sub_group_shapes,
+    with_optimizer,
+)
+
+Moments = Literal["base", "fresh"]
+MOMENTS: tuple[Moments, ...] = ("base", "fresh")
+AdamStep = Literal["unify", "per-layer"]
+ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")
+
+_UNIFY = "compose with --adam-step unify, or train with a param group per layer"
+
+# What the optimizers of torch and DeepSpeed keep for each parameter, and begin with zeros.
+_ZERO_AT_FIRST = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStates:
+    """A composite for some number of ranks, before a byte is moved. States are made one at a time, to save memory."""
+
+    repo: Repository
+    base: CommitRecord
+    world_size: int
+    versions: list[LayerVersion]
+    """The versions of the composite's layers, in their order."""
+    slices: Slices
+    adapted: Callable[[RankState, int], RankState] | None
+    """Makes the state of a rank from one of the base's; None if the base's trees do not change."""
+    steps: Mapping[str, tuple[str, int | None]] | None
+    """Each parameter's layer and that layer's own optimizer step; None if these are not to be set."""
+    notes: tuple[str, ...]
+    """What does not carry over, in plain sentences."""
+    has_moments: bool
+    """Whether the optimizer continues; otherwise its moments are zero."""
+
+    def __iter__(self) -> Iterator[RankState]:
+        """Yield the state of every rank, by rank."""
+        return map(self.state, range(self.world_size))
+
+    def state(self, rank: int) -> RankState:
+        """Return the state of *rank*."""
+        # Ranks that the base had keep their own state; new ones are made from rank 0's, which every base has. Files for
+        # all ranks, including gathered weights, stay with rank 0.
+        has_own = rank < self.base.world_size
+        state = self.repo.state(self.base.states[rank if has_own else 0])
+        if self.adapted is not None:
+            files = state.files if has_own else ()
+            if self.world_size != self.base.world_size:
+                files = tuple(file for file in files if not RANDOM_STATE.fullmatch(file.path))
+            state = replace(self.adapted(state, rank), files=files, gathered=state.gathered if has_own else ())
+        return state if self.steps is None else with_own_steps(state, self.steps)
+
+
+def plan_ranks(
+    repo: Repository,
+    composition: Composition,
+    *,
+    world_size: int | None = None,
+    as_zero3: bool = False,
+    adam_step: AdamStep = "unify",
+    moments: Moments = "base",
+) -> RankStates:
+    """
+    Plan *composition* for *world_size* ranks, by default for as many as its base has.
+
+    With *as_zero3* its states are those of stage 3 even if it was saved under stage 1 or 2.
+
+    Raises:
+        InvalidInput: *world_size* or *adam_step* has an invalid value.
+        LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
+            the layers of one have different counters.
+    """
+    base = composition.base
+    count = base.world_size if world_size is None else world_size
+    if not 1 <= count <= RANKS_MAX:
+        raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint=f"choose a world size of 1 to {RANKS_MAX:,}")
+    if moments not in MOMENTS:
+        raise InvalidInput(f"moments cannot be {moments!r}", hint=f"choose one of: {', '.join(MOMENTS)}")
+    if moments == "base":
+        check_has_moments(base)
+    is_converted = as_zero3 and base.stage != STAGE_3
+    check_whole(repo, composition, world_size=world_size, is_converted=is_converted)
+    versions = check_members(repo, composition)
+    slices = composition.slices(repo, versions)
+    check_adam_step(adam_step)
+    first = repo.state(base.states[0])
+    if moments == "fresh":
+        _check_fresh(first)
+    notes = [*filter(None, [composition.mixture]), *buffer_notes(slices, count)]
+    notes += moments_notes(composition, is_fresh=moments == "fresh")
+    notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
+    adapted = _adapter(base, first, world_size=count, is_converted=is_converted)
+    if count != base.world_size:
+        notes += notes_of_states(repo, base, first, world_size=count)
+    if is_converted:
+        notes.append(conversion_note(first))
+    steps: dict[str, tuple[str, int | None]] | None = None
+    if moments == "fresh" and adam_step == "per-layer":
+        raise InvalidInput(
+            "fresh moments have no steps of their own", hint="leave --adam-step out: the optimizer counts from 0"
+        )
+    if moments == "fresh" or adam_step == "per-layer":
+        layers = zip(composition.layers, versions, strict=True)
+        steps = {
+            of.name: (entry.layer, 0 if moments == "fresh" else entry.optimizer_step)
+            for entry, version in layers
+            for of in version.parameters
+        }
+    states = RankStates(
+        repo=repo,
+        base=base,
+        world_size=count,
+        versions=versions,
+        slices=slices,
+        adapted=adapted,
+        steps=steps,
+        notes=tuple(notes),
+        has_moments=moments == "base",
+    )
+    if steps is not None or adapted is not None:
+        states.state(0)  # raises before anything is written if the layers of a sub-group disagree
+    return states
+
+
+def _adapter(
+    base: CommitRecord, first: RankState, *, world_size: int, is_converted: bool
+) -> Callable[[RankState, int], RankState] | None:
+    """Return what makes the state of any rank; raises LayoutMismatch if the base's sub-groups cannot be rebuilt."""
+    if is_converted:
+        whole_groups = plan_sub_groups(as_stage_3(first), world_size=world_size, is_by_rule=False)
+        return lambda state, rank: regrouped(as_stage_3(state), whole_groups, rank=rank, world_size=world_size)
+    if world_size == base.world_size:
+        return None
+    if base.stage != STAGE_3:
+        return lambda state, rank: repartitioned(state, rank=rank, world_size=world_size)
+    groups = plan_sub_groups(first, world_size=world_size)
+    return lambda state, rank: regrouped(state, groups, rank=rank, world_size=world_size)
+
+
+def check_has_moments(base: CommitRecord) -> None:
+    """Raise LayoutMismatch if a collection has dropped the moments of *base*."""
+    if WITHOUT_MOMENTS in base.flags:
+        raise LayoutMismatch(
+            f"{base.run}@{base.step} has no optimizer moments any more: a collection has dropped them",
+            hint="its weights are there: --format hf exports them, --moments fresh starts anew; or take a newer step",
+        )
+
+
+def check_adam_step(adam_step: AdamStep) -> None:
+    """Raise InvalidInput unless it is one."""
+    if adam_step not in ADAM_STEPS:
+        raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
+
+
+def _check_fresh(state: RankState) -> None:
+    """Raise unless all that the optimizer keeps is zero before the first step."""
+    for _, kept in inner_optimizer(state)["state"].children():
+        for key, value in kept.mapping().items():
+            is_sliced = isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)
+            if key != STEP and not (is_sliced and key in _ZERO_AT_FIRST):
+                raise LayoutMismatch(
+                    f"the optimizer keeps {key!r}, which does not begin at zero, or not for each parameter",
+                    hint="--moments base continues it",
+                )
+
+
+# -- each layer's own step counter -----------------------------------------------------------------------------------
+
+
+def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]) -> RankState:
+    """
+    Return *state* with each sub-group's counter set to that of its layers.
+
+    *steps* gives each parameter's layer and the layer's update count.
+
+    Raises:
+        LayoutMismatch: The layers of a sub-group have different update counts.
+    """
+    groups, states = sub_group_shapes(TreeView.of(state.model)), inner_optimizer(state)["state"]
+    counted: dict[Tree, Tree] = {
+        group: changed(values.mapping(), {STEP: counter_like(values.mapping()[STEP], _agreed(groups, group, steps))})
+        for group, values in states.children()
+        if isinstance(group, int) and STEP in values.mapping()
+    }
+    tree = with_optimizer(state, outer={}, inner={"state": changed(states.mapping(), counted)})
+    return replace(state, optimizer=replace(state.optimizer, tree=tree))
+
+
+def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[str, tuple[str, int | None]]) -> int:
+    """Return the update count that all layers of a sub-group share."""
+    missing = [name for name in groups[group] if name not in steps]
+    if missing:
+        raise LayoutMismatch(f"parameter {missing[0]!r} is in none of the chosen layers", name=missing[0])
+    found = list(dict.fromkeys(steps[name] for name in groups[group]))
+    first, count = found[0]
+    if count is None:
+        raise LayoutMismatch(f"layer {first!r} has no optimizer step of its own to be set", hint=_UNIFY)
+    for layer, other in found:
+        if other != count:
+            raise LayoutMismatch(
+                f"layers {first!r} (optimizer step {count}) and {layer!r} (optimizer step {other}) share sub-group "
+                f"{group}, which has one counter: each layer's own step cannot be kept",
+                hint=_UNIFY,
+            )
+    return count

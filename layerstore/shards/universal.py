@@ -1,0 +1,200 @@
+"""
+The format ``universal``: a composite as DeepSpeed's Universal Checkpoint, which any number of ranks loads.
+
+Each parameter has a folder with a file for its master and each of its moments, whole; see ``deepspeed.checkpoint``.
+ZeRO-3 gives all param groups the settings of the first that it finds, so those that differ are left out there.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+from pathlib import PurePosixPath
+
+from layerstore.assemble import (
+    Archives,
+    ExportPlan,
+    Fill,
+    OutputFile,
+    buffer_notes,
+    export_notes,
+    literal_file,
+    new_tensor,
+)
+from layerstore.compose import Composition
+from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.filenames import RANDOM_STATE, SUMMARY
+from layerstore.hf import plan_beside
+from layerstore.history import references_to
+from layerstore.limits import PAGE_BYTES
+from layerstore.model import Kind, Parameter, RankState
+from layerstore.numbers import can_convert
+from layerstore.shards.optimizer import OptimizerState, optimizer_of
+from layerstore.shards.ranks import plan_ranks
+from layerstore.shards.write import plan_model_states
+from layerstore.slices import Piece, Slices
+from layerstore.storage import Repository
+from layerstore.tree import Storage, Tree
+from layerstore.zero3.trees import STEP, TreeView, inner_optimizer, is_dealt, outer_optimizer
+
+LATEST_UNIVERSAL = "latest_universal"
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What DeepSpeed's loader asks for; it knows no other optimizer than Adam."""
+
+_MODEL_STATES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_MODEL_STATES_OF_STAGES_1_AND_2 = "mp_rank_00_model_states.pt"
+
+_OF_SLICES = frozenset({"optimizer_state_dict", "fp32_flat_groups", "ds_zero_partition_groups"})
+
+
+def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
+    """
+    Decide which files there are.
+
+    Raises:
+        LayoutMismatch: The layers do not fit together, or the optimizer is not one that DeepSpeed's loader knows.
+    """
+    started = time.monotonic()
+    base = composition.base
+    ranks = plan_ranks(repo, composition, world_size=1, as_zero3=True)
+    slices, state = ranks.slices, ranks.state(0)
+    base_state = repo.state(base.states[0])
+    optimizer = optimizer_of(repo, composition, ranks.versions, base_state, adam_step="unify")
+    _check_adam(repo, composition, optimizer)
+    tag = f"{base.layout.tag}_universal"
+    folder = f"{tag}/zero"
+    files = [plan_model_states(ranks, path=f"{tag}/{_MODEL_STATES}"), _optimizer_state(folder, state, optimizer)]
+    step = _step(state)
+    links = [(f"{tag}/{_MODEL_STATES_OF_STAGES_1_AND_2}", f"{tag}/{_MODEL_STATES}")]
+    for parameter in slices.parameters.values():
+        for name in (parameter.name, *parameter.aliases):
+            if "/" in name or "\0" in name or name in {".", ".."}:
+                raise Unsupported(f"a parameter is called {name!r}, which cannot be the name of a folder")
+        own = list(_files_of(f"{folder}/{parameter.name}", parameter, slices, step))
+        files += own
+        links += (
+            (f"{folder}/{alias}/{PurePosixPath(file.path).name}", file.path)
+            for alias in parameter.aliases
+            for file in own
+        )
+    notes = [
+        *filter(None, [composition.mixture]),
+        *buffer_notes(slices, 1),
+        *export_notes(state, ranks.versions, slices),
+    ]
+    notes += [*optimizer.notes, *_notes(slices, optimizer)]
+    if is_dealt(TreeView.of(base_state.model), outer_optimizer(base_state)):
+        notes.append(
+            "DeepSpeed loads it into the wrong places under round_robin_gradients, which the base was trained with: "
+            "unset it, or compose --format shards --world-size N"
+        )
+    own_names = composition.own_parameters(ranks.versions)
+    beside = [
+        plan_beside(repo, file, slices, own=own_names)
+        for file in state.files
+        if not RANDOM_STATE.fullmatch(file.path) and not file.path.startswith(f"{base.layout.tag}/")
+    ]
+    summary = literal_file(SUMMARY, composition.summary_file(notes, format="universal", dtype="fp32"))
+    return ExportPlan(
+        composition=composition,
+        format="universal",
+        dtype="fp32",
+        files=(*files, *beside, summary, literal_file(LATEST_UNIVERSAL, tag.encode())),
+        links=tuple(links),
+        notes=tuple(notes),
+        seconds=time.monotonic() - started,
+        signs=(LATEST_UNIVERSAL,),
+        is_older_form=lambda path: path.parts[0].endswith("_universal"),
+        loading='set "checkpoint": {"load_universal": true} in DeepSpeed\'s config, and load_checkpoint({folder})',
+    )
+
+
+def _check_adam(repo: Repository, composition: Composition, optimizer: OptimizerState) -> None:
+    """Raise unless every trained parameter has the moments that DeepSpeed's loader asks for, and no others."""
+    [called] = references_to(repo, [composition.base])
+    for name in (name for group in optimizer.groups for name in group.parameters):
+        states = optimizer.sliced.get(name, ())
+        if states != _MOMENTS:
+            raise LayoutMismatch(
+                f"the optimizer of {called} keeps {', '.join(states) or 'no moments'} of {name!r}: DeepSpeed's loader "
+                f"of universal checkpoints knows {' and '.join(_MOMENTS)}",
+                hint="--format shards --world-size N fits any number of ranks",
+            )
+
+
+def _notes(slices: Slices, optimizer: OptimizerState) -> Iterator[str]:
+    """Say what DeepSpeed's loader does not take from it."""
+    differing = sorted(set.union(*(set(group.settings) for group in optimizer.groups)) - _shared(optimizer).keys())
+    if differing:
+        yield (
+            f"param groups differ in {', '.join(differing)}: as ZeRO-3 loads, it would give all of them the first "
+            "one's, so this is left to the training script there; stages 1 and 2 load each group's own"
+        )
+    frozen = sum(not slices.shards(Kind.MASTER, name) for name in slices.parameters)
+    kinds = [f"{frozen} frozen parameters"] * bool(frozen) + [f"{len(slices.buffers())} buffers"] * bool(
+        slices.buffers()
+    )
+    if kinds:
+        yield f"DeepSpeed's loader does not load {' and '.join(kinds)}: build the model with them"
+
+
+def _shared(optimizer: OptimizerState) -> dict[str, Tree]:
+    """Return the settings that all param groups have in common."""
+    first, *others = (group.settings for group in optimizer.groups)
+    return {key: value for key, value in first.items() if all(key in of and of[key] == value for of in others)}
+
+
+def _step(state: RankState) -> Tree:
+    """Return the optimizer's counter, as it keeps it itself."""
+    for _, kept in inner_optimizer(state)["state"].children():
+        if STEP in kept.mapping():
+            return kept.mapping()[STEP]
+    raise LayoutMismatch("the base's optimizer counts no updates, which DeepSpeed's loader asks for")
+
+
+def _optimizer_state(folder: str, state: RankState, optimizer: OptimizerState) -> OutputFile:
+    """Plan what all parameters share: the loss scale, the counter and the groups' settings."""
+    outer = {key: value for key, value in outer_optimizer(state).mapping().items() if key not in _OF_SLICES}
+    members: list[Tree] = list(range(len(optimizer.groups)))
+    for_stage_3: dict[Tree, Tree] = {"state": {0: {STEP: _step(state)}}}
+    for_stage_3["param_groups"] = [dict([*_shared(optimizer).items(), ("params", members)])]
+    groups: list[Tree] = [
+        dict([*group.settings.items(), ("params", [number])]) for number, group in enumerate(optimizer.groups)
+    ]
+    version = TreeView.of(state.model).get("ds_version")
+    tree: dict[Tree, Tree] = {
+        **outer,
+        "optimizer_state_dict": for_stage_3,
+        "param_groups": groups,
+        "ds_version": None if version is None else version.value,
+    }
+    return _file(f"{folder}/optimizer_state.pt", tree)
+
+
+def _files_of(folder: str, parameter: Parameter, slices: Slices, step: Tree) -> Iterator[OutputFile]:
+    """Plan the files of a parameter: of a frozen one, only its weights."""
+    name, shape = parameter.name, parameter.shape
+    is_trained = slices.shards(Kind.MASTER, name) > 0
+    kinds: Mapping[str, tuple[Kind, str]] = {"fp32": (Kind.MASTER if is_trained else Kind.WEIGHTS, "")}
+    if is_trained:
+        kinds = {**kinds, **{state: (Kind.OPTIMIZER, state) for state in _MOMENTS}}
+    for key, (kind, state) in kinds.items():
+        fill = partial(_filled, slices, kind=kind, name=name, state=state)
+        # Quantized frozen weights stay as they are: DeepSpeed's loader does not read them.
+        stored = slices.dtype(kind, name, state=state) if prod(shape) else "F32"
+        dtype = "F32" if can_convert(stored, "F32") else stored
+        yield _file(f"{folder}/{key}.pt", {"param": new_tensor(dtype, shape), "cat_dim": 0}, fill)
+    if is_trained:
+        yield _file(f"{folder}/step.pt", step)
+
+
+def _filled(slices: Slices, storage: Storage, offset: int, *, kind: Kind, name: str, state: str) -> Iterator[Piece]:
+    if storage.elements:
+        yield from slices.pieces(kind, name, state=state, dtype=storage.dtype, offset=offset)
+
+
+def _file(path: str, tree: Tree, fill: Fill | None = None) -> OutputFile:
+    archive = Archives(path)
+    archive.add(tree, fill, name=PurePosixPath(path).stem, alignment_bytes=PAGE_BYTES if fill else 64)
+    return archive.output()

@@ -1,0 +1,482 @@
+"""
+The formats ``shards`` and ``zero3``: a composite as a ZeRO checkpoint that DeepSpeed resumes from.
+
+A sibling of ``hf``: an output format plans its files, and ``assemble`` and ``target`` do the rest. Only the trees of
+the base's files are used. The engine's loader checks little, so we check every length. Padding is zeros. `RankLoad`
+fills the memory of a rank with the same bytes, without files.
+"""
+
+import itertools
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path, PurePosixPath
+
+from layerstore.assemble import (
+    Archives,
+    Assembly,
+    DerivedCheck,
+    Force,
+    OutputFile,
+    appearing,
+    assembling,
+    checked_target,
+    chunks_of,
+    merged,
+    read_stretch,
+    storage_bytes,
+    whole,
+    written_bytes,
+)
+from layerstore.compose import Composition
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
+from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
+from layerstore.hf import plan_beside
+from layerstore.model import (
+    BlobRef,
+    BufferContent,
+    FlatContent,
+    FragmentContent,
+    GatheredFile,
+    GatheredTensor,
+    Kind,
+    ObjectContent,
+    RankState,
+    TensorSource,
+    TreeFile,
+)
+from layerstore.numbers import convert
+from layerstore.progress import Progress, Silent
+from layerstore.shards.ranks import AdamStep, Moments, RankStates, plan_ranks
+from layerstore.shares import cut
+from layerstore.slices import Piece, Slices, StoredSlice, slice_length, valid_elements
+from layerstore.storage import Repository, Stretch
+from layerstore.tree import Storage
+from layerstore.units import size
+from layerstore.zero3.pt import WrittenPickles
+from layerstore.zero3.trees import STAGE_3, sharding_in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The result of a compose."""
+
+    run: str
+    step: int
+    policy: str
+    world_size: int
+    stage: int
+    """The ZeRO stage."""
+    out: Path
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+    """What does not carry over to this world size, in plain sentences."""
+
+    def __repr__(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"<Written {self.run}@{self.step}: for {ranks}, {size(self.bytes_written)} in {self.out}>"
+
+
+def execute_compose(
+    repo: Repository,
+    composition: Composition,
+    out: Path,
+    *,
+    world_size: int | None = None,
+    adam_step: AdamStep = "unify",
+    moments: Moments = "base",
+    as_zero3: bool = False,
+    verify: bool = True,
+    durable: bool = True,
+    force: Force = False,
+    progress: Progress,
+) -> Written:
+    """
+    Write *composition* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
+
+    Raises:
+        AlreadyExists: *out* is there, and *force* does not allow to replace it.
+        IntegrityError: An object is damaged or missing; nothing is left at *out*.
+        LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to *world_size* ranks.
+    """
+    started = time.monotonic()
+    base, tag = composition.base, composition.base.layout.tag
+    target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=force)
+    ranks = plan_ranks(
+        repo, composition, world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, moments=moments
+    )
+    summary = composition.summary_file(ranks.notes, world_size=ranks.world_size, adam_step=adam_step, moments=moments)
+    last = {SUMMARY: summary, LATEST: tag.encode()}
+    with (
+        appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
+        assembling(
+            repo,
+            partial,
+            verify=verify,
+            durable=durable,
+            has_means=composition.mean is not None,
+            last=last,
+            progress=progress,
+        ) as assembly,
+    ):
+        asked = _Asked(
+            composition=composition,
+            folder=partial,
+            world_size=world_size,
+            as_zero3=as_zero3,
+            adam_step=adam_step,
+            moments=moments,
+            verify=verify,
+            durable=durable,
+        )
+        mine, *theirs = _shares(ranks, count=repo.shares.count)
+        with repo.shares.asked(repo, write_share, [(asked, part) for part in theirs]) as answers:
+            _assemble(assembly, ranks, mine, own=composition.own_parameters(ranks.versions), is_lead=True)
+            assembly.bytes_written += sum(answers())
+    return Written(
+        run=base.run,
+        step=base.step,
+        policy=composition.policy,
+        world_size=ranks.world_size,
+        stage=STAGE_3 if as_zero3 else base.stage,
+        out=target.path,
+        bytes_written=assembly.bytes_written,
+        seconds=time.monotonic() - started,
+        notes=ranks.notes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What another process needs to know to write some ranks' files."""
+
+    composition: Composition
+    folder: Path
+    world_size: int | None
+    as_zero3: bool
+    adam_step: AdamStep
+    moments: Moments
+    verify: bool
+    durable: bool
+
+
+@contextmanager
+def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
+    """Write the files of some ranks for the leading process; yield their size."""
+    asked, mine = part
+    ranks = plan_ranks(
+        repo,
+        asked.composition,
+        world_size=asked.world_size,
+        as_zero3=asked.as_zero3,
+        adam_step=asked.adam_step,
+        moments=asked.moments,
+    )
+    own = asked.composition.own_parameters(ranks.versions)
+    if not repo.files.is_directory(asked.folder):
+        raise InvalidInput(
+            f"{asked.folder}, which the first process has made, is not there on {platform.node()}",
+            hint="choose a folder with -o that all hosts see",
+        )
+    with assembling(
+        repo,
+        asked.folder,
+        verify=asked.verify,
+        durable=asked.durable,
+        has_means=asked.composition.mean is not None,
+        progress=Silent(),
+    ) as assembly:
+        _assemble(assembly, ranks, mine, own=own, is_lead=False)
+    yield assembly.bytes_written
+
+
+def plan_model_states(ranks: RankStates, *, path: str) -> OutputFile:
+    """Plan the first rank's ``model_states`` alone, as the file *path*."""
+    state = ranks.state(0)
+    return _Rank(ranks, state).plan(replace(state.model, path=path), WrittenPickles())
+
+
+def _shares(ranks: RankStates, *, count: int) -> list[range]:
+    """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
+    gathered = sum(_plan_gathered(of).size_bytes for of in ranks.state(0).gathered) if count > 1 else 0
+    sizes = [gathered] + [ranks.slices.size_bytes // ranks.world_size] * ranks.world_size
+    return [range(max(of.start - 1, 0), max(of.stop - 1, 0)) for of in cut(sizes, count=count)]
+
+
+def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozenset[str], is_lead: bool) -> None:
+    """
+    Write the files of the ranks *mine* and, if this process leads, the weights that all ranks supply.
+
+    *own* are the parameters that the base itself saved.
+    """
+    slices, count = ranks.slices, ranks.world_size
+    assembly.progress.start("compose", slices.size_bytes * len(mine) // count)
+    first, pickles = ranks.state(0), WrittenPickles()
+    gathered = [(of, assembly.open_shared(_plan_gathered(of))) for of in first.gathered if is_lead]
+    for rank in range(count) if gathered else mine:
+        # Every rank supplies slices of gathered weights, so these files stay open until the last one has.
+        shared = [(file, merged(_gathered_pieces(of, slices, rank=rank, world_size=count))) for of, file in gathered]
+        if rank in mine:
+            state = ranks.state(rank) if rank else first
+            beside = (plan_beside(assembly.repo, file, slices, own=own) for file in state.files)
+            assembly.write(itertools.chain(_Rank(ranks, state).tree_files(pickles), beside), shared)
+        else:
+            assembly.write((), shared)
+    for of, _ in gathered:
+        # For layers that the base saved itself, even the derived bytes are known.
+        assembly.check_converted(of.path, _derived_checks(of, slices, unchanged=own.__contains__))
+
+
+def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path], bool]:
+    """Return a test for files of the older checkpoint at *target*, whose step and number of ranks may differ."""
+    latest = target / LATEST
+    named = repo.files.read(latest, size_bytes_max=LATEST_BYTES_MAX) if latest.exists() else b""
+    tags = {tag, named.decode(errors="replace").strip()}
+
+    def is_older_form(path: Path) -> bool:
+        is_of_rank = path.parts[0] in tags and (len(path.parts) == 1 or is_shard(path.name))
+        return is_of_rank or bool(RANDOM_STATE.fullmatch(str(path)))
+
+    return is_older_form
+
+
+# -- one rank ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """Elements of a parameter, or a buffer, in a storage."""
+
+    kind: Kind
+    name: str
+    state: str = ""
+    begin: int = 0
+    elements: int = 0
+    start: int = 0
+    """Where they start in the storage."""
+    is_derived: bool = False
+    """Whether they may be rounded from what is stored."""
+
+
+class _Rank:
+    """One rank of a composite, and what fills the storages of its trees."""
+
+    def __init__(self, ranks: RankStates, state: RankState) -> None:
+        self._state = state
+        self._slices = ranks.slices
+        self._world_size = ranks.world_size
+        self._has_moments = ranks.has_moments
+        self._sharding = sharding_in(state)
+        self._has_whole_model = not SHARD_STEM.fullmatch(PurePosixPath(state.model.path).stem)
+
+    def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
+        """Yield the plans of the rank's two ``.pt`` files; under stages 1 and 2, only the first one's has the model."""
+        has_model = not self._has_whole_model or self._state.rank == 0
+        files = (self._state.model, self._state.optimizer) if has_model else (self._state.optimizer,)
+        return (self.plan(file, pickles) for file in files)
+
+    def plan(self, file: TreeFile, pickles: WrittenPickles) -> OutputFile:
+        """Return the plan of one of them."""
+        archive = Archives(file.path)
+        archive.add(
+            file.tree,
+            lambda storage, offset: self.filling(storage, path=file.path, offset=offset),
+            name=PurePosixPath(file.path).stem,
+            pickles=pickles,
+        )
+        return archive.output()
+
+    def filling(self, storage: Storage, *, path: str, offset: int = 0) -> list[Piece]:
+        """
+        Return the pieces that fill *storage*, which starts at *offset*, in order; gaps are padding: zeros.
+
+        Raises:
+            LayoutMismatch: The chosen layers have more or fewer bytes for it.
+        """
+        filling: list[Piece] = []
+        item_bytes = by_code(storage.dtype).bytes
+        sizes, members = self._members(storage)
+        for part in members:
+            at = offset + part.start * item_bytes
+            if part.kind is Kind.BUFFERS:
+                filling.append(self._buffer(part.name).piece(at))
+            elif part.kind is not Kind.OPTIMIZER or self._has_moments:
+                filling += self._slices.pieces(
+                    part.kind,
+                    part.name,
+                    state=part.state,
+                    dtype=storage.dtype,
+                    offset=at,
+                    begin=part.begin,
+                    end=part.begin + part.elements,
+                    as_stored=not part.is_derived,
+                )
+        if storage_bytes(storage) not in sizes:
+            raise LayoutMismatch(
+                f"{path}: the chosen layers fill {min(sizes)} bytes of a buffer of {storage_bytes(storage)}"
+            )
+        return filling
+
+    def _buffer(self, name: str) -> StoredSlice:
+        # If every rank saved its own buffer, additional ranks get a copy of rank 0's.
+        rank, slices = self._state.rank, self._slices
+        return slices.find(Kind.BUFFERS, name, shard=rank if rank < slices.shards(Kind.BUFFERS, name) else 0)
+
+    def _members(self, storage: Storage) -> tuple[set[int], list[_Member]]:
+        """Return how many bytes *storage* may have, and what it is made of, in order."""
+        rank, item_bytes = self._state.rank, by_code(storage.dtype).bytes
+        match storage.content:
+            case FlatContent(state=state, group=group):
+                kind = Kind.OPTIMIZER if state else Kind.MASTER
+                lengths = {self._sharding.elements(group, rank)}
+                if not state:
+                    lengths.add(self._sharding.lean(group, rank))
+                members = [
+                    _Member(kind=kind, name=of.name, state=state, begin=of.begin, elements=of.elements, start=of.start)
+                    for of in self._sharding.fragments(group, rank)
+                ]
+                return {count * item_bytes for count in lengths}, members
+            case FragmentContent(parameter=name):
+                elements = prod(self._slices.parameter(name).shape)
+                if self._has_whole_model:
+                    kind = self._slices.weights_kind(name, storage.dtype)
+                    whole_one = _Member(kind=kind, name=name, elements=elements, is_derived=True)
+                    return {elements * item_bytes}, [whole_one]
+                length = slice_length(elements, self._world_size)
+                valid = valid_elements(elements, self._world_size, rank)
+                own = [_Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid)] if valid else []
+                return {length * item_bytes}, own
+            case BufferContent(buffer=name):
+                return {self._buffer(name).size_bytes}, [_Member(kind=Kind.BUFFERS, name=name)]
+            case content:
+                raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
+
+
+class RankLoad:
+    """One rank's share of a composite, for loading."""
+
+    def __init__(
+        self,
+        repo: Repository,
+        composition: Composition,
+        *,
+        rank: int,
+        world_size: int,
+        as_zero3: bool = False,
+        adam_step: AdamStep = "unify",
+    ) -> None:
+        """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
+        ranks = plan_ranks(repo, composition, world_size=world_size, as_zero3=as_zero3, adam_step=adam_step)
+        self.state = ranks.state(rank)
+        self.notes = ranks.notes
+        """What does not carry over to this number of ranks."""
+        self._rank = _Rank(ranks, self.state)
+        self._repo = repo
+        self._verified: set[BlobRef] = set()
+
+    def fill(self, storage: Storage, target: memoryview) -> None:
+        """Read the bytes of a *storage* of the state's trees into *target*, verified."""
+        content = storage.content
+        if isinstance(content, bytes):
+            target[:] = content
+            return
+        if isinstance(content, ObjectContent):
+            self._repo.objects.verify(content.object)
+            read_stretch(self._repo, content.object, whole(content, 0).object_offset, target)
+            return
+        pieces = self._rank.filling(storage, path=self.state.optimizer.path)
+        stretches: dict[BlobRef, list[Stretch]] = {}
+        for piece in pieces:
+            stretch = piece.object_offset, piece.object_offset + piece.size_bytes
+            stretches.setdefault(piece.object, []).append(stretch)
+        self._verified |= self._repo.objects.verify_all(
+            {ref: of for ref, of in stretches.items() if ref not in self._verified}
+        )
+        end = 0
+        for piece in pieces:
+            target[end : piece.offset] = bytes(piece.offset - end)
+            end = piece.offset + written_bytes(piece)
+            if piece.rounding is None:
+                read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
+            else:
+                self._round(piece, target[piece.offset : end])
+        target[end:] = bytes(len(target) - end)
+
+    def _round(self, piece: Piece, target: memoryview) -> None:
+        assert piece.rounding is not None
+        source, wanted = piece.rounding
+        done = 0
+        with self._repo.objects.open(piece.object) as file:
+            for data in chunks_of(file, piece):
+                converted = convert(data, source=source, target=wanted)
+                target[done : done + len(converted)] = converted
+                done += len(converted)
+
+    def content(self, content: bytes | ObjectContent) -> bytes:
+        """Return the content of a file that is not a tree."""
+        return self._repo.content_of(content)
+
+
+# -- gathered weights ----------------------------------------------------------------------------------------------
+
+
+def _plan_gathered(file: GatheredFile) -> OutputFile:
+    """Plan *file* without its tensors, which `_gathered_pieces` supplies rank by rank."""
+    return OutputFile(
+        path=file.path,
+        size_bytes=len(file.header) + sum(_tensor_bytes(tensor) for tensor in file.tensors),
+        literals=((0, file.header),),
+    )
+
+
+def _gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_size: int) -> Iterator[Piece]:
+    """Yield the pieces that *rank* of *world_size* supplies to *file*; rank 0 supplies unsharded tensors."""
+    for tensor, offset in _placed_tensors(file):
+        if tensor.source is TensorSource.PARAMETER:
+            yield from _slice_pieces(tensor, slices, rank=rank, world_size=world_size, offset=offset)
+        elif rank:
+            continue
+        elif tensor.source is TensorSource.BUFFER:
+            yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
+        else:
+            assert tensor.stored is not None
+            yield whole(tensor.stored, offset)
+
+
+def _derived_checks(file: GatheredFile, slices: Slices, *, unchanged: Callable[[str], bool]) -> Iterator[DerivedCheck]:
+    """Yield the derived tensors whose checksums are known: those of parameters that are *unchanged* since the save."""
+    for tensor, offset in _placed_tensors(file):
+        if tensor.source is not TensorSource.PARAMETER or not tensor.elements or not unchanged(tensor.layer_name):
+            continue
+        if slices.weights_kind(tensor.layer_name, tensor.dtype) is Kind.MASTER:
+            yield DerivedCheck(name=tensor.name, offset=offset, size_bytes=_tensor_bytes(tensor), crc32=tensor.crc32)
+
+
+def _placed_tensors(file: GatheredFile) -> Iterator[tuple[GatheredTensor, int]]:
+    offset = len(file.header)
+    for tensor in file.tensors:
+        yield tensor, offset
+        offset += _tensor_bytes(tensor)
+
+
+def _tensor_bytes(tensor: GatheredTensor) -> int:
+    return tensor.elements * by_code(tensor.dtype).bytes
+
+
+def _slice_pieces(
+    tensor: GatheredTensor, slices: Slices, *, rank: int, world_size: int, offset: int
+) -> Iterator[Piece]:
+    """Yield the slices that *rank* supplies: those at the start of its own files, whose objects are still cached."""
+    name = tensor.layer_name
+    kind = slices.weights_kind(name, tensor.dtype)
+    bounds = slices.bounds(kind, name) if tensor.elements else (0,)
+    count = len(bounds) - 1
+    begin, end = (bounds[-(-number * count // world_size)] for number in (rank, rank + 1))
+    if begin < end:
+        offset += begin * by_code(tensor.dtype).bytes
+        yield from slices.pieces(kind, name, dtype=tensor.dtype, offset=offset, begin=begin, end=end)

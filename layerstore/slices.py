@@ -1,0 +1,348 @@
+"""
+Slices: how ZeRO-3 cuts parameters, and where the slices of a composite are stored, however they were cut.
+
+Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
+Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import prod
+from types import MappingProxyType
+
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
+from layerstore.format import frame, slice_bytes
+from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
+from layerstore.numbers import can_convert
+
+# -- the arithmetic ------------------------------------------------------------------------------------------------
+
+
+def slice_length(elements: int, world_size: int) -> int:
+    """
+    Return k, the length of every rank's slice, padding included.
+
+    >>> slice_length(9, 8), slice_length(0, 8)
+    (2, 0)
+    """
+    return -(-elements // world_size)
+
+
+def valid_elements(elements: int, world_size: int, rank: int) -> int:
+    """
+    Return how many elements of *rank*'s slice are not padding.
+
+    >>> [valid_elements(9, 8, rank) for rank in range(8)]
+    [2, 2, 2, 2, 1, 0, 0, 0]
+    """
+    length = slice_length(elements, world_size)
+    return max(0, min(length, elements - rank * length))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Adjacent elements of one slice."""
+
+    shard: int
+    start: int
+    """The first element, counted from the start of the slice."""
+    elements: int
+
+
+# -- where slices are stored ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addend:
+    """Bytes of an object that are a part of a mean."""
+
+    object: BlobRef
+    object_offset: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Bytes of an object, or the mean of bytes of several, and their destination."""
+
+    object: BlobRef
+    object_offset: int
+    size_bytes: int
+    """In the object."""
+    offset: int
+    """In the output file."""
+    rounding: tuple[str, str] | None = None
+    """The source and target element types; None to copy the bytes as they are."""
+    crc32: int | None = None
+    """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
+    is_measured: bool = False
+    """Whether its checksum is wanted but unknown, so that the copy must compute it."""
+    mean_of: tuple[Addend, ...] = ()
+    """If it is a mean, all its parts, of *size_bytes* each; the first is *object*'s."""
+
+    def within(self, begin: int, end: int) -> "Iterator[Piece]":
+        """Yield its part between two offsets of the output file; one that is converted lies there as a whole."""
+        if self.rounding is not None:
+            yield self
+            return
+        first, last = max(self.offset, begin), min(self.offset + self.size_bytes, end)
+        if first < last:
+            skipped = first - self.offset
+            yield replace(
+                self, object_offset=self.object_offset + skipped, size_bytes=last - first, offset=first, crc32=None
+            )
+
+    @property
+    def objects(self) -> tuple[BlobRef, ...]:
+        """All objects that are read for it."""
+        return tuple(part.object for part in self.mean_of) or (self.object,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSlice:
+    """One slice, and its position in its object."""
+
+    object: StoredObject
+    tensor: StoredTensor
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the slice."""
+        return slice_bytes(self.tensor)
+
+    def piece(self, offset: int, *, start: int = 0, elements: int | None = None) -> Piece:
+        """Return the piece that copies *elements* of the slice from *start* to *offset*; by default all of it."""
+        count = self.tensor.elements if elements is None else elements
+        item_bytes = by_code(self.tensor.dtype).bytes
+        return Piece(
+            object=self.object.ref,
+            object_offset=self.offset + start * item_bytes,
+            size_bytes=count * item_bytes,
+            offset=offset,
+            crc32=self.tensor.crc32 if count == self.tensor.elements else None,
+        )
+
+
+def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
+    """Yield the slices of an object; raises IntegrityError if they do not fill it."""
+    framing = frame(stored.tensors)
+    if framing.size_bytes != stored.size_bytes:
+        raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
+    for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):
+        yield StoredSlice(object=stored, tensor=tensor, offset=offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The slices of a parameter, in order."""
+
+    slices: tuple[StoredSlice, ...]
+    bounds: tuple[int, ...]
+    """The element at which each begins, and at last the end."""
+
+
+def _not_stored(kind: Kind, name: str, state: str, whose: str = "") -> LayoutMismatch:
+    what = f"{kind}{f' {state}' if state else ''}"
+    return LayoutMismatch(f"no {what} of {name!r}{whose} is stored in the chosen layers", name=name)
+
+
+_Part = tuple[StoredSlice, Stretch, float]
+"""Elements of a slice, and their weight in a mean."""
+
+Means = Mapping[str, Sequence[tuple[LayerVersion, float]]]
+"""The versions of a layer whose masters are averaged, with their weights, by layer."""
+
+
+class Slices:
+    """The slices of a composite's layers, by kind, name and rank; masters of some layers may be *means*."""
+
+    def __init__(self, versions: Iterable[LayerVersion], *, means: Means = MappingProxyType({})) -> None:
+        self.parameters: dict[str, Parameter] = {}
+        self._by_name: dict[tuple[Kind, str, str], list[StoredSlice]] = {}
+        self._rows: dict[tuple[Kind, str, str], _Row] = {}
+        self._means: dict[str, list[tuple[Slices, float]]] = {}
+        for parts in means.values():
+            found = [(Slices([_masters_of(version)]), weight) for version, weight in parts]
+            of = found[0][0]
+            self._means |= {name: found for name in of.parameters if of.shards(Kind.MASTER, name)}
+        self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
+        self._shards: dict[tuple[Kind, str], int] = {}
+        for version in versions:
+            self.parameters |= {parameter.name: parameter for parameter in version.parameters}
+            for each in (part for stored in version.objects for part in slices_in(stored)):
+                kind, name = each.object.kind, each.tensor.name
+                self._stored[kind, name, each.tensor.state, each.object.shard] = each
+                self._by_name.setdefault((kind, name, each.tensor.state), []).append(each)
+                self._shards[kind, name] = each.object.shards
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all slices."""
+        return sum(stored.size_bytes for stored in self._stored.values())
+
+    def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> StoredSlice:
+        """Return one slice; raises LayoutMismatch if the layer lacks it."""
+        stored = self._stored.get((kind, name, state, shard))
+        if stored is None:
+            raise _not_stored(kind, name, state, f" for rank {shard}")
+        return stored
+
+    def dtype(self, kind: Kind, name: str, *, state: str = "") -> str:
+        """Return the element type of a parameter's slices, or a buffer's; raises LayoutMismatch if there are none."""
+        return self._of_ranks(kind, name, state)[0].tensor.dtype
+
+    def bounds(self, kind: Kind, name: str, *, state: str = "") -> tuple[int, ...]:
+        """Return the elements at which a parameter's slices begin, and at last their end."""
+        return self._row(kind, name, state).bounds
+
+    def _of_ranks(self, kind: Kind, name: str, state: str) -> list[StoredSlice]:
+        found = self._by_name.get((kind, name, state))
+        if found is None:
+            raise _not_stored(kind, name, state)
+        return found
+
+    def _row(self, kind: Kind, name: str, state: str) -> "_Row":
+        """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
+        key = kind, name, state
+        if key not in self._rows:
+            slices = tuple(sorted(self._of_ranks(kind, name, state), key=lambda each: each.object.shard))
+            row = _Row(slices, tuple(accumulate((each.tensor.elements for each in slices), initial=0)))
+            expected = prod(self.parameter(name).shape)
+            if row.bounds[-1] != expected:
+                raise LayoutMismatch(
+                    f"{state or kind} of {name!r} is stored with {row.bounds[-1]} elements, its shape asks for "
+                    f"{expected}",
+                    name=name,
+                )
+            self._rows[key] = row
+        return self._rows[key]
+
+    def pieces(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        state: str = "",
+        dtype: str,
+        offset: int,
+        begin: int = 0,
+        end: int | None = None,
+        as_stored: bool = False,
+    ) -> Iterator[Piece]:
+        """
+        Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, starting at *offset*.
+
+        Raises:
+            LayoutMismatch: They are not stored or, with *as_stored*, not as *dtype*.
+            Unsupported: They are stored as a type that cannot be converted to *dtype*.
+        """
+        end = prod(self.parameter(name).shape) if end is None else end
+        for parts in self._parts(kind, name, state=state, begin=begin, end=end):
+            stored, stretch, _ = parts[0]
+            source = stored.tensor.dtype
+            if as_stored and source != dtype:
+                raise LayoutMismatch(
+                    f"{state or kind} of {name!r} is stored as {source}, the base has it as {dtype}", name=name
+                )
+            if not can_convert(source, dtype):
+                raise Unsupported(
+                    f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose another --dtype"
+                )
+            piece = stored.piece(offset, start=stretch.start, elements=stretch.elements)
+            is_plain = source == dtype and len(parts) == 1
+            yield (
+                piece
+                if is_plain
+                else replace(
+                    piece, rounding=(source, dtype), crc32=None, mean_of=_addends(parts) if len(parts) > 1 else ()
+                )
+            )
+            offset += stretch.elements * by_code(dtype).bytes
+
+    def _parts(self, kind: Kind, name: str, *, state: str, begin: int, end: int) -> Iterator[list[_Part]]:
+        """Yield what the elements *begin* to *end* are made of: stretches with their weights, several for a mean."""
+        averaged = self._means.get(name) if kind is Kind.MASTER else None
+        if averaged is None:
+            yield from ([(*found, 1.0)] for found in self.stretches(kind, name, state=state, begin=begin, end=end))
+            return
+        ends = {begin}  # of stretches, which other numbers of ranks have elsewhere
+        for of, _ in averaged:
+            lengths = (stretch.elements for _, stretch in of.stretches(kind, name, begin=begin, end=end))
+            ends |= set(accumulate(lengths, initial=begin))
+        for first, last in pairwise(sorted(ends)):
+            yield [(*next(of.stretches(kind, name, begin=first, end=last)), weight) for of, weight in averaged]
+
+    def stretches(
+        self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
+    ) -> Iterator[tuple[StoredSlice, Stretch]]:
+        """
+        Yield the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
+
+        Raises:
+            LayoutMismatch: They are not stored.
+        """
+        if begin == end:
+            return
+        row = self._row(kind, name, state)
+        at = bisect_right(row.bounds, begin) - 1
+        while begin < end:
+            stop = min(end, row.bounds[at + 1])
+            yield row.slices[at], Stretch(row.slices[at].object.shard, begin - row.bounds[at], stop - begin)
+            begin, at = stop, at + 1
+
+    def shards(self, kind: Kind, name: str) -> int:
+        """Return the number of slices of *name*; 0 if this kind is not stored."""
+        return self._shards.get((kind, name), 0)
+
+    def is_mean(self, name: str) -> bool:
+        """Whether the master of the parameter *name* is a mean, which no object has."""
+        return name in self._means
+
+    def weights_kind(self, name: str, dtype: str) -> Kind:
+        """Return the kind to take weights of the type *dtype* from."""
+        if self.is_mean(name):
+            return Kind.MASTER
+        # Stored weights are what the trainer itself would have saved. Take them if they have the wanted type, or if a
+        # frozen parameter has nothing else; otherwise take the master, which is more precise.
+        if not self.shards(Kind.WEIGHTS, name):
+            return Kind.MASTER
+        is_wanted = self.dtype(Kind.WEIGHTS, name) == dtype
+        return Kind.WEIGHTS if is_wanted or not self.shards(Kind.MASTER, name) else Kind.MASTER
+
+    def buffers(self) -> set[str]:
+        """Return the names of all buffers."""
+        return {name for kind, name in self._shards if kind is Kind.BUFFERS}
+
+    def rank_buffers(self) -> dict[str, int]:
+        """Return the buffers that each rank saved for itself, with the number of ranks."""
+        return {name: shards for (kind, name), shards in self._shards.items() if kind is Kind.BUFFERS and shards > 1}
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the parameter *name*; raises LayoutMismatch if no layer has it."""
+        if name not in self.parameters:
+            raise LayoutMismatch(f"parameter {name!r} is in none of the chosen layers", name=name)
+        return self.parameters[name]
+
+
+def _masters_of(version: LayerVersion) -> LayerVersion:
+    """Return *version* with nothing but its masters: an average of a thousand saves needs no place for the rest."""
+    return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is Kind.MASTER))
+
+
+def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
+    """Return *parts* as those of a mean; raises LayoutMismatch if they have several element types."""
+    found = []
+    for stored, stretch, weight in parts:
+        piece = stored.piece(0, start=stretch.start, elements=stretch.elements)
+        found.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
+        first = parts[0][0].tensor
+        if stored.tensor.dtype != first.dtype or first.dtype == "F64":
+            raise LayoutMismatch(
+                f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",
+                name=first.name,
+            )
+    return tuple(found)

@@ -1,0 +1,41 @@
+"""Read files that others wrote, and that may change or be cut short under us."""
+
+from layerstore.source.gathered import (
+    GatheredFileSource,
+    GatheredSource,
+    read_gathered,
+    read_header,
+    supplier_of,
+    suppliers_of,
+    tensors_in,
+)
+from layerstore.source.sourcefile import (
+    OpenedSource,
+    damaged,
+    list_folder,
+    open_source,
+    read_source_file,
+    real_path,
+    stat_source,
+    truncated,
+    untrusted,
+)
+
+__all__ = [
+    "GatheredFileSource",
+    "GatheredSource",
+    "OpenedSource",
+    "damaged",
+    "list_folder",
+    "open_source",
+    "read_gathered",
+    "read_header",
+    "read_source_file",
+    "real_path",
+    "stat_source",
+    "supplier_of",
+    "suppliers_of",
+    "tensors_in",
+    "truncated",
+    "untrusted",
+]

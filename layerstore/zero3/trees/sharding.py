@@ -1,0 +1,195 @@
+"""
+Which elements of which parameters each rank has in its flat buffers.
+
+Stage 3 splits every parameter evenly among the ranks. Stages 1 and 2 put the parameters of a param group one after
+another, and split the whole group: a rank's partition begins and ends inside of parameters.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Protocol
+
+from layerstore.errors import LayoutMismatch
+from layerstore.model import RankState
+from layerstore.slices import slice_length, valid_elements
+from layerstore.zero3.trees.view import STAGE_3, TreeView, config_of, outer_optimizer, stage_of, sub_group_shapes
+
+Groups = Sequence[Mapping[str, Sequence[int]]]
+"""The parameters of every flat buffer with their shapes, in flat order."""
+
+_ALIGNMENT = 2
+"""Of a partition, in elements; DeepSpeed's, so that partitions of 16-bit elements begin at four bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """Elements of a parameter that lie together in a rank's flat buffer; never none."""
+
+    name: str
+    begin: int
+    """The first of them in the parameter."""
+    elements: int
+    start: int
+    """Where they start in the buffer."""
+
+
+class Sharding(Protocol):
+    """How a ZeRO stage splits what is trained."""
+
+    @property
+    def cut(self) -> str:
+        """The word for it in a version's ``cut``."""
+
+    @property
+    def groups(self) -> Groups:
+        """The parameters of every flat buffer."""
+
+    def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
+        """Yield what *rank* has of the flat buffer *group*, in order."""
+
+    def elements(self, group: int, rank: int) -> int:
+        """Return the length of the flat buffers of *group*, padding included."""
+
+    def lean(self, group: int, rank: int) -> int:
+        """Return the length without padding at the end, as a master may be saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvenSharding:
+    """Stage 3: every rank has an equal slice of each parameter, padded at the end of the parameter."""
+
+    groups: Groups
+    world_size: int
+    cut: str = "even"
+
+    def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
+        """Yield what *rank* has of the flat buffer *group*, in order."""
+        start = 0
+        for name, shape in self.groups[group].items():
+            elements = prod(shape)
+            length, valid = slice_length(elements, self.world_size), valid_elements(elements, self.world_size, rank)
+            if valid:
+                yield Fragment(name=name, begin=rank * length, elements=valid, start=start)
+            start += length
+
+    def elements(self, group: int, rank: int) -> int:
+        """Return the length of the flat buffers of *group*, padding included."""
+        return sum(slice_length(prod(shape), self.world_size) for shape in self.groups[group].values())
+
+    def lean(self, group: int, rank: int) -> int:
+        """Return the same: its padding lies within."""
+        return self.elements(group, rank)
+
+
+@dataclass(frozen=True)
+class PartitionSharding:
+    """Stages 1 and 2: every rank has an equal partition of each param group, which is padded at its end."""
+
+    groups: Groups
+    world_size: int
+    paddings: Sequence[Sequence[int]]
+    """By group: how many elements follow each parameter, so that the next is aligned; empty if none do."""
+    cut: str = "partition"
+
+    def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
+        """Yield what *rank* has of the flat buffer *group*, in order."""
+        size, starts, members = self.elements(group, rank), self._starts(group), self._members[group]
+        first, last = rank * size, (rank + 1) * size
+        number = max(bisect_right(starts, first) - 1, 0)
+        while number < len(members) and starts[number] < last:
+            (name, elements), at = members[number], starts[number]
+            begin, end = max(first, at), min(last, at + elements)
+            if begin < end:
+                yield Fragment(name=name, begin=begin - at, elements=end - begin, start=begin - first)
+            number += 1
+
+    def elements(self, group: int, rank: int) -> int:
+        """Return the length of the flat buffers of *group*, padding included."""
+        return _ALIGNMENT * -(-self._starts(group)[-1] // (_ALIGNMENT * self.world_size))
+
+    def lean(self, group: int, rank: int) -> int:
+        """Return the length without padding at the end, as a master may be saved."""
+        size = self.elements(group, rank)
+        return max(0, min(size, self._starts(group)[-1] - rank * size))
+
+    @cached_property
+    def _members(self) -> list[list[tuple[str, int]]]:
+        """The name and length of each parameter, by group."""
+        return [[(name, prod(shape)) for name, shape in group.items()] for group in self.groups]
+
+    @cached_property
+    def _starts_of(self) -> list[list[int]]:
+        found = []
+        for number, members in enumerate(self._members):
+            paddings = self.paddings[number] if self.paddings else [0] * len(members)
+            taken = (elements + padding for (_, elements), padding in zip(members, paddings, strict=True))
+            found.append(list(accumulate(taken, initial=0)))
+        return found
+
+    def _starts(self, group: int) -> list[int]:
+        """Return where each parameter starts in the group, and at last where the group ends."""
+        return self._starts_of[group]
+
+
+def sharding_in(state: RankState) -> Sharding:
+    """Return how the save of *state* was split."""
+    return sharding_of(TreeView.of(state.model), outer_optimizer(state))
+
+
+def sharding_of(model: TreeView, outer: TreeView) -> Sharding:
+    """Return how a save was split, from its ``model_states`` and what DeepSpeed saved of the optimizer."""
+    groups, world_size = sub_group_shapes(model), model["dp_world_size"].integer()
+    if stage_of(outer) == STAGE_3:
+        return EvenSharding(groups, world_size)
+    return PartitionSharding(groups, world_size, _paddings(outer, groups))
+
+
+def _paddings(outer: TreeView, groups: Groups) -> list[list[int]]:
+    found = outer.get("param_alignment_paddings")
+    if found is None:
+        return []
+    paddings = [[count.integer() for _, count in group.children()] for _, group in found.children()]
+    lengths = [len(group) for group in groups]
+    if [len(group) for group in paddings] != lengths or any(count < 0 for group in paddings for count in group):
+        raise LayoutMismatch(
+            f"{outer.path}: param_alignment_paddings does not fit the parameters of param_shapes",
+            hint="the file is damaged: ingest another checkpoint",
+        )
+    return paddings
+
+
+# -- the order of parameters -----------------------------------------------------------------------------------------
+
+
+def is_dealt(model: TreeView, outer: TreeView) -> bool:
+    """
+    Whether the parameters of each group were reordered by ``round_robin_gradients``.
+
+    The optimizer that does not state its stage ignores that setting.
+    """
+    zero = (config_of(model) or {}).get("zero_optimization")
+    is_set = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    return is_set and outer.get("zero_stage") is not None
+
+
+def dealt(names: Sequence[str], world_size: int) -> list[str]:
+    """
+    Return *names* as ``round_robin_gradients`` orders them: dealt out to the ranks, then rank after rank.
+
+    >>> dealt("abcde", 2), gathered_again(dealt("abcde", 2), 2)
+    (['a', 'c', 'e', 'b', 'd'], ['a', 'b', 'c', 'd', 'e'])
+    """
+    return [names[at] for at in _deal(len(names), world_size)]
+
+
+def gathered_again(names: Sequence[str], world_size: int) -> list[str]:
+    """Return the order before `dealt`."""
+    return [name for _, name in sorted(zip(_deal(len(names), world_size), names, strict=True))]
+
+
+def _deal(count: int, world_size: int) -> list[int]:
+    return [at for rank in range(min(world_size, count)) for at in range(rank, count, world_size)]
