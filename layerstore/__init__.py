@@ -21,7 +21,8 @@ from layerstore.errors import (
 
 TYPE_CHECKING = False  # checkers know the name, and to import typing takes longer than all that is imported here
 if TYPE_CHECKING:
-    from layerstore.assemble import Exported, ExportPlan, Tensors
+    from layerstore.arrays import Tensors
+    from layerstore.assemble import Exported, ExportPlan
     from layerstore.bisect import Bisected, Judged
     from layerstore.check import Diagnosis, Repaired, Verdict
     from layerstore.composite import Composite, LayerChoice
@@ -118,7 +119,8 @@ __version__ = "0.1.0"
 
 # Loaded on first use: the store imports lmdb, its arrays numpy, and ``layerstore --help`` need not wait for those.
 _ROOMS = {
-    "assemble": "ExportPlan Exported Tensors",
+    "arrays": "Tensors",
+    "assemble": "ExportPlan Exported",
     "bisect": "Bisected Judged",
     "check": "Diagnosis Repaired Verdict",
     "composite": "Composite LayerChoice",

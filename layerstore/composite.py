@@ -12,16 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerstore.arguments import checked
-from layerstore.assemble import (
-    Exported,
-    ExportPlan,
-    Force,
-    TensorKind,
-    Tensors,
-    execute_export,
-    make_state_dict,
-    open_tensors,
-)
+from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
+from layerstore.assemble import Exported, ExportPlan, Force, execute_export
 from layerstore.compose import Composition, check_members, check_whole, compose_latest, losses_told
 from layerstore.dcp import plan_dcp
 from layerstore.delta import DeltaWritten, Encoding, is_delta, write_delta

@@ -48,6 +48,10 @@ _BY_STORAGE_CLASS = {row.storage_class: row for row in DTYPES if row.storage_cla
 _BY_TORCH_NAME = {row.torch_name: row for row in DTYPES}
 
 
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types that are rounded or widened to a requested one; others stay as they are."""
+
+
 def by_code(code: str) -> DType:
     """Return the row of the safetensors code *code*."""
     return _find(_BY_CODE, code)

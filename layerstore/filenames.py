@@ -26,6 +26,10 @@ _RANKS_RANDOM_STATE = re.compile(r"(?:rng_state|random_states)_(?P<rank>0|[1-9][
 TRAINER_FILES = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth", "scheduler.pt"})
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Left by an interrupted Trainer."""
+WEIGHTS = "model.safetensors"
+"""Transformers' weights in one file; in several, they have numbers, and an index."""
+WEIGHTS_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+WEIGHTS_INDEX = "model.safetensors.index.json"
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """DeepSpeed copies these next to its tags."""
 # A compose writes to such a folder, and leaves it behind if it is killed.

@@ -96,6 +96,14 @@ class Piece:
             )
 
     @property
+    def written_bytes(self) -> int:
+        """The size in the output file."""
+        if self.rounding is None:
+            return self.size_bytes
+        source, target = map(by_code, self.rounding)
+        return self.size_bytes // source.bytes * target.bytes
+
+    @property
     def objects(self) -> tuple[BlobRef, ...]:
         """All objects that are read for it."""
         return tuple(part.object for part in self.mean_of) or (self.object,)

@@ -7,8 +7,11 @@ Class names from the source are only data here; nothing is imported, looked up o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias, Union
+
+from layerstore.dtypes import by_code
 
 Tree: TypeAlias = Union[
     bool, int, float, str, bytes, "list[Tree]", "tuple[Tree, ...]", "dict[Tree, Tree]", "set[Tree]",
@@ -86,6 +89,11 @@ class Storage:
     device: str
     """Its device when it was saved, such as ``cpu`` or ``cuda:3``."""
     content: object = None
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all elements."""
+        return self.elements * by_code(self.dtype).bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,3 +266,10 @@ def _with_parts(node: Any, parts: Iterator[Any], storages: Mapping[Storage, Stor
         items = dict(zip(node, parts, strict=False))
         return OrderedMap(items, next(parts)) if isinstance(node, OrderedMap) else items
     return type(node)(parts)
+
+
+def new_tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor in memory of its own, to be filled."""
+    storage = Storage(dtype=dtype, elements=prod(shape), device="cpu")
+    stride = tuple(prod(shape[number + 1 :]) for number in range(len(shape)))
+    return Tensor(storage=storage, offset=0, shape=Size(shape), stride=stride)

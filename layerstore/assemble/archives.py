@@ -4,15 +4,13 @@ Plan files of ``torch.save``: one archive, or several one after another, filled 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from layerstore.assemble.assemble import Literals, OutputFile, checksum, merged, whole
-from layerstore.dtypes import by_code
 from layerstore.format import crc32
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectContent
 from layerstore.slices import Piece
-from layerstore.tree import Size, Storage, Tensor, Tree
+from layerstore.tree import Storage, Tree
 from layerstore.zero3.pt import PtLayout, WrittenPickles, layout_pt
 
 Fill = Callable[[Storage, int], Iterable[Piece]]
@@ -83,7 +81,7 @@ class Archives:
         found: list[tuple[int, bytes]] = []
         for begin, layout, known, filled in self._archives:
             measured_now = {
-                storage: checksum(pieces, measured, offset=offset, size_bytes=storage_bytes(storage))
+                storage: checksum(pieces, measured, offset=offset, size_bytes=storage.size_bytes)
                 for storage, (offset, pieces) in filled.items()
             }
             found += ((begin + at, data) for at, data in layout.skeleton({**known, **measured_now}))
@@ -92,15 +90,3 @@ class Archives:
 
 def _measured(piece: Piece) -> Piece:
     return piece if piece.crc32 is not None else replace(piece, is_measured=True)
-
-
-def storage_bytes(storage: Storage) -> int:
-    """Return the size of *storage*."""
-    return storage.elements * by_code(storage.dtype).bytes
-
-
-def new_tensor(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor in memory of its own, to be filled."""
-    storage = Storage(dtype=dtype, elements=prod(shape), device="cpu")
-    stride = tuple(prod(shape[number + 1 :]) for number in range(len(shape)))
-    return Tensor(storage=storage, offset=0, shape=Size(shape), stride=stride)

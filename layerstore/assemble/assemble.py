@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.format import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
@@ -122,7 +121,7 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
     for piece in pieces:
         if piece.offset > end:
             parts.append(_zeros(piece.offset - end))
-        length = written_bytes(piece)
+        length = piece.written_bytes
         parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, length))
         end = piece.offset + length
     return combine_crc32([*parts, _zeros(offset + size_bytes - end)])
@@ -130,14 +129,6 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
 
 def _zeros(size_bytes: int) -> tuple[int, int]:
     return crc32_of_zeros(size_bytes), size_bytes
-
-
-def written_bytes(piece: Piece) -> int:
-    """Return the size of *piece* in the output file."""
-    if piece.rounding is None:
-        return piece.size_bytes
-    source, target = map(by_code, piece.rounding)
-    return piece.size_bytes // source.bytes * target.bytes
 
 
 def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:

@@ -14,9 +14,12 @@ from layerstore.assemble.assemble import Assembly, OutputFile, assembling, insid
 from layerstore.assemble.safetensors import WeightsFile
 from layerstore.assemble.target import Force, appearing, checked_target
 from layerstore.compose import Composition
+from layerstore.model import Kind, LayerVersion, RankState
 from layerstore.progress import Progress
+from layerstore.slices import Slices
 from layerstore.storage import Files, Repository
 from layerstore.units import size
+from layerstore.zero3.trees import TreeView, leaves_out_frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +184,18 @@ def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
         name, count = next(iter(found.items()))
         rest = f", and others of {len(found) - 1} more tensors," if len(found) > 1 else ""
         yield f"{count} values of {name!r}{rest} are beyond the range of {plan.dtype} and became infinite"
+
+
+def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
+    """Say what the export may lack."""
+    model = TreeView.of(state.model)
+    if leaves_out_frozen(state):
+        yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
+    buffers = [buffer.name for version in versions for buffer in version.buffers]
+    differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
+    if differing:
+        yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
+    names = model.get("buffer_names")
+    odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
+    if odd and not state.gathered:
+        yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"

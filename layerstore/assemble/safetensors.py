@@ -6,7 +6,6 @@ Within that we pad the header and put whole pages first, so that payloads start 
 """
 
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,19 +15,13 @@ from pathlib import Path
 from layerstore.assemble.assemble import DerivedCheck, OutputFile, merged, whole
 from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
+from layerstore.filenames import WEIGHTS
 from layerstore.format import Frame, framed
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind, ObjectContent, SourceFile, TensorSource
 from layerstore.slices import Piece, Slices
 from layerstore.source import read_header
 from layerstore.storage import Repository
-
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
-WEIGHTS_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
-
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Element types that are rounded or widened to the requested type; others stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from layerstore.assemble import (
-    Archives,
-    ExportPlan,
-    OutputFile,
-    export_notes,
-    literal_file,
-    new_tensor,
-    plan_source_file,
-    storage_bytes,
-)
+from layerstore.assemble import Archives, ExportPlan, OutputFile, export_notes, literal_file, plan_source_file
 from layerstore.compose import Composition, check_members
 from layerstore.dcp.metadata import METADATA, Chunk, Entry, KeyPath, metadata_bytes
 from layerstore.dtypes import by_code, dtype_name
@@ -33,7 +24,7 @@ from layerstore.model import Kind, LayerVersion
 from layerstore.shards import AdamStep, OptimizerState, optimizer_of
 from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
-from layerstore.tree import Storage, Tensor, Tree
+from layerstore.tree import Storage, Tensor, Tree, new_tensor
 
 _CHUNK_BYTES = 256 * MIB
 """A reader takes whole chunks into memory, of which each rank needs a part."""
@@ -231,7 +222,7 @@ class _Writer:
                     yield from slices.pieces(kind, name, state=state, dtype=dtype, offset=offset, begin=begin, end=end)
 
             tensor = new_tensor(dtype, sizes)
-            is_large = storage_bytes(tensor.storage) >= _PAGES_FROM_BYTES
+            is_large = tensor.storage.size_bytes >= _PAGES_FROM_BYTES
             begin, size_bytes = archives.add(tensor, fill, alignment_bytes=PAGE_BYTES if is_large else _ALIGNMENT_BYTES)
             chunks.append(
                 Chunk(offsets=offsets, sizes=sizes, file=archives.path, offset_bytes=begin, size_bytes=size_bytes)

@@ -15,12 +15,11 @@ from typing import Any, cast
 from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Part
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.filenames import WEIGHTS_INDEX
 from layerstore.format import framed, parse_json
 from layerstore.limits import MIB, RECORD_BYTES_MAX
 from layerstore.source import open_source, read_header, read_source_file, tensors_in
 from layerstore.storage import Files
-
-INDEX = "model.safetensors.index.json"
 
 CHECKSUM = "xxh3-128"
 
@@ -68,7 +67,7 @@ class DeltaWriter:
             "base_checksums": self._bases,
         }
         index = {"metadata": metadata, "weight_map": self._placed}
-        self._write(INDEX, [json.dumps(index, indent=1, sort_keys=True).encode() + b"\n"])
+        self._write(WEIGHTS_INDEX, [json.dumps(index, indent=1, sort_keys=True).encode() + b"\n"])
 
     def _flush(self) -> None:
         if not self._waiting:
@@ -129,10 +128,10 @@ class Delta:
 
 def is_delta(path: Path) -> bool:
     """Whether the folder *path* is a delta, sound or not."""
-    if not (path / INDEX).is_file():
+    if not (path / WEIGHTS_INDEX).is_file():
         return False
     try:
-        fields = parse_json(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
+        fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
         return "delta_encoding" in fields["metadata"]
     except (ValueError, TypeError, KeyError):
         return False
@@ -148,10 +147,10 @@ def read_delta(path: Path) -> Delta:
     """
     if not is_delta(path):
         raise SourceCheckpoint(
-            f"{path} is no delta: no {INDEX} in it says how it is encoded",
+            f"{path} is no delta: no {WEIGHTS_INDEX} in it says how it is encoded",
             hint="layerstore compose REF --format hf --since BASE -o DIR makes one; it comes before the folder",
         )
-    fields = parse_json(read_source_file(path / INDEX, size_bytes_max=RECORD_BYTES_MAX))
+    fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
     metadata, placed = fields["metadata"], fields.get("weight_map")
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")

@@ -22,10 +22,10 @@ from layerstore.assemble import (
 )
 from layerstore.compose import Composition
 from layerstore.delta.codec import ENCODINGS, Encoding, encode
-from layerstore.delta.folder import INDEX, DeltaWriter, is_delta
+from layerstore.delta.folder import DeltaWriter, is_delta
 from layerstore.dtypes import by_code
 from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch
-from layerstore.filenames import SUMMARY
+from layerstore.filenames import SUMMARY, WEIGHTS_INDEX
 from layerstore.format import object_id
 from layerstore.hf import CONFIG, plan_export
 from layerstore.history import references_to
@@ -91,7 +91,7 @@ def write_delta(
     started = time.monotonic()
     if encoding not in ENCODINGS:
         raise InvalidInput(f"{encoding!r} is no encoding of a delta", hint=f"choose one of: {', '.join(ENCODINGS)}")
-    target = checked_target(repo, out, what="a delta", signs=(INDEX,), force=force)
+    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=force)
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, each, dtype=dtype, max_shard_size=_ONE_FILE) for each in (since, composition)]

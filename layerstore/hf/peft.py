@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from layerstore.assemble import (
-    FLOATS,
     OutputFile,
     WeightsFile,
     WeightTensor,
@@ -24,6 +23,7 @@ from layerstore.assemble import (
     weights_file,
     whole,
 )
+from layerstore.dtypes import FLOATS
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import Frame, parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped

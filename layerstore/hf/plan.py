@@ -12,9 +12,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from layerstore.assemble import (
-    INDEX,
-    WEIGHTS,
-    WEIGHTS_FILE,
     ExportPlan,
     OutputFile,
     WeightsFile,
@@ -29,7 +26,7 @@ from layerstore.assemble import (
 from layerstore.compose import Composition, check_members
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
-from layerstore.filenames import SUMMARY
+from layerstore.filenames import SUMMARY, WEIGHTS, WEIGHTS_FILE, WEIGHTS_INDEX
 from layerstore.format import parse_json
 from layerstore.hf.peft import ADAPTER_CONFIG, configs_of, plan_adapters
 from layerstore.hf.weight_names import ExportTensors, ask_transformers, may_be_renamed, saved_tensors
@@ -98,7 +95,7 @@ def plan_export(
         code = _uniform_dtype(weights)
         files = [file.output(slices) for file in weights]
         if len(weights) > 1 or file_of is not None:
-            files.append(literal_file(INDEX, index_of(weights)))
+            files.append(literal_file(WEIGHTS_INDEX, index_of(weights)))
         made, config_notes = _plan_config(config, fields, problem, code)
         files += made
         notes = [*chosen.notes, *export_notes(state, versions, slices), *config_notes]
@@ -114,7 +111,7 @@ def plan_export(
         linkable=frozenset(() if file_of is None or configs_of(state.files) else (file.name for file in weights)),
         files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),
-        signs=(WEIGHTS, INDEX, ADAPTER_CONFIG),
+        signs=(WEIGHTS, WEIGHTS_INDEX, ADAPTER_CONFIG),
         is_older_form=_is_older_form,
         model_class=model_class,
         loading=_loading([file.path for file in files] + [file.path for file in beside], model_class),
@@ -129,7 +126,7 @@ def _loading(paths: Collection[str], model_class: str | None) -> str:
 
 
 def _is_older_form(path: Path) -> bool:
-    return str(path) in {INDEX, ADAPTER_WEIGHTS} or bool(WEIGHTS_FILE.fullmatch(str(path)))
+    return str(path) in {WEIGHTS_INDEX, ADAPTER_WEIGHTS} or bool(WEIGHTS_FILE.fullmatch(str(path)))
 
 
 # -- weights -------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from layerstore.assemble import FLOATS, Run, WeightTensor
-from layerstore.dtypes import by_code
+from layerstore.assemble import Run, WeightTensor
+from layerstore.dtypes import FLOATS, by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.layers import is_of_adapter, strip_wrappers
 from layerstore.limits import RENAMING_SECONDS_MAX

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from layerstore.assemble import buffer_notes, gathered_notes, moments_notes, notes_of_states
 from layerstore.compose import Composition, check_members, check_whole
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.filenames import RANDOM_STATE
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.limits import RANKS_MAX
 from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState
+from layerstore.shards.notes import buffer_notes, gathered_notes, moments_notes, notes_of_states
 from layerstore.slices import Slices
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, changed

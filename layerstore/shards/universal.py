@@ -11,16 +11,7 @@ from functools import partial
 from math import prod
 from pathlib import PurePosixPath
 
-from layerstore.assemble import (
-    Archives,
-    ExportPlan,
-    Fill,
-    OutputFile,
-    buffer_notes,
-    export_notes,
-    literal_file,
-    new_tensor,
-)
+from layerstore.assemble import Archives, ExportPlan, Fill, OutputFile, export_notes, literal_file
 from layerstore.compose import Composition
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.filenames import RANDOM_STATE, SUMMARY
@@ -29,12 +20,13 @@ from layerstore.history import references_to
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind, Parameter, RankState
 from layerstore.numbers import can_convert
+from layerstore.shards.notes import buffer_notes
 from layerstore.shards.optimizer import OptimizerState, optimizer_of
 from layerstore.shards.ranks import plan_ranks
 from layerstore.shards.write import plan_model_states
 from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
-from layerstore.tree import Storage, Tree
+from layerstore.tree import Storage, Tree, new_tensor
 from layerstore.zero3.trees import STEP, TreeView, inner_optimizer, is_dealt, outer_optimizer
 
 LATEST_UNIVERSAL = "latest_universal"

@@ -27,9 +27,7 @@ from layerstore.assemble import (
     chunks_of,
     merged,
     read_stretch,
-    storage_bytes,
     whole,
-    written_bytes,
 )
 from layerstore.compose import Composition
 from layerstore.dtypes import by_code
@@ -316,9 +314,9 @@ class _Rank:
                     end=part.begin + part.elements,
                     as_stored=not part.is_derived,
                 )
-        if storage_bytes(storage) not in sizes:
+        if storage.size_bytes not in sizes:
             raise LayoutMismatch(
-                f"{path}: the chosen layers fill {min(sizes)} bytes of a buffer of {storage_bytes(storage)}"
+                f"{path}: the chosen layers fill {min(sizes)} bytes of a buffer of {storage.size_bytes}"
             )
         return filling
 
@@ -400,7 +398,7 @@ class RankLoad:
         end = 0
         for piece in pieces:
             target[end : piece.offset] = bytes(piece.offset - end)
-            end = piece.offset + written_bytes(piece)
+            end = piece.offset + piece.written_bytes
             if piece.rounding is None:
                 read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
             else:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from layerstore import Store
-from layerstore.assemble import TensorKind
+from layerstore.arrays import TensorKind
 from layerstore.dtypes import DTypeName
 from tests.compose.test_hf import mixed, weights_in
 from tests.deepspeed.compare import differing, rank_trees, whole_weights

@@ -54,6 +54,7 @@ FLOORS = {
     "publish": 5,
     "compose": 6,
     "assemble": 7,
+    "arrays": 8,
     "hf": 8,
     "shards": 9,
     "dcp": 10,
@@ -75,6 +76,7 @@ FLOORS = {
 }
 # Rooms that others import from ``__init__`` alone. A room is added once that holds.
 DOORS = {
+    "arrays",
     "assemble",
     "hf",
     "numbers",
@@ -134,7 +136,7 @@ FOREIGN = {
     "numpy": (
         (
             "layerstore.numbers.",
-            "layerstore.assemble.tensors",
+            "layerstore.arrays.tensors",
             "layerstore.delta.codec",
             "layerstore.live.",
         ),
@@ -164,7 +166,7 @@ FOREIGN = {
             "layerstore.live.",
             "layerstore.demo.",
             "layerstore.shares.",
-            "layerstore.assemble.state_dict",
+            "layerstore.arrays.state_dict",
             "layerstore.composite",
         ),
         "importing torch takes seconds and gigabytes",

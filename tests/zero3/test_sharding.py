@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from layerstore.zero3.trees.sharding import EvenSharding, PartitionSharding, Sharding, dealt, gathered_again
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)

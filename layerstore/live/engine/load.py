@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from layerstore.assemble import Tensors
+from layerstore.arrays import Tensors
 from layerstore.compose import Composition
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code

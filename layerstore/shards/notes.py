@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 
-from layerstore.assemble.safetensors import WEIGHTS_FILE
 from layerstore.compose import Composition
-from layerstore.filenames import RANDOM_STATE
+from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.layers import strip_wrappers
-from layerstore.model import CommitRecord, Kind, LayerVersion, RankState, TensorSource
+from layerstore.model import CommitRecord, RankState, TensorSource
 from layerstore.slices import Slices
 from layerstore.storage import Repository
 from layerstore.tree import Tree
-from layerstore.zero3.trees import STAGE_3, TreeView, config_of, leaves_out_frozen, same_bytes
+from layerstore.zero3.trees import STAGE_3, TreeView, config_of, same_bytes
 
 # What ranks have for themselves: only the first one's file has some of these.
 _OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
@@ -42,21 +41,6 @@ def _fate(before: int, after: int) -> str:
     if before < after:
         return f"ranks from {before} on take those of rank 0"
     return f"those of ranks from {after} on are left out"
-
-
-def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
-    """Say what the export may lack."""
-    model = TreeView.of(state.model)
-    if leaves_out_frozen(state):
-        yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
-    buffers = [buffer.name for version in versions for buffer in version.buffers]
-    differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
-    if differing:
-        yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
-    names = model.get("buffer_names")
-    odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
-    if odd and not state.gathered:
-        yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
 
 
 def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:

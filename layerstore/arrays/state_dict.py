@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from layerstore.assemble.assemble import read_mean, read_stretch
-from layerstore.assemble.safetensors import FLOATS
-from layerstore.assemble.tensors import Tensors, open_tensors
-from layerstore.dtypes import by_code, dtype_code
+from layerstore.arrays.tensors import Tensors, open_tensors
+from layerstore.assemble import read_mean, read_stretch
+from layerstore.dtypes import FLOATS, by_code, dtype_code
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
 from layerstore.numbers import convert
 from layerstore.slices import Piece, Slices

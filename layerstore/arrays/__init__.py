@@ -1,0 +1,11 @@
+"""A composite's tensors in memory: as numpy's arrays, mapped where they can be, and as torch's state dict."""
+
+from layerstore.arrays.state_dict import make_state_dict
+from layerstore.arrays.tensors import TensorKind, Tensors, open_tensors
+
+__all__ = [
+    "TensorKind",
+    "Tensors",
+    "make_state_dict",
+    "open_tensors",
+]
