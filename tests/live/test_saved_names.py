@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from layerstore.demo.launch import cpu_environment
 from layerstore.errors import Unsupported
 from layerstore.hf.weight_names import FileTensor, ask_transformers, may_be_renamed
-from layerstore.demo.launch import cpu_environment
 from tests.environment import REPOSITORY
 
 EXPERTS = {
