@@ -19,7 +19,7 @@ from layerstore.cli.options import (
     opened,
     with_options,
 )
-from layerstore.cli.policy import described_policy, with_settings
+from layerstore.cli.policy import choices, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.dtypes import DTypeName
@@ -44,7 +44,7 @@ PolicyName = Annotated[
     str | None,
     typer.Option(
         metavar="P",
-        help="Where layers are from: latest, exact, parity, filter, drift, filter:every=10. [default: latest]",
+        help=f"Where layers are from: {', '.join(choices())}, filter:every=10. [default: latest]",
         rich_help_panel=_SOURCE,
     ),
 ]
@@ -197,11 +197,7 @@ def compose(
     With --mean, its masters are an average of several saves.
 
     \b
-    latest  each layer as the commit has it
-    exact   every layer from exactly this step, or an error
-    parity  half of the layers from REF, the other half from the save before
-    filter  the model's ends and norms from REF, the rest from its last turn
-    drift   each layer from the newest save that found it had moved
+    {policies}
 
     \b
     Examples:
@@ -274,10 +270,10 @@ def _check_delta(options: Mapping[str, object], *, has_place: bool, dry_run: boo
 
 
 def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy":
-    from layerstore.policy import EXACT
+    from layerstore.policy import EXACT, LATEST, policy_named
 
-    policy = policy or "latest"
-    return policy if policy == EXACT and not settings else described_policy(policy, settings)
+    policy = policy or LATEST
+    return policy if policy == EXACT and not settings else policy_named(policy, settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, one_of, opened, with_options
-from layerstore.cli.policy import described_policy
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.dtypes import DTypeName, dtype_code
 from layerstore.errors import InvalidInput, NotFound
+from layerstore.policy import OURS, PREDICTABLE
 from layerstore.units import size, size_in_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 ABOUT = About("Before you start", store=None, answers=True)
 
-_POLICIES = ("full", "parity", "filter")
+_POLICIES = [policy.name for policy in PREDICTABLE]
+_MEASURING = ", ".join(policy.name for policy in OURS if policy.name not in _POLICIES)
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
 _POWERS = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
 _PARAMETERS_MAX = 10**15
@@ -68,14 +69,14 @@ ModelName = Annotated[
 ]
 Policies = Annotated[
     list[str] | None,
-    _option("--policy", "P", "A policy, such as filter:every=10; may be repeated. [default: full, parity and filter]"),
+    _option("--policy", "P", f"A policy, such as filter:every=10; may be repeated. [default: {', '.join(_POLICIES)}]"),
 ]
 
 
 Trainable = Annotated[
     str, _option("--trainable", "SHARE", "The share that is trained, like 0.5%: LoRA, frozen layers.")
 ]
-Movement = Annotated[float | None, _option("--movement", "X", "drift: how far layers move from save to save.")]
+Movement = Annotated[float | None, _option("--movement", "X", f"{_MEASURING}: how far layers move from save to save.")]
 _COSTS: Table = {
     "keep_last": (int, "N", "Keep the newest N. [default: all]"),
     "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
@@ -131,7 +132,6 @@ def estimate(
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
-    policies = {text: described_policy(text, {}) for text in policy or _POLICIES}
     asked: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,
         "--steps": steps,
@@ -158,7 +158,7 @@ def estimate(
         movement=movement,
         **_rules_and_prices(costs),
     )
-    found = estimate_saves(chosen, training, policies) | {"assumed": assumed}
+    found = estimate_saves(chosen, training, policy or _POLICIES) | {"assumed": assumed}
     say_json(found) if as_json else _tell(found, measured=measure)
 
 
@@ -286,7 +286,10 @@ def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
     if found["prices"] is not None:
         _tell_costs(found)
     if found["movement"] is None:
-        say_paragraph("Drift cannot be predicted; with --movement X it is estimated for layers that all move alike.")
+        say_paragraph(
+            f"{_MEASURING.capitalize()} cannot be predicted; with --movement X it is estimated for layers that all "
+            "move alike."
+        )
     say()
     say("assumed:")
     for text in (*_unsaid(found, measured), *found["assumptions"]):

@@ -19,7 +19,7 @@ import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.complete import policies
 from layerstore.cli.options import AsJson, StorePath, Table, opened, with_options
-from layerstore.cli.policy import described_policy, with_settings
+from layerstore.cli.policy import with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     counted,
@@ -41,6 +41,7 @@ from layerstore.errors import (
     StorageIO,
 )
 from layerstore.json_fields import json_fields
+from layerstore.policy import OURS, policy_named
 from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commi
 Replace = Annotated[bool, typer.Option("--replace", help="Other content saved for this step goes to the trash.")]
 PolicyName = Annotated[
     str,
-    typer.Option(metavar="P", help="Store only layers that are due: full, parity, filter, drift, filter:every=10."),
+    typer.Option(
+        metavar="P",
+        help=f"Store only layers that are due: {', '.join(policy.name for policy in OURS)}, filter:every=10.",
+    ),
 ]
 Rollback = Annotated[
     bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
@@ -136,7 +140,7 @@ def ingest(
       layerstore ingest --all out --policy parity
       layerstore ingest --watch out
     """
-    is_open, chosen = all_ or watch, described_policy(policy, settings)
+    is_open, chosen = all_ or watch, policy_named(policy, settings)
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or "resumed_from" in named
     for_one = {"tag": tag, "onto": named.get("onto")} if is_open else {}
     _check_number(several=several, pin=pin, opens_attempt=opens_attempt, **for_one)

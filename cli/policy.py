@@ -1,36 +1,16 @@
 """
 The options for policies and for retention, the same in every command that has them.
 
-Options that are not given are not passed on: each policy knows its own defaults, and which options it has.
+The options of policies are the fields of their classes. Those that are not given are not passed on.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from layerstore.cli.options import Table, one_of, with_options
-from layerstore.errors import InvalidInput
-from layerstore.units import size_in_bytes
+from layerstore.cli.options import Command, Table, with_options
 
 if TYPE_CHECKING:
-    from layerstore.policy import Keep, Policy
-
-_Fresh = Literal["even", "odd"]
-_Aux = Literal["rotate", "always"]
-_By = Literal["gradient", "norm"]
-
-_SETTINGS: Table = {
-    "fresh": (_Fresh, one_of(_Fresh), "parity: the half of the base; at ingest, of the first save. [default: even]"),
-    "first": (int, "N", "filter: blocks always due at the start. [default: 2]"),
-    "last": (int, "N", "filter: blocks always due at the end. [default: 2]"),
-    "share": (str, "SHARE", "filter: how much of the rest at each turn. [default: 1/2]"),
-    "every": (int, "N", "filter: a turn at every Nth save. [default: 5]"),
-    "aux": (_Aux, one_of(_Aux), "filter: whether embeddings and heads take turns too. [default: rotate]"),
-    "threshold": (float, "X", "drift: movement above which a layer is due. [default: 0.01]"),
-    "budget": (str, "SIZE", "drift: what a save may take, like 2GB. [default: no limit]"),
-    "stalest": (int, "N", "drift: no layer older than N saves. [default: 10]"),
-    "by": (_By, one_of(_By), "drift: what a movement is weighed by. [default: gradient]"),
-}
-"""The settings of all policies."""
+    from layerstore.policy import Keep
 
 _RULES: Table = {
     "keep_last": (int, "N", "Keep the newest N."),
@@ -45,41 +25,36 @@ _RULES: Table = {
 }
 """The retention rules of gc."""
 
-# Each policy takes its own, and only those.
 _SETTINGS_PANEL = "Policy settings, also written as --policy filter:every=10,aux=always"
-
-with_settings = with_options("settings", _SETTINGS, panel=_SETTINGS_PANEL)
-"""Replaces a command's parameter *settings* by the settings of policies."""
 
 with_rules = with_options("rules", _RULES, panel="What to keep")
 """Replaces a command's parameter *rules* by the retention rules."""
 
 
-def described_policy(text: str, settings: Mapping[str, object]) -> "Policy":
-    """
-    Return the policy *text*, which may have settings of its own, with the *settings* that options gave.
+def with_settings(command: Command) -> Command:
+    """Replace a command's parameter *settings* by those of policies, and {policies} in its help by all policies."""
+    from layerstore.policy import OURS, settings_of
 
-    >>> described_policy("filter:every=10,aux=always", {"first": 1}).parameters["every"]
-    10
-    """
-    from layerstore.policy import policy_named
-
-    name, _, listed = text.partition(":")
-    own = dict(setting.partition("=")[::2] for setting in listed.split(",") if setting)
-    for key in own.keys() & settings.keys():
-        raise InvalidInput(f"{key} was given twice, in --policy {text} and as --{key}", hint="leave one of them out")
-    try:
-        given = {**settings, **{key: _read(key, value) for key, value in own.items()}}
-    except ValueError as exc:
-        raise InvalidInput(f"--policy {text}: {exc}", hint="settings are like filter:every=10,share=1/3") from exc
-    readers = {"share": _fraction, "budget": size_in_bytes}
-    return policy_named(name, {key: readers[key](str(of)) if key in readers else of for key, of in given.items()})
+    table: dict[str, tuple[Any, str, str]] = {}
+    for policy in OURS:
+        for name, setting in settings_of(policy).items():
+            kind, metavar, text = table.get(name, (setting.kind, setting.metavar, ""))
+            text += f" {policy.name}: {setting.help}. [default: {setting.default}]"
+            table[name] = (kind if kind == setting.kind else str, metavar, text.lstrip())
+    extended = with_options("settings", table, panel=_SETTINGS_PANEL)(command)
+    width = max(map(len, choices()))
+    lines = "\n    ".join(f"{name:<{width}}  {text}" for name, text in choices().items())
+    extended.__doc__ = (command.__doc__ or "").replace("{policies}", lines)
+    return extended
 
 
-def _read(setting: str, value: str) -> object:
-    """Return the *value* of a setting as its option would read it; the policy checks words."""
-    of = _SETTINGS.get(setting, (str,))[0]
-    return of(value) if of in {int, float} else value
+def choices() -> dict[str, str]:
+    """Return the policies that a composite may have, each with what it takes."""
+    from layerstore.policy import EXACT, LATEST, OURS
+
+    latest, *others = OURS
+    of_others = {policy.name: policy.composed for policy in others}
+    return {LATEST: latest.composed, EXACT: "every layer from exactly this step, or an error", **of_others}
 
 
 def keep_of(rules: Mapping[str, Any]) -> "Keep":
@@ -87,15 +62,6 @@ def keep_of(rules: Mapping[str, Any]) -> "Keep":
     from layerstore.policy import Keep
 
     return Keep(**{name.removeprefix("keep_"): value for name, value in rules.items()})
-
-
-def _fraction(text: str) -> object:
-    from fractions import Fraction
-
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError) as exc:
-        raise InvalidInput(f"--share {text!r} is no share", hint="write it like 1/2 or 0.25") from exc
 
 
 def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:

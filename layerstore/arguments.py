@@ -7,6 +7,7 @@ What a method takes is said once, by its annotations; editors and type checkers 
 import builtins
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from functools import cache, wraps
 from inspect import Parameter, Signature, isfunction, signature, unwrap
 from reprlib import repr as short
@@ -70,6 +71,20 @@ def check_arguments(function: Any, *positional: object, **named: object) -> None
         for value in given[name] if is_many else (given[name],):
             if not _fits(value, kinds[name]):
                 raise _misfit(where, name, value, kinds[name])
+
+
+def check_fields(value: Any) -> None:
+    """Raise InvalidInput unless the fields of *value*, a dataclass, are what their annotations say."""
+    kinds = _kinds_of_fields(value.__class__)
+    for name, kind in kinds.items():
+        if not _fits(getattr(value, name), kind):
+            raise _misfit(type(value).__name__, name, getattr(value, name), kind)
+
+
+@cache
+def _kinds_of_fields(of: type) -> dict[str, Any]:
+    kinds = get_type_hints(of)
+    return {field.name: kinds[field.name] for field in fields(of)}
 
 
 @cache  # on the first call: reading a signature takes longer than importing it

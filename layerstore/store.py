@@ -164,7 +164,8 @@ class Store:
         """
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
 
-        *policy* is a name, or a policy with its settings: ``layerstore.Parity(fresh="odd")``, or an object of yours.
+        *policy* is a name, with settings or not: ``filter:every=10``, a policy: ``layerstore.Filter(every=10)``, or an
+        object of yours.
         A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run* is
         the run for steps without one. With *without_damaged*, every byte is read first, and a damaged layer is replaced
         by its newest sound version: ``recipe_notes`` says which.

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from layerstore.compose import compose_by_policy
 from layerstore.errors import LayerstoreError
-from layerstore.gc import ASKED_FOR
 from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Commit, CommitId, Kind, ObjectId, Origin
-from layerstore.policy import Latest
+from layerstore.policy import PREDICTABLE
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.units import short_id
 
@@ -233,7 +232,7 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
     except LayerstoreError:
         return ()  # removed meanwhile
     view = repo.catalog.find(holder.save.run)
-    for policy in (Latest(), *ASKED_FOR):
+    for policy in PREDICTABLE:
         try:
             layers = compose_by_policy(repo, resolved, policy, view=view).layers
         except LayerstoreError:

@@ -1,10 +1,10 @@
 """
 The demo: a real DeepSpeed ZeRO-3 training run goes through a store and comes out the same.
 
-A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested under three policies. DeepSpeed resumes
-from three composites: one of a single step, after which every loss is compared bit by bit with the uninterrupted run's;
-a mixture of steps; and one for a single rank, whose masters and moments are compared. Then most commits are collected,
-but for a run of the same saves by filter, and an HTML page shows what is left.
+A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested under every policy that measures
+nothing. DeepSpeed resumes from three composites: one of a single step, after which every loss is compared bit by bit
+with the uninterrupted run's; a mixture of steps; and one for a single rank, whose masters and moments are compared.
+Then most commits are collected, but for a run of the same saves by filter, and an HTML page shows what is left.
 Losses do not depend on every weight (for example, the embedding of a byte that is not in the text), so the layers that
 both runs save at the last step are compared too: they have the same version only if all their weights and moments are
 the same bytes. All numbers are measured in this run. Only the ranks load torch and DeepSpeed.

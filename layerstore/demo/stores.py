@@ -12,11 +12,13 @@ from typing import Any
 
 from layerstore.composite import Composite
 from layerstore.demo.training import tag_of
-from layerstore.policy import Filter, Keep, Latest, Parity, Policy
+from layerstore.policy import PREDICTABLE, Keep, Policy, policy_named
 from layerstore.store import Store, init, open_store
 
-POLICIES: dict[str, Policy] = {"full": Latest(), "parity": Parity(), "filter": Filter(first=1, last=1)}
-"""The policies by name. The model has six blocks, and filter's usual two at each end would be most of them."""
+POLICIES: dict[str, Policy] = {
+    policy.name: policy_named(policy.name, getattr(policy, "small", None)) for policy in PREDICTABLE
+}
+"""The policies by name, with settings for the model's six blocks."""
 
 Facts = dict[str, Any]
 

@@ -12,11 +12,10 @@ from layerstore.gc.drop import (
     undrop,
 )
 from layerstore.gc.mark import commit_named, concluding, readable_pins, stranger
-from layerstore.gc.retention import ASKED_FOR, NOT_ASKED, CommitFate, Facts
+from layerstore.gc.retention import NOT_ASKED, CommitFate, Facts
 from layerstore.gc.sweep import Gone
 
 __all__ = [
-    "ASKED_FOR",
     "NOT_ASKED",
     "CommitFate",
     "Dropped",

@@ -11,7 +11,7 @@ from layerstore.gc.mark import commit_named, named, pin_names, readable_pins
 from layerstore.gc.trim import has_moments, saved_ns
 from layerstore.history import Needs, Resolved, metrics_of, references_to, saved_now
 from layerstore.model import Commit, CommitId
-from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
+from layerstore.policy import SELECTIVE, Candidate, Keep, Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.units import utc
 
@@ -294,9 +294,6 @@ def views_of(repo: Repository) -> list[RunView]:
 
 # -- which composites change ---------------------------------------------------------------------------------------
 
-# Asked of full checkpoints; a commit that was saved selectively is kept as the composite that it is.
-ASKED_FOR: tuple[Policy, ...] = (Parity(), Filter())
-
 # How many of the newest kept steps are examined; each costs some milliseconds.
 _STEPS_MAX = 20
 
@@ -318,10 +315,11 @@ def unserved(
     """
     Return which composites of the newest kept steps of every run would change; *needs* is what stays.
 
-    Only policies count that the store has been used with: a record or a pin names them.
+    Only policies count that the store has been used with: a record or a pin names them. They are asked of full
+    checkpoints; a commit that was saved selectively is kept as the composite that it is.
     """
     repo, used = facts.repo, facts.policies()
-    policies = [policy for policy in ASKED_FOR if policy.name in used]
+    policies = [policy for policy in SELECTIVE if policy.name in used]
     found: list[Unserved] = []
     for view, fates in planned:
         going = {fate.name.id for fate in fates if fate.goes}

@@ -29,7 +29,7 @@ from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
 from layerstore.json_fields import json_fields
 from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 from layerstore.model import StoredTensor
-from layerstore.policy import Keep, Policy, Save, anchored, due_layers
+from layerstore.policy import Keep, Policy, Save, anchored, chosen_policy, due_layers
 from layerstore.slices import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
@@ -109,15 +109,19 @@ class Training:
         )
 
 
-def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy]) -> dict[str, Any]:
+def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy] | Sequence[str]) -> dict[str, Any]:
     """
     Return what full checkpoints of *model* would take, and saves under each of *policies*, by name.
+
+    *policies* may be names alone, also with settings: ``filter:every=10``.
 
     The answer has the fields of ``layerstore estimate --json``.
 
     Raises:
         InvalidInput: A policy uses the movement of layers, and *training* does not state it.
     """
+    if not isinstance(policies, Mapping):
+        policies = {name: chosen_policy(name) for name in policies}
     measuring = [name for name, policy in policies.items() if getattr(policy, "measures", False)]
     if measuring and training.movement is None:
         raise InvalidInput(

@@ -20,7 +20,7 @@ from typing import Any
 from layerstore.assemble import checked_file, write_file
 from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
-from layerstore.gc import ASKED_FOR, CommitFate, GcRequest, plan_gc
+from layerstore.gc import CommitFate, GcRequest, plan_gc
 from layerstore.history import Resolved, metrics_of, references_to, staleness_of
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
@@ -29,7 +29,7 @@ from layerstore.inspect.report_pins import VERSION_DIGITS, mixture_fields, pins_
 from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_of
 from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
-from layerstore.policy import Keep, Policy
+from layerstore.policy import SELECTIVE, Keep, Policy
 from layerstore.progress import Progress
 from layerstore.publish import SaveTiming, read_timings
 from layerstore.storage import RecordRow, Repository, RunView
@@ -136,7 +136,7 @@ def _run(
 ) -> dict[str, Any]:
     """Return the facts about one run, showing *room* of its saves; add to *problems* what cannot be read."""
     growth, wanted, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
-    what_ifs, columns = {policy.name: WhatIf(policy) for policy in ASKED_FOR}, list[int]()
+    what_ifs, columns = {policy.name: WhatIf(policy) for policy in SELECTIVE}, list[int]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times: dict[tuple[int, int], str] = {}
     commits = 0
@@ -230,7 +230,7 @@ def _composites(
 
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
     mixtures = {"latest": [mixture_fields(commit.record, commit.record.layers) for commit in shown]}
-    for policy in ASKED_FOR:
+    for policy in SELECTIVE:
         taken = [_asked(repo, commit, view, policy) for commit in shown]
         if any(entries is not None for entries in taken):
             composites[policy.name] = [

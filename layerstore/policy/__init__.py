@@ -1,24 +1,41 @@
 """Policies: which layers are due at a save, where a composite takes each from, which commits to keep. No disk."""
 
 from layerstore.policy.drift import Drift
-from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers
+from layerstore.policy.due import Latest, OwnPolicy, Policy, Save, anchored, due_layers
 from layerstore.policy.filter import Filter
 from layerstore.policy.keep import Best, Candidate, Keep, chosen_keep, duration
 from layerstore.policy.parity import Parity
-from layerstore.policy.registry import EXACT, chosen_policy, is_ours, names, policy_named
+from layerstore.policy.registry import (
+    EXACT,
+    LATEST,
+    OURS,
+    PREDICTABLE,
+    SELECTIVE,
+    chosen_policy,
+    is_ours,
+    names,
+    policy_named,
+)
 from layerstore.policy.replay import replay_policy
+from layerstore.policy.setting import Setting, settings_of
 
 __all__ = [
     "EXACT",
+    "LATEST",
+    "OURS",
+    "PREDICTABLE",
+    "SELECTIVE",
     "Best",
     "Candidate",
     "Drift",
     "Filter",
     "Keep",
     "Latest",
+    "OwnPolicy",
     "Parity",
     "Policy",
     "Save",
+    "Setting",
     "anchored",
     "chosen_keep",
     "chosen_policy",
@@ -28,4 +45,5 @@ __all__ = [
     "names",
     "policy_named",
     "replay_policy",
+    "settings_of",
 ]

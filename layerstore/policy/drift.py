@@ -9,36 +9,52 @@ So the worst go first, and old layers are renewed in turns before they all reach
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
+from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
 from layerstore.policy.due import Save
+from layerstore.policy.setting import Setting
 from layerstore.tree import Tree
+from layerstore.units import size_in_bytes
 
 By = Literal["gradient", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Layers by how far their masters have moved."""
+    """
+    Layers by how far their masters have moved.
 
-    threshold: float = 0.01
+    Those that have moved by more than a threshold since they were last saved, largest movement first, within a budget;
+    each layer also takes its turn, so that none grows older than a bound.
+    """
+
+    threshold: Annotated[float, Setting("movement above which a layer is due", metavar="X")] = 0.01
     """A layer is due if it has moved by more than this fraction."""
-    budget: int | None = None
-    """The bytes that a save may take, on average if a layer is larger than that; None for no limit."""
-    stalest: int = 10
+    budget: Annotated[
+        int | None,
+        Setting("what a save may take, like 2GB", metavar="SIZE", read=size_in_bytes, default="no limit"),
+    ] = None
+    """
+    The bytes that a save may take; None for no limit. A larger layer waits until earlier saves have left enough, and
+    layers that have moved less wait behind it.
+    """
+    stalest: Annotated[int, Setting("no layer older than N saves", metavar="N")] = 10
     """No layer gets older than this many saves, whatever the budget."""
-    by: By = "gradient"
+    by: Annotated[By, Setting("what a movement is weighed by")] = "gradient"
     """
     Weigh each element's movement by the size of its gradients, as a fraction of the model; or the whole as a fraction
     of the layer's own norm. The latter also stands in where the optimizer keeps no second moments.
     """
 
     name = "drift"
+    composed = "each layer from the newest save that found it had moved"
     by_number: ClassVar[bool] = True
     measures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.threshold >= 0:
             raise InvalidInput(f"drift has no threshold {self.threshold}", hint="a fraction, like 0.01")
         if self.budget is not None and self.budget <= 0:

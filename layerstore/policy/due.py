@@ -59,11 +59,24 @@ class Policy(Protocol):
         """Return the layers to write at *save*."""
 
 
+class OwnPolicy(Policy, Protocol):
+    """
+    A policy of ours, made without arguments; its fields say what its settings are (`Setting`).
+
+    It may have ``small``, its settings for a model of a few blocks, of which the usual ones would take most.
+    """
+
+    name: str
+    composed: str
+    """Which layers a composite has, in a line of ``compose --help``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """Everything is due, so a composite has its base's own layers; also called ``full``."""
+    """Everything, so a composite has its base's own layers; its name is ``full``."""
 
     name = "full"
+    composed = "each layer as the commit has it"
     by_number: ClassVar[bool] = True
 
     @property

@@ -4,35 +4,55 @@
 The first and last blocks move most; those in between can wait.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
 from layerstore.policy.anatomy import anatomy, norms
 from layerstore.policy.due import Save
+from layerstore.policy.setting import Setting
 from layerstore.tree import Tree
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError) as exc:
+        raise InvalidInput(f"filter has no share {text!r}", hint="write it like 1/2 or 0.25") from exc
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Some layers at every save, the others in turns."""
+    """
+    Some layers at every save, the others in turns.
 
-    first: int = 2
+    Always: the first and last two blocks of each stack, and the norms; at every fifth save also half of the rest, in
+    rotation.
+    """
+
+    first: Annotated[int, Setting("blocks always due at the start", metavar="N")] = 2
     """Blocks at the start of each stack that are always due."""
-    last: int = 2
+    last: Annotated[int, Setting("blocks always due at the end", metavar="N")] = 2
     """Blocks at the end of each stack that are always due."""
-    share: Fraction = Fraction(1, 2)
+    share: Annotated[Fraction | int, Setting("how much of the rest at each turn", metavar="SHARE", read=_fraction)] = (
+        Fraction(1, 2)
+    )
     """The share of the rest that is due at each turn."""
-    every: int = 5
+    every: Annotated[int, Setting("a turn at every Nth save", metavar="N")] = 5
     """The number of saves from one turn to the next."""
-    aux: Literal["rotate", "always"] = "rotate"
+    aux: Annotated[Literal["rotate", "always"], Setting("whether embeddings and heads take turns too")] = "rotate"
     """Whether embeddings and heads take turns too; norms are always due."""
 
     name = "filter"
+    composed = "the model's ends and norms from REF, the rest from its last turn"
     by_number: ClassVar[bool] = True
+    small: ClassVar[Mapping[str, int]] = {"first": 1, "last": 1}
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.first < 0 or self.last < 0:
             raise InvalidInput(f"filter cannot keep {min(self.first, self.last)} blocks", hint="first and last are ≥ 0")
         if not 0 < self.share <= 1:

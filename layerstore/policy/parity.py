@@ -1,33 +1,43 @@
-"""
-``parity``: alternating halves of the model.
-
-Even blocks go with the output side (norm, head), odd blocks with the input side (embeddings).
-"""
+"""``parity``: alternating halves of the model."""
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
+from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
 from layerstore.layers import block_index
 from layerstore.policy.anatomy import anatomy
 from layerstore.policy.due import Save
+from layerstore.policy.setting import Setting
 from layerstore.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Half of the layers at each save, in turns."""
+    """
+    Half of the layers at each save, in turns.
 
-    fresh: Literal["even", "odd"] | None = None
-    """The half that a composite's base and a run's first save supply; by default the even one."""
+    One save: even blocks and the output side (norm, head); the next: odd blocks and the input side (embeddings).
+    """
+
+    fresh: Annotated[
+        Literal["even", "odd"] | None,
+        Setting("the half of the base; at ingest, of the first save", default="even"),
+    ] = None
+    """
+    The half that a composite's base supplies if it is a full save, or a run's first save; by default the even one. A
+    base that was itself saved by parity supplies the half that it saved.
+    """
     _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
 
     name = "parity"
+    composed = "half of the layers from REF, the other half from the save before"
     by_number: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.fresh not in {None, "even", "odd"}:
             raise InvalidInput(f"parity has no half {self.fresh!r}", hint="fresh is even or odd")
 

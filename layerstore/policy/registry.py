@@ -1,15 +1,15 @@
 """Policies by name: our own, and those of installed packages."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from layerstore.errors import InvalidInput
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.drift import Drift
-from layerstore.policy.due import Latest, Policy
+from layerstore.policy.due import Latest, OwnPolicy, Policy
 from layerstore.policy.filter import Filter
 from layerstore.policy.parity import Parity
+from layerstore.policy.setting import settings_of
 
 ENTRY_POINTS = "layerstore.policies"
 """The entry point group of installed policies: a name, and a callable that makes the policy."""
@@ -17,52 +17,71 @@ ENTRY_POINTS = "layerstore.policies"
 EXACT = "exact"
 """Not a policy but a requirement for a composite: every layer from exactly this step."""
 
-_OWN: dict[str, type[Latest | Parity | Filter | Drift]] = {
-    "latest": Latest,
-    "full": Latest,
-    "parity": Parity,
-    "filter": Filter,
-    "drift": Drift,
-}
+LATEST = "latest"
+"""What ``full`` is called as a choice of a composite."""
+
+OURS: tuple[type[OwnPolicy], ...] = (Latest, Parity, Filter, Drift)
+"""Our own policies, in the order of ``--help``."""
+
+PREDICTABLE: tuple[Policy, ...] = tuple(policy() for policy in OURS if not getattr(policy, "measures", False))
+"""Those that need no measurement: over any history, and for a model alone, it is known what they choose."""
+
+SELECTIVE: tuple[Policy, ...] = tuple(policy for policy in PREDICTABLE if policy != Latest())
+"""Of these, those whose composites are no commits: reports and collections consider them without being asked."""
+
+_BY_NAME: dict[str, type[OwnPolicy]] = {LATEST: Latest, **{policy.name: policy for policy in OURS}}
 
 
-def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Policy:
+def policy_named(text: str, settings: Mapping[str, object] | None = None) -> Policy:
     """
-    Make the policy called *name*, ours or an installed one, with *settings*.
+    Make the policy *text*, a name or ``name:key=value,…``, ours or an installed one, with more *settings*.
+
+    >>> policy_named("filter:every=10,aux=always").parameters["every"]
+    10
 
     Raises:
         InvalidInput: There is no such policy, or it has no such setting.
     """
-    settings = settings or {}
-    make: Callable[..., object] | None = _OWN.get(name) or _installed(name)
-    if name in _OWN:
-        _check_settings(name, settings)
+    name, _, listed = text.partition(":")
+    own, given = dict(setting.partition("=")[::2] for setting in listed.split(",") if setting), dict(settings or {})
+    for key in own.keys() & given.keys():
+        raise InvalidInput(f"{key} was given twice, in --policy {text} and as --{key}", hint="leave one of them out")
+    given |= own
+    make: Callable[..., object] | None = _BY_NAME.get(name) or _installed(name)
     if make is None:
-        if name == EXACT:
-            raise InvalidInput("exact is for compose alone, and has no settings", hint="compose --policy exact")
-        known = sorted([EXACT, *names()])
-        hint = did_you_mean(nearest(name, known), else_=f"policies: {', '.join(known)}")
-        raise InvalidInput(f"there is no policy {name!r}", hint=hint)
+        raise _unknown(name)
+    if name in _BY_NAME:
+        _check_settings(name, given)
+    # An installed policy whose fields say nothing gets a value as ours of that name would.
+    known = {key: setting for policy in (*OURS, make) for key, setting in settings_of(policy).items()}
     try:
-        policy = make(**settings)
+        policy = make(**{key: known[key].value(value) if key in known else value for key, value in given.items()})
     except TypeError as exc:
         raise InvalidInput(f"policy {name!r} cannot be made: {exc}", hint="look at its settings") from exc
     return _checked(policy)
 
 
+def _unknown(name: str) -> InvalidInput:
+    if name == EXACT:
+        return InvalidInput("exact is for compose alone, and has no settings", hint="compose --policy exact")
+    known = sorted([EXACT, *names()])
+    hint = did_you_mean(nearest(name, known), else_=f"policies: {', '.join(known)}")
+    return InvalidInput(f"there is no policy {name!r}", hint=hint)
+
+
 def chosen_policy(given: object) -> Policy:
-    """Return *given* if it is a policy, or the policy that it names; raise InvalidInput if it is neither."""
+    """Return *given* if it is a policy, or the policy that it names, like ``filter:every=10``; else InvalidInput."""
     return policy_named(given) if isinstance(given, str) else _checked(given)
 
 
 def is_ours(policy: Policy) -> bool:
     """Whether *policy* is one of ours, which decide only from their arguments."""
-    return type(policy) in _OWN.values()
+    return type(policy) in OURS
 
 
 def names() -> list[str]:
     """Return the names of all policies, installed ones included."""
-    return sorted({*_OWN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+    return sorted({*_BY_NAME, *(entry.name for entry in _entry_points(group=ENTRY_POINTS))})
 
 
 def _checked(policy: object) -> Policy:
@@ -74,7 +93,7 @@ def _checked(policy: object) -> Policy:
 
 
 def _check_settings(name: str, settings: Mapping[str, object]) -> None:
-    known = {own: [each.name for each in fields(of) if not each.name.startswith("_")] for own, of in _OWN.items()}
+    known = {own: [*settings_of(policy)] for own, policy in _BY_NAME.items()}
     unknown = sorted(settings.keys() - set(known[name]))
     if unknown:
         having = ", ".join(own for own, settings_of in known.items() if settings_of)
@@ -86,10 +105,16 @@ def _check_settings(name: str, settings: Mapping[str, object]) -> None:
 
 
 def _installed(name: str) -> Callable[..., object] | None:
-    for entry in entry_points(group=ENTRY_POINTS, name=name):
+    for entry in _entry_points(group=ENTRY_POINTS, name=name):
         try:
             make: Callable[..., object] = entry.load()
         except Exception as exc:
             raise InvalidInput(f"policy {name!r} ({entry.value}) cannot be loaded: {exc}") from exc
         return make
     return None
+
+
+def _entry_points(**which: str) -> Iterable[Any]:
+    from importlib.metadata import entry_points  # takes longer to import than all policies
+
+    return entry_points(**which)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import layerstore
+from layerstore.inspect import Training, estimate_saves, made_up
 from tests.cli.conftest import Run
 from tests.generated import generate
 
@@ -86,6 +88,28 @@ def test_a_policy_may_bring_its_settings(run: Run, saves: list[Path]) -> None:
     assert saved.code == 0
     assert in_one["parameters"] == apart["parameters"]
     assert (twice.code, "first was given twice" in twice.err) == (2, True)
+
+
+def test_python_names_a_policy_as_the_command_line_does(run: Run, saves: list[Path]) -> None:
+    """At a save, for a composite and for an estimate: with its settings, which are read alike."""
+    run("ingest", *saves)
+    policy = "filter:first=1,last=0,share=1/3"
+    planned = run("compose", "sft", "--policy", policy, "--dry-run", "--json").fields
+    training = Training(
+        world_size=2, steps=9, every=1, step_seconds=1, bytes_per_second=1, copy_bytes_per_second=1, disk_bytes=1
+    )
+
+    with layerstore.open(".layerstore") as store:
+        composed = store.compose("sft", policy=policy)
+        store.ingest(saves[0], run="other")
+        saved = store.ingest(saves[1], run="other", policy=policy)
+        shown = store.show("other")
+    lines = estimate_saves(made_up(10**9, 4), training, ["full", policy])["lines"]
+
+    assert composed.summary()["parameters"] == planned["parameters"]
+    assert (shown.policy_parameters["first"], shown.policy_parameters["share"]) == ("1", "1/3")
+    assert saved.layers_saved == ("model.layers.0", "model.norm")
+    assert [line["policy"] for line in lines if line["policy"]] == ["full", policy]
 
 
 def test_an_old_layer_is_refused_and_nothing_is_written(run: Run, saves: list[Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.docs.pages import ROOT
 _LINE_MAX = 100
 # What is public for other rooms of the library or for a framework that calls back, and for nobody else.
 INTERNAL = {
-    *("repo", "composition", "names_of", "exchange", "reasons", "anchored", "take", "pointer", "went_to"),
+    *("small", "repo", "composition", "names_of", "exchange", "reasons", "anchored", "take", "pointer", "went_to"),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
     *(
         "Repository",
@@ -174,10 +174,18 @@ def fields(node: ast.ClassDef) -> Iterator[Field]:
             text = ""
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 text = " ".join(str(following.value.value).split())
-            yield Field(entry.target.id, _plain(ast.unparse(entry.annotation)), text)
+            yield Field(entry.target.id, _plain(ast.unparse(_bare(entry.annotation))), text)
         if isinstance(entry, ast.FunctionDef) and _is_property(entry) and is_public(entry.name):
             returns = _plain(ast.unparse(entry.returns)) if entry.returns else "object"
             yield Field(entry.name, returns, " ".join((ast.get_docstring(entry) or "").split()))
+
+
+def _bare(annotation: ast.expr) -> ast.expr:
+    """Return the type of a field whose annotation says more."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        assert isinstance(annotation.slice, ast.Tuple)
+        return annotation.slice.elts[0]
+    return annotation
 
 
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:

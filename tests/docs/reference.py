@@ -3,9 +3,11 @@ The pages of the reference that the code writes.
 
     python -m tests.docs.reference
 
-writes docs/reference/commands.md, errors.md, models.md and the pages of python/ anew; a test compares them.
+writes docs/reference/commands.md, errors.md, models.md, the pages of python/ and the tables of docs/guides/policies.md
+anew; a test compares them.
 """
 
+import ast
 import errno
 import inspect
 import re
@@ -20,11 +22,13 @@ from layerstore import errors
 from layerstore.cli import app as cli
 from layerstore.cli.commands import COMMANDS
 from layerstore.cli.help import OTHERS, heading, help_record
-from tests.docs import python_pages
+from layerstore.policy import LATEST, OURS, Latest, settings_of
+from tests.docs import python_api, python_pages
 from tests.docs.pages import DOCS, GENERATED
 from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS
 
 FOLDER = DOCS / "reference"
+GUIDE = DOCS / "guides" / "policies.md"
 
 # Signs of examples of ``--help`` that take long, or name what nobody has.
 NOT_RUN = {
@@ -251,12 +255,51 @@ What else is supported, and what is refused: [support](support.md).
 """
 
 
+# -- policies ------------------------------------------------------------------------------------------------------
+
+
+def policies_page() -> str:
+    """Return the guide to policies with its tables, which their classes say, written anew."""
+    text = GUIDE.read_text()
+    for name, lines in (("policies", _policies()), ("settings", _settings())):
+        mark = f"<!-- {name}: written by python -m tests.docs.reference -->"
+        assert text.count(mark) == 1, mark
+        table = "\n".join(lines)
+        text = re.sub(rf"({re.escape(mark)}\n).*?(\n<!-- end -->)", rf"\1\n{table}\n\2", text, flags=re.DOTALL)
+    return text
+
+
+def _policies() -> Iterator[str]:
+    yield from ("| policy | due at a save |", "|---|---|")
+    for policy in OURS:
+        name = f"`{policy.name}` (as a choice of a composite: `{LATEST}`)" if policy is Latest else f"`{policy.name}`"
+        yield f"| {name} | {' '.join((inspect.getdoc(policy) or '').split()).replace('``', '`')} |"
+
+
+def _settings() -> Iterator[str]:
+    yield from ("| option | policy | meaning | default |", "|---|---|---|---|")
+    for policy in OURS:
+        texts = {field.name: field.text for field in python_api.fields(_source(policy))}
+        for name, setting in settings_of(policy).items():
+            values = setting.metavar.split("|")
+            options = ", ".join(f"`--{name.replace('_', '-')} {value}`" for value in values)
+            yield f"| {options} | {policy.name} | {texts[name]} | {setting.default} |"
+
+
+def _source(policy: type) -> ast.ClassDef:
+    found = python_api.home(policy.__module__, policy.__name__)
+    assert found is not None
+    assert isinstance(found.node, ast.ClassDef)
+    return found.node
+
+
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 PAGES: Mapping[Path, Callable[[], str]] = {
     FOLDER / "commands.md": commands_page,
     FOLDER / "errors.md": errors_page,
     FOLDER / "models.md": models_page,
+    GUIDE: policies_page,
     **python_pages.PAGES,
 }
 

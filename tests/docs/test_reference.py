@@ -3,14 +3,13 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 import layerstore
 import layerstore.transformers
 from layerstore import errors
-from layerstore.policy import Drift, Filter, Parity
 from tests.docs import python_pages
 from tests.docs.pages import DOCS, name
 from tests.docs.reference import PAGES, commands, group
@@ -55,14 +54,6 @@ def test_words_to_choose_from_are_those_that_are_taken() -> None:
 
     assert said == taken
     assert taken["compose form"] == ["shards", "zero3", "hf", "dcp", "universal"]
-
-
-@pytest.mark.parametrize(("policy", "setting"), [(Parity, "fresh"), (Filter, "aux"), (Drift, "by")])
-def test_the_command_line_knows_the_words_of_each_setting(policy: type, setting: str) -> None:
-    """They are those of the policy."""
-    option = next(each for each in commands()["compose"].params if each.name == setting)
-
-    assert choices(get_type_hints(policy)[setting]) == choices(annotation_of(option)) != []
 
 
 def headings() -> list[str]:

@@ -31,6 +31,7 @@ def store(tmp_path: Path) -> Path:
         ({"every": "3"}, InvalidInput, "every is '3'"),
         ({"every": -1}, InvalidInput, "every is -1"),
         ({"policy": "partiy"}, InvalidInput, "there is no policy 'partiy'"),
+        ({"policy": "filter:evry=3"}, InvalidInput, "policy 'filter' has no setting 'evry'"),
         ({"mode": "synchronous"}, InvalidInput, "mode is 'synchronous'"),
         ({"host_buffer": "8 GBX"}, InvalidInput, "8 GBX"),
         ({"host_buffer": None}, InvalidInput, "host_buffer is None"),

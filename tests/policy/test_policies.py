@@ -1,6 +1,6 @@
 """What each policy says is due, and what a composite of a history is made of."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -18,6 +18,7 @@ from layerstore.policy import (
     Policy,
     Save,
     anchored,
+    chosen_policy,
     policy_named,
     registry,
     replay_policy,
@@ -149,6 +150,37 @@ def test_policies_are_found_by_name() -> None:
     assert policy_named("latest") == policy_named("full") == Latest()
 
 
+def test_settings_are_part_of_the_name() -> None:
+    """Read as the fields of the policy say, whoever names it; more settings may come beside it."""
+    assert policy_named("filter:every=2,share=1/3,aux=always") == Filter(every=2, share=Fraction(1, 3), aux="always")
+    assert chosen_policy("drift:budget=2GB,threshold=0.5") == Drift(budget=2 * 10**9, threshold=0.5)
+    assert policy_named("filter:every=2", {"first": "1"}) == Filter(every=2, first=1)
+    with pytest.raises(InvalidInput, match="every was given twice"):
+        policy_named("filter:every=2", {"every": 3})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Filter(every="3"), "Filter: every is '3', but must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Filter(share=0.5), "Filter: share is 0.5, but must be a Fraction or a whole number"),  # type: ignore[arg-type]
+        (lambda: Drift(budget="2GB"), "Drift: budget is '2GB', but must be a whole number or None"),  # type: ignore[arg-type]
+        (lambda: Parity(fresh=1), "Parity: fresh is 1, but must be 'even' or 'odd' or None"),  # type: ignore[arg-type]
+        (lambda: policy_named("filter:every=x"), "Filter: every is 'x', but must be a whole number"),
+        (lambda: policy_named("drift:threshold="), "Drift: threshold is '', but must be a number"),
+        (lambda: policy_named("filter:share=1/0"), "filter has no share '1/0'"),
+        (lambda: policy_named("parity:fresh=both"), "parity has no half 'both'"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_in_a_line(make: Callable[[], object], said: str) -> None:
+    """From Python and from text alike; a whole number is a share, too."""
+    with pytest.raises(InvalidInput) as caught:
+        make()
+
+    assert str(caught.value) == said
+    assert Filter(share=1).due(save(0)) == set(LLAMA)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("halves", {}), ("parity", {"share": 1}), ("latest", {"fresh": "even"}), ("parity", {"shift": 1})],
@@ -181,7 +213,7 @@ class _Installed:
 
 def test_an_installed_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the entry point's name."""
-    monkeypatch.setattr(registry, "entry_points", lambda **_: [_Installed()])
+    monkeypatch.setattr(registry, "_entry_points", lambda **_: [_Installed()])
 
     assert policy_named("everything").due(save(0)) == LLAMA
 

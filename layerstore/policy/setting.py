@@ -1,0 +1,56 @@
+"""
+What a setting of a policy says about itself, beside its field.
+
+    every: Annotated[int, Setting("a turn at every Nth save", metavar="N")] = 5
+
+From that come the options of the command line, ``filter:every=10`` as text, and the guide's table.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting; what its field's type and default say is filled in by `settings_of`."""
+
+    help: str
+    metavar: str = ""
+    """Stands for a value in ``--help``; for a Literal, its words do."""
+    read: Callable[[str], object] | None = None
+    """Makes a value from text, or raises InvalidInput, where the field's type alone does not."""
+    default: str = ""
+    """In words, where the field's own default does not say it."""
+    kind: Any = str
+    """What the command line takes: a number, one of a Literal's words, or text."""
+
+    def value(self, given: object) -> object:
+        """Return what *given* means if it is text; what is no number is left to the policy's own check."""
+        if not isinstance(given, str):
+            return given
+        if self.read is not None:
+            return self.read(given)
+        with suppress(ValueError):
+            return self.kind(given) if self.kind in {int, float} else given
+        return given
+
+
+def settings_of(policy: object) -> dict[str, Setting]:
+    """Return the settings of *policy*, a class, by name; none if its fields do not say any."""
+    own = fields(policy) if isinstance(policy, type) and is_dataclass(policy) else ()
+    return {field.name: _completed(field) for field in own if get_origin(field.type) is Annotated}
+
+
+def _completed(field: Field[Any]) -> Setting:
+    of, setting = get_args(field.type)
+    assert isinstance(setting, Setting)
+    kind = of if get_origin(of) is Literal else (get_args(of) or (of,))[0]  # without None
+    assert field.default is not MISSING, "a policy of ours can be made without settings"
+    return replace(
+        setting,
+        kind=str if setting.read else kind,
+        metavar=setting.metavar or "|".join(get_args(kind)),
+        default=setting.default or str(field.default),
+    )
