@@ -268,23 +268,27 @@ def _run(words: list[str]) -> Failure | None:
         return _failed(exc)
     except BrokenPipeError:
         raise
-    except OSError as exc:
-        where = "the output" if exc.filename is None else exc.filename
-        return _failed(StorageIO(f"{where}: {exc.strerror or exc}", errno=exc.errno, filename=str(where)))
     except SystemExit as exc:
         cause = exc.__context__
         if isinstance(cause, OSError) and cause.errno == errnos.EPIPE:  # typer turns a closed pipe into an exit
             raise BrokenPipeError from exc
         raise
     except Exception as exc:  # noqa: BLE001  # anything else is a bug of ours and must be reported
-        if _is_out_of_memory(exc):
-            _show_traceback()
-            return _OUT_OF_MEMORY
-        report = "this is a fault of layerstore; please report it with the lines above"
-        return _failed(Internal(f"unexpected {type(exc).__name__}: {exc}", hint=report))
+        return _unexpected(exc)
     if code == EXIT_INTERRUPTED:  # typer's way to pass on Ctrl-C
         raise KeyboardInterrupt
     return Failure(kind="usage", code=code, message="") if code else None
+
+
+def _unexpected(exc: Exception) -> Failure:
+    if _is_out_of_memory(exc):  # first: an OSError too, when an import reads a folder
+        _show_traceback()
+        return _OUT_OF_MEMORY
+    if isinstance(exc, OSError):
+        where = "the output" if exc.filename is None else exc.filename
+        return _failed(StorageIO(f"{where}: {exc.strerror or exc}", errno=exc.errno, filename=str(where)))
+    report = "this is a fault of layerstore; please report it with the lines above"
+    return _failed(Internal(f"unexpected {type(exc).__name__}: {exc}", hint=report))
 
 
 def _command(words: list[str]) -> int:
