@@ -13,9 +13,11 @@ from layerstore.arguments import check_arguments
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
-from layerstore.live.engine import StoreCheckpointEngine, check_run, engine_of, engines_are_made_with, filled_with
+from layerstore.live.attach import attach, check_push
+from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
-from layerstore.live.saver import Saver, SaverSettings, Settings, attach, check_push
+from layerstore.live.resume import check_run
+from layerstore.live.saver import Saver, SaverSettings, Settings
 from layerstore.live.scratch import put, scratch
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy import chosen_policy

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from layerstore.live.saver.settings import Mode, Pressure
+from layerstore.live.saver.options import Mode, Pressure
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy, Save
 from layerstore.tree import Tree
 from tests.deepspeed.scenarios import SCENARIO_OF, Scenario

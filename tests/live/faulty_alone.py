@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.engine.pointer_files import checkpoint
+from layerstore.live.deepspeed.pointer_files import checkpoint
 from layerstore.policy import Save
 from layerstore.store import Store
 from layerstore.tree import Tree
@@ -21,10 +21,10 @@ from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
 
 CAPTURE = "layerstore.live.saver.saver.capture"
-LOOK_UP = "layerstore.live.engine.checkpoint_engine.composition_of"
-PLAN = "layerstore.live.engine.pointer_files.plan_ranks"
-TRAINERS = "layerstore.live.engine.pointer_files._write_files"
-READ = "layerstore.live.engine.load.RankLoad"
+LOOK_UP = "layerstore.live.deepspeed.checkpoint_engine.composition_of"
+PLAN = "layerstore.live.deepspeed.pointer_files.plan_ranks"
+TRAINERS = "layerstore.live.deepspeed.pointer_files._write_files"
+READ = "layerstore.live.deepspeed.load.RankLoad"
 
 
 def alone(options: Any) -> None:

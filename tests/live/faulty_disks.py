@@ -19,7 +19,7 @@ import layerstore
 from layerstore.live.ranks import exchange
 from layerstore.live.saver import saver as saving
 from layerstore.live.saver import snapshot
-from layerstore.live.saver.settings import Mode
+from layerstore.live.saver.options import Mode
 from layerstore.publish import SaveTiming
 from layerstore.store import Store
 from layerstore.transformers import checkpoint

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import layerstore
-from layerstore.live.engine import savers
+from layerstore.live.deepspeed import savers
 from layerstore.store import Store
 from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 from tests.deepspeed.training import built_engine, train_step

@@ -104,6 +104,7 @@ DOORS = {
     "zero3",
     "zero3.pt",
     "live.saver",
+    "live.deepspeed",
     "live.engine",
     "live.ranks",
 }

@@ -11,7 +11,8 @@ from layerstore.filenames import owner_of_file
 from layerstore.history import METRICS
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
-from layerstore.live.engine import ENGINE_KEYS, FOLDER, Engine, Memory, NotPlain, random_state
+from layerstore.live.deepspeed import ENGINE_KEYS, FOLDER, Engine
+from layerstore.live.engine import Memory, NotPlain, random_state
 from layerstore.live.log import LOG
 from layerstore.model import SourceLayout
 from layerstore.publish import KeptFile, check_pin_free, check_pin_name

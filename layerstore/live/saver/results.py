@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from layerstore.errors import Conflict, LayerstoreError
 from layerstore.live.log import LOG
+from layerstore.live.saver.options import Settings
 from layerstore.live.saver.request import SaveFiles
-from layerstore.live.saver.settings import Settings
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
 from layerstore.publish import JointCommit, SaveTiming, note_timing

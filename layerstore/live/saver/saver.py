@@ -28,11 +28,10 @@ from layerstore.compose import Composition
 from layerstore.errors import Conflict, LayoutMismatch, Locked, StorageIO
 from layerstore.history import Place
 from layerstore.layers import compile_pattern
-from layerstore.live.engine import (
+from layerstore.live.deepspeed import (
     ENGINE_KEYS,
     Captured,
     Engine,
-    NotPlain,
     SavedStates,
     capture,
     check_client_state,
@@ -42,6 +41,7 @@ from layerstore.live.engine import (
     note_left,
     place_resumed,
 )
+from layerstore.live.engine import NotPlain
 from layerstore.live.log import LOG
 from layerstore.live.ranks import (
     SAVES_MAX,
@@ -56,10 +56,10 @@ from layerstore.live.ranks import (
 from layerstore.live.saver.background import Background, wait_at_exit
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.movements import MovementWatch, Sample
+from layerstore.live.saver.options import Settings, pool_bytes
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_training, note_job, with_job
 from layerstore.live.saver.schedule import Schedule, policy_use
-from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import COPY_BYTES, Copier, CudaCopier, Pool, Snapshot, changing, changing_bytes
 from layerstore.numbers import Movements
 from layerstore.policy import Latest, Policy

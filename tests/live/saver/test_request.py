@@ -14,9 +14,11 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.filenames import TRAINER_STATE
-from layerstore.live.engine import Engine, Memory, NotPlain, check_run
+from layerstore.live.deepspeed import Engine
+from layerstore.live.engine import Memory, NotPlain
+from layerstore.live.resume import check_run
+from layerstore.live.saver.options import Settings
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
-from layerstore.live.saver.settings import Settings
 from tests.generated import generate
 
 USUAL: dict[str, Any] = {

@@ -15,11 +15,8 @@ from layerstore.compose import losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.engine.checkpoint_engine import checkpoint_engine_of
-from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
-from layerstore.live.engine.load import Loaded
-from layerstore.live.engine.randomness import read_random_state, set_random_state
-from layerstore.live.engine.savers import wait_for_saves
+from layerstore.live.deepspeed import ENGINE_KEYS, Engine, Loaded, checkpoint_engine_of, wait_for_saves
+from layerstore.live.engine import read_random_state, set_random_state
 from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
 from layerstore.policy import Policy
 from layerstore.shards import AdamStep

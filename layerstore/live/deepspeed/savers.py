@@ -8,7 +8,7 @@ from layerstore.compose import Composition, compose_latest
 from layerstore.errors import Conflict
 from layerstore.history import Place, Resolved, place_after, place_begun
 from layerstore.limits import LOAD_WAIT_SECONDS
-from layerstore.live.engine.deepspeed import SavedStates
+from layerstore.live.deepspeed.engine import SavedStates
 from layerstore.live.ranks import Exchange
 from layerstore.storage import RunView
 from layerstore.store import Store

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from layerstore.errors import LayoutMismatch
-from layerstore.live.engine.deepspeed import SavedStates
-from layerstore.live.engine.load import check_fits, schedule_notes
+from layerstore.live.deepspeed.engine import SavedStates
+from layerstore.live.deepspeed.load import check_fits, schedule_notes
 
 
 def states() -> SavedStates:

@@ -12,10 +12,10 @@ from typing import Any
 
 from layerstore.compose import losses_told
 from layerstore.errors import Conflict, IntegrityError, Unsupported
-from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
-from layerstore.live.engine.load import Loaded, whole_weights
-from layerstore.live.engine.pointer_files import composition_of, first_shard_of, write_pointer
-from layerstore.live.engine.savers import (
+from layerstore.live.deepspeed.engine import Engine, SavedStates, engine_with
+from layerstore.live.deepspeed.load import Loaded, whole_weights
+from layerstore.live.deepspeed.pointer_files import composition_of, first_shard_of, write_pointer
+from layerstore.live.deepspeed.savers import (
     OPEN_SAVERS,
     AttachedSaver,
     filled_with,

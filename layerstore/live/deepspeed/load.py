@@ -15,8 +15,8 @@ from layerstore.compose import Composition
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
-from layerstore.live.engine.deepspeed import Engine, SavedStates
-from layerstore.live.engine.revive import bytes_of, empty, revive
+from layerstore.live.deepspeed.engine import Engine, SavedStates
+from layerstore.live.engine import bytes_of, empty, revive
 from layerstore.shards import AdamStep, RankLoad
 from layerstore.store import Store
 from layerstore.tree import Storage

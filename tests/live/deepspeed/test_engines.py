@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 from layerstore.errors import InvalidInput
-from layerstore.live.engine import engine_of
-from layerstore.live.engine.deepspeed import engine_with
+from layerstore.live.deepspeed import engine_of
+from layerstore.live.deepspeed.engine import engine_with
 
 
 class Wrapper:

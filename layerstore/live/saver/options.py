@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, get_args
 from layerstore.errors import InvalidInput
 from layerstore.layers import compile_pattern
 from layerstore.limits import MIB
-from layerstore.live.engine import Engine
+from layerstore.live.deepspeed import Engine
 from layerstore.policy import Keep, Policy, chosen_keep
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
 from layerstore.limits import INLINE_BYTES_MAX
-from layerstore.live.engine.deepspeed import SavedStates
-from layerstore.live.engine.inert import Memory, NotPlain, inert
+from layerstore.live.deepspeed.engine import SavedStates
+from layerstore.live.engine import Memory, NotPlain, inert
 from layerstore.tree import Located, Storage
 from layerstore.zero3 import ObjectSource, RankSource, Share, rank_source, share_of
 from layerstore.zero3.pt import PtFile

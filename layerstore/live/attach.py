@@ -10,20 +10,12 @@ from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
 from layerstore.layers import compile_pattern
 from layerstore.layout import is_url
-from layerstore.live.engine import (
-    FOLDER,
-    Engine,
-    NotPlain,
-    capture,
-    check_run,
-    checkpoint_engine_of,
-    filled_with,
-    place_resumed,
-)
+from layerstore.live.deepspeed import FOLDER, Engine, capture, checkpoint_engine_of, filled_with, place_resumed
+from layerstore.live.engine import NotPlain
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together
-from layerstore.live.saver.saver import Saver
-from layerstore.live.saver.settings import Durable, Frozen, Mode, Pressure, Settings
+from layerstore.live.resume import check_run
+from layerstore.live.saver import Durable, Frozen, Mode, Pressure, Saver, Settings
 from layerstore.policy import Keep, Policy, chosen_policy
 from layerstore.publish import SaveTiming
 from layerstore.store import Store, StrPath, as_store
