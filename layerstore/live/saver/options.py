@@ -10,7 +10,7 @@ from layerstore.errors import InvalidInput
 from layerstore.layers import compile_pattern
 from layerstore.limits import MIB
 from layerstore.live.deepspeed import Engine
-from layerstore.policy import Keep, Policy, chosen_keep
+from layerstore.policy import Keep, Policy
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
 
@@ -66,10 +66,6 @@ class Settings:
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
-        chosen_keep(self.keep)
-        for name in ("on_saved", "on_failed"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint="pass a function of one SaveTiming")
         compile_pattern(self.layer_pattern)
         _buffer_bytes(self.host_buffer)
         if self.durable == "remote" and self.push is None:

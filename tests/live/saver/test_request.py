@@ -51,8 +51,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         ("on_pressure", "drop", "choose one of: 'wait', 'skip', 'degrade'"),
         ("frozen", "never", "choose one of: 'once', 'exclude'"),
         ("durable", "there", "choose one of: 'local', 'remote'"),
-        ("keep", 3, "say layerstore.Keep(last=3)"),
-        ("on_failed", "print", "pass a function"),
     ],
 )
 def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> None:
