@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from layerstore.arguments import checked
 from layerstore.compose import losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
@@ -44,8 +45,9 @@ class Resumed:
     """What did not carry over; before that, how many layers are older than the base, if any are."""
 
 
+@checked
 def resume(
-    engine: Any,
+    engine: object,
     store: Store | StrPath,
     *,
     run: str,
@@ -123,8 +125,6 @@ def check_run(store: Store | None, run: str) -> None:
         InvalidInput: It is a reference to a step, or not a name at all.
         Conflict: It is the name of a pin.
     """
-    if not isinstance(run, str):
-        raise InvalidInput(f"the run is {run!r}", hint='name it: run="sft"')
     reference = parse_reference(run) if {"@", "~"} & set(run) else None
     if reference is not None:
         step = "" if reference.step is None else f", step={reference.step}"

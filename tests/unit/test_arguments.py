@@ -98,6 +98,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
         (store.remotes.add, {"name": "origin", "url": 3}, "Remotes.add: url is 3, but must be text", ""),
         (layerstore.init, {"path": None}, "init: path is None, but must be text or a path", ""),
         (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is no DeepSpeed engine", ""),
+        (layerstore.resume, {"engine": object(), "store": store, "run": 3}, "resume: run is 3, but must be text", ""),
     ]
 
     for method, arguments, message, hint in mistakes:
