@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from layerstore.history import Staleness
     from layerstore.ingest import Ingested
     from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
-    from layerstore.live import Resumed, Saved, Saver, Status, attach, resume
+    from layerstore.live import Resumed, Saved, Saver, SaverOptions, Status, attach, resume
     from layerstore.model import Commit, Pin
     from layerstore.policy import Best, Drift, Filter, Keep, Latest, Parity, Policy, Save
     from layerstore.progress import Progress
@@ -93,6 +93,7 @@ __all__ = [
     "SaveTiming",
     "Saved",
     "Saver",
+    "SaverOptions",
     "SourceCheckpoint",
     "Staleness",
     "Stats",
@@ -129,7 +130,7 @@ _ROOMS = {
     "history": "Staleness",
     "ingest": "Ingested",
     "inspect": "CommitView Diff LayerLine LogEntry LogPage Stats",
-    "live": "Resumed Saved Saver Status attach resume",
+    "live": "Resumed Saved Saver SaverOptions Status attach resume",
     "model": "Commit Pin",
     "policy": "Best Drift Filter Keep Latest Parity Policy Save",
     "progress": "Progress",

@@ -59,9 +59,22 @@ def _checked(function: Any) -> Any:
     return checking
 
 
+def takes_fields_of(options: type) -> Callable[[Public], Public]:
+    """Make the signature of a function that ends in ``**options`` show the fields of the dataclass *options* there."""
+
+    def taking(function: Public) -> Public:
+        wanted = signature(function)
+        own = [each for each in wanted.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        fields = signature(options).parameters.values()
+        vars(function)["__signature__"] = wanted.replace(parameters=[*own, *fields])
+        return function
+
+    return taking
+
+
 def check_arguments(function: Any, *positional: object, **named: object) -> None:
     """Raise InvalidInput unless *function* takes these arguments."""
-    (wanted, kinds), where = _taken(function), function.__qualname__.lstrip("_")
+    (wanted, kinds), where = _taken(function), function.__qualname__.lstrip("_").removesuffix(".__init__")
     try:
         given = wanted.bind(*positional, **named).arguments
     except TypeError as exc:
@@ -101,7 +114,8 @@ class _Names(dict[str, Any]):
 
 def _kinds(function: Any) -> dict[str, Any]:
     """Return what each parameter of *function* may be; its result may name what takes long to import."""
-    of_parameters = {name: kind for name, kind in function.__annotations__.items() if name != "return"}
+    wanted = signature(function).parameters.values()
+    of_parameters = {each.name: each.annotation for each in wanted if each.annotation is not each.empty}
     return get_type_hints(SimpleNamespace(__annotations__=of_parameters), {}, _Names(function.__globals__))
 
 

@@ -9,6 +9,6 @@ DeepSpeed, ``engine/`` is for the engines of every trainer, and ``ranks/`` holds
 from layerstore.live.attach import attach
 from layerstore.live.deepspeed import checkpoint
 from layerstore.live.resume import Resumed, resume
-from layerstore.live.saver import Saved, Saver, SmallBuffer, Status
+from layerstore.live.saver import Saved, Saver, SaverOptions, SmallBuffer, Status
 
-__all__ = ["Resumed", "Saved", "Saver", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]
+__all__ = ["Resumed", "Saved", "Saver", "SaverOptions", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]

@@ -1,26 +1,22 @@
 """The callback for Transformers' Trainer; see `layerstore.transformers`."""
 
-import inspect
 import io
-import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from layerstore.arguments import check_arguments
+from layerstore.arguments import checked, takes_fields_of
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
-from layerstore.live.attach import attach, check_push
+from layerstore.live.attach import attach_with, check_push
 from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
 from layerstore.live.resume import check_run
-from layerstore.live.saver import Saver, SaverSettings, Settings
+from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.live.scratch import put, scratch
-from layerstore.nearest import did_you_mean, nearest
-from layerstore.policy import chosen_policy
 from layerstore.storage import Files, check_free
 from layerstore.store import Store, StrPath, open_store
 
@@ -30,23 +26,27 @@ class LayerstoreCallback(TrainerCallback):
     Makes a Trainer under DeepSpeed ZeRO save to a store and resume from it, on its own schedule.
 
     Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
-    ``resume_from_checkpoint`` work as before. *settings* are those of ``layerstore.attach``, checked when this is made.
+    ``resume_from_checkpoint`` work as before. *options* are those of ``layerstore.attach``, checked when this is made.
 
     With *every*, the state is also saved at every multiple of that many steps, without a folder. It is captured at the
     end of the step, before the Trainer logs and evaluates, so what these change (the best metric, for example) is not
     in it.
     """
 
+    @checked
+    @takes_fields_of(SaverOptions)
     def __init__(
-        self, store: Store | StrPath, *, run: str, every: int | None = None, **settings: Unpack[SaverSettings]
+        self, store: Store | StrPath, *, run: str, every: int | None = None, **options: Unpack[SaverKeywords]
     ) -> None:
+        if every is not None and every < 0:
+            raise InvalidInput(f"every is {every!r}", hint="every=50 also saves at every fiftieth step")
         self.saver: Saver | None = None
         """None unless the Trainer is training."""
         self._store = store
         self._run = run
         self._every = every
-        self._settings = settings
-        _check(store, run, every, dict(settings))
+        self._options = SaverOptions(**options)
+        _check_store(store, run, self._options)
         self._count: _Count | None = None
         # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must work by then.
         engines_are_made_with(StoreCheckpointEngine)
@@ -56,7 +56,7 @@ class LayerstoreCallback(TrainerCallback):
     ) -> None:
         """Attach to the engine that the Trainer has made."""
         engine = engine_of(kwargs["model"], kwargs.get("optimizer"))
-        self.saver = attach(engine, self._store, run=self._run, **self._settings)
+        self.saver = attach_with(self._options, engine, self._store, run=self._run)
         self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
         self.saver.step_of = self._count.step
 
@@ -90,41 +90,25 @@ class LayerstoreCallback(TrainerCallback):
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
 
 
-def _check(store: Store | StrPath, run: str, every: object, settings: dict[str, Any]) -> None:
-    """Refuse now what `attach` would refuse once model and data are set up."""
-    named = inspect.signature(attach).parameters.values()
-    usual = {each.name: each.default for each in named if each.default is not each.empty}
-    for name in settings:
-        if name not in usual:
-            known = ["every", *usual]
-            meant = did_you_mean(nearest(name, known)) or f"there are {', '.join(known)}"
-            raise TypeError(f"LayerstoreCallback() got an unexpected keyword argument {name!r}: {meant}")
-    if every is not None and (not hasattr(every, "__index__") or operator.index(every) < 0):
-        raise InvalidInput(f"every is {every!r}", hint="every=50 also saves at every fiftieth step")
-    check_arguments(attach, None, store, run=run, **settings)
-    chosen = usual | settings
-    chosen_policy(chosen.pop("policy"))
-    _check_store(store, run, Settings(**chosen))
-
-
-def _check_store(store: Store | StrPath, run: str, settings: Settings) -> None:
+def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> None:
+    """Refuse now what `attach` would refuse of *store* once model and data are set up."""
     if isinstance(store, Store):
-        _check_names(store, run, settings)
+        _check_names(store, run, options)
         return
     path = folder_of(store)
     try:
         with open_store(path) as opened:
-            _check_names(opened, run, settings)
+            _check_names(opened, run, options)
     except NoStore:
-        _check_names(None, run, settings)
-        if not settings.create:
+        _check_names(None, run, options)
+        if not options.create:
             raise
         check_free(path, Files())
 
 
-def _check_names(store: Store | None, run: str, settings: Settings) -> None:
+def _check_names(store: Store | None, run: str, options: SaverOptions) -> None:
     check_run(store, run)
-    check_push(store, settings.push)
+    check_push(store, options.push)
 
 
 class _Count:

@@ -52,7 +52,7 @@ TOPICS = (
         "saving.md",
         "Saving and resuming",
         "save from a training loop or a Trainer, and resume",
-        ("attach", "Saver", "resume", "LayerstoreCallback", "checkpoint"),
+        ("attach", "SaverOptions", "Saver", "resume", "LayerstoreCallback", "checkpoint"),
     ),
     Topic(
         "policies.md",

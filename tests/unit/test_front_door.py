@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+from inspect import signature
 from pathlib import Path
 from typing import get_type_hints
 
@@ -10,7 +11,8 @@ import pytest
 import layerstore
 from layerstore import errors
 from layerstore.errors import LayerstoreError
-from layerstore.live.saver import SaverSettings
+from layerstore.live.saver import SaverKeywords
+from layerstore.transformers import LayerstoreCallback
 from tests.docs.python_api import INTERNAL, exported, named_in_returns
 
 ROOT = Path(__file__).parents[2]
@@ -58,10 +60,11 @@ def test_every_result_is_exported() -> None:
     assert results - INTERNAL <= set(layerstore.__all__)
 
 
-def test_the_settings_of_a_saver_are_those_of_attach() -> None:
-    """The Trainer's callback passes them on, so editors know them there too, with the same types."""
-    taken = get_type_hints(layerstore.attach)
+def test_the_options_of_a_saver_are_known_by_name() -> None:
+    """Of attach and of the Trainer's callback: to type checkers and editors, and to help() with their defaults."""
+    taken = signature(layerstore.attach).parameters
 
-    assert get_type_hints(SaverSettings) == {
-        name: of for name, of in taken.items() if name not in {"engine", "store", "run", "return"}
-    }
+    assert get_type_hints(SaverKeywords) == get_type_hints(layerstore.SaverOptions)
+    assert [*taken] == ["engine", "store", "run", *get_type_hints(SaverKeywords)]
+    assert taken["policy"].default == "latest"
+    assert [*signature(LayerstoreCallback).parameters][:4] == ["store", "run", "every", "policy"]

@@ -1,4 +1,4 @@
-"""The settings of ``layerstore.attach``, and the size of the host buffer that follows from them."""
+"""A saver's options, and the size of the host buffer that follows from them."""
 
 import os
 import warnings
@@ -10,7 +10,7 @@ from layerstore.errors import InvalidInput
 from layerstore.layers import compile_pattern
 from layerstore.limits import MIB
 from layerstore.live.deepspeed import Engine
-from layerstore.policy import Keep, Policy
+from layerstore.policy import Keep, Policy, chosen_policy
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
 
@@ -28,8 +28,65 @@ class SmallBuffer(UserWarning):
     """The host has less free memory than one save needs: training may wait for the disk."""
 
 
-class SaverSettings(TypedDict, total=False):
-    """What ``layerstore.attach`` takes besides an engine, a store and a run, for those who pass it on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverOptions:
+    """The options of ``layerstore.attach``, and of the Trainer's callback, which take them by name."""
+
+    policy: str | Policy = "latest"
+    """Which layers are due at each save; see docs/guides/policies.md."""
+    mode: Mode = "async"
+    """With ``sync``, every ``save`` waits until it is durable."""
+    host_buffer: int | str = "auto"
+    """The limit of the memory for copies on this host, in bytes or as ``"8GB"``."""
+    on_pressure: Pressure = "wait"
+    """
+    What to do when the disk does not keep up: ``wait`` for it, ``skip`` a save, or ``degrade`` it to as many layers as
+    fit.
+    """
+    keep: Keep | None = None
+    """Which commits of the run to keep: after each save, the others are collected in the background."""
+    push: str | None = None
+    """
+    A remote's name or URL: after each save, the run is pushed there in the background, and *keep* removes only what the
+    remote has.
+    """
+    durable: Durable = "local"
+    """
+    With ``remote``, a save counts as safe only once the remote has it, and ``wait`` and ``sync`` saves return then.
+    """
+    frozen: Frozen = "once"
+    """Whether frozen weights are written ``once``, or left out: ``exclude``."""
+    layer_pattern: str | None = None
+    """A regular expression that finds the layer in a parameter's name, where the built-in rule does not."""
+    on_saved: Callable[[SaveTiming], None] | None = None
+    """Called on rank 0, in its training thread, with the timing of each save that became a commit."""
+    on_failed: Callable[[SaveTiming], None] | None = None
+    """Likewise with the timing of each save that came to nothing, which says why."""
+    create: bool = True
+    """Whether to make a store if there is none at its path."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen), ("durable", Durable)):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
+        chosen_policy(self.policy)
+        compile_pattern(self.layer_pattern)
+        _buffer_bytes(self.host_buffer)
+        if self.durable == "remote" and self.push is None:
+            raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
+
+    @property
+    def of_all_ranks(self) -> str:
+        """The options that must be the same on all ranks."""
+        names = ("mode", "on_pressure", "frozen", "push", "durable")
+        policy = chosen_policy(self.policy)
+        named = [f"{name} {getattr(self, name)}" for name in names]
+        return ", ".join([*named, f"policy {policy.name} {policy.parameters}"])
+
+
+class SaverKeywords(TypedDict, total=False):
+    """`SaverOptions` by name, for type checkers, which cannot take the names from a dataclass."""
 
     policy: str | Policy
     mode: Mode
@@ -43,39 +100,6 @@ class SaverSettings(TypedDict, total=False):
     on_saved: Callable[[SaveTiming], None] | None
     on_failed: Callable[[SaveTiming], None] | None
     create: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings of ``layerstore.attach``, which documents them."""
-
-    mode: Mode
-    host_buffer: int | str
-    on_pressure: Pressure
-    frozen: Frozen
-    layer_pattern: str | None
-    keep: Keep | None
-    push: str | None
-    durable: Durable
-    on_saved: Callable[[SaveTiming], None] | None
-    on_failed: Callable[[SaveTiming], None] | None
-    create: bool
-
-    def __post_init__(self) -> None:
-        for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen), ("durable", Durable)):
-            if getattr(self, name) not in get_args(kind):
-                choices = ", ".join(map(repr, get_args(kind)))
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
-        compile_pattern(self.layer_pattern)
-        _buffer_bytes(self.host_buffer)
-        if self.durable == "remote" and self.push is None:
-            raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
-
-    @property
-    def of_all_ranks(self) -> str:
-        """The settings that must be the same on all ranks."""
-        names = ("mode", "on_pressure", "frozen", "push", "durable")
-        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
 def _buffer_bytes(wanted: int | str) -> int | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.errors import Conflict, LayerstoreError
 from layerstore.live.log import LOG
-from layerstore.live.saver.options import Settings
+from layerstore.live.saver.options import SaverOptions
 from layerstore.live.saver.request import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
@@ -213,7 +213,7 @@ class LastSave:
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
-def note_job(repo: Repository, session: str, job: Job, settings: Settings) -> None:
+def note_job(repo: Repository, session: str, job: Job, options: SaverOptions) -> None:
     """Write the timing of the finished *job* to the store, and pass it to the user's function; on rank 0 only."""
     joint = job.joint
     assert job.durable_seconds is not None
@@ -237,7 +237,7 @@ def note_job(repo: Repository, session: str, job: Job, settings: Settings) -> No
         note_timing(repo, session, timing)
     except LayerstoreError as exc:
         LOG.warning("could not record the timing of step %d: %s", joint.step, exc)
-    name, hook = ("on_saved", settings.on_saved) if timing.commit else ("on_failed", settings.on_failed)
+    name, hook = ("on_saved", options.on_saved) if timing.commit else ("on_failed", options.on_failed)
     try:
         if hook is not None:
             hook(timing)

@@ -56,13 +56,13 @@ from layerstore.live.ranks import (
 from layerstore.live.saver.background import Background, wait_at_exit
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.movements import MovementWatch, Sample
-from layerstore.live.saver.options import Settings, pool_bytes
+from layerstore.live.saver.options import SaverOptions, pool_bytes
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_training, note_job, with_job
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.snapshot import COPY_BYTES, Copier, CudaCopier, Pool, Snapshot, changing, changing_bytes
 from layerstore.numbers import Movements
-from layerstore.policy import Latest, Policy
+from layerstore.policy import Latest, chosen_policy
 from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
 from layerstore.zero3 import Pointer, Share
@@ -83,10 +83,9 @@ class Saver:
         engine: Engine,
         store: Store,
         exchange: Exchange,
-        settings: Settings,
+        options: SaverOptions,
         *,
         run: str,
-        policy: Policy,
         attempt: AttemptLock,
         place: Place,
     ) -> None:
@@ -94,23 +93,24 @@ class Saver:
         self.store = store
         self._repo = store.repo
         self.run = run
-        self._settings = settings
-        self._pattern = compile_pattern(settings.layer_pattern)
+        self._options = options
+        self._pattern = compile_pattern(options.layer_pattern)
         self._attempt = attempt
         self._place = place
         self.exchange = exchange
         is_cuda, self._is_first = engine.device.type == "cuda", engine.rank == 0
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
         with exchange.together():
-            self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
+            self._pool = Pool(pool_bytes(engine, options.host_buffer), pinned=is_cuda)
         self._is_closed = False
         self._session = open_session(exchange, self._repo)
-        follows = self._is_first and (settings.keep is not None or settings.push is not None)
-        self._collector = Collector(store, settings.keep, run=run, push=settings.push) if follows else None
+        follows = self._is_first and (options.keep is not None or options.push is not None)
+        self._collector = Collector(store, options.keep, run=run, push=options.push) if follows else None
         self._background = Background(
             self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector
         )
         self._background.begin_at(place)
+        policy = chosen_policy(options.policy)
         self._schedule = Schedule.after(place, policy, run=run)
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
         self._saves = 0
@@ -165,7 +165,7 @@ class Saver:
             pin=pin,
             metrics=metrics,
         )
-        exclude_frozen = self._settings.frozen == "exclude"
+        exclude_frozen = self._options.frozen == "exclude"
         saved = self._save(read, lambda of: self._engine.states(of.tag, of.client_state, exclude_frozen=exclude_frozen))
         self._seal()
         return saved
@@ -178,7 +178,7 @@ class Saver:
         """
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         request = SaveRequest(step=self.step_of(), client_state=client_state, folder=folder, tag=tag, is_complete=False)
-        excludes = self._settings.frozen == "exclude"
+        excludes = self._options.frozen == "exclude"
         self._save(lambda: request, lambda _: self._engine.without_frozen(states) if excludes else states)
 
     def _save(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> Saved:
@@ -200,7 +200,7 @@ class Saver:
             return repeated  # leave the previous save unsealed: more files may come into its folder
         self._seal()
         # Before any other collective: a rank that waited alone for its disk would break the others' in the end.
-        pressure = self._settings.on_pressure if agreed.is_pressed else ""
+        pressure = self._options.on_pressure if agreed.is_pressed else ""
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
         moved = self._movements.movements(sample) if self._movements and sample else Movements()
@@ -227,7 +227,7 @@ class Saver:
         if self._movements and sample:
             self._movements.saved(sample, due)
         job.held.append(held)
-        if self._settings.mode == "sync" and (request.is_complete or self._engine.ungated):
+        if self._options.mode == "sync" and (request.is_complete or self._engine.ungated):
             self._finish(job)
         held.end()
         saved = Saved(
@@ -257,16 +257,16 @@ class Saver:
         self.exchange.wait(
             lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
         )
-        if self._settings.durable == "remote":
+        if self._options.durable == "remote":
             behind = self._collector
             if behind is not None:
                 behind.retry()
             self.exchange.wait(lambda seconds: behind is None or behind.wait(seconds))
         self._learn(exchange_reports(self.exchange, self._report()))
-        if self._settings.durable == "remote":
+        if self._options.durable == "remote":
             with self.exchange.together():
                 if self._collector is not None and self._collector.push_error:
-                    raise StorageIO(self._collector.push_error, errno=None, filename=str(self._settings.push))
+                    raise StorageIO(self._collector.push_error, errno=None, filename=str(self._options.push))
 
     def _wait_for_room(self) -> bool:
         """Return True once no rank has too many saves that wait for its disk, False if that takes one too long."""
@@ -310,7 +310,7 @@ class Saver:
         """Hold the update until the state before it is fully copied or, with ``sync``, durable."""
         self._updates += 1
         self._seal()
-        if self._settings.mode == "sync" and self._jobs:
+        if self._options.mode == "sync" and self._jobs:
             job = self._jobs[-1]
             job.held.append(hold_training(self._engine.device))
             with job.held[-1]:
@@ -373,7 +373,7 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
         if self._is_first:
-            note_job(self._repo, self._session, job, self._settings)
+            note_job(self._repo, self._session, job, self._options)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class Saver:
     def _check_cuttable(self, share: Share) -> None:
         """Raise LayoutMismatch if only some layers are to be saved of a state that cannot be split by layer."""
         kept = undivided(share.state)
-        if kept and (self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"):
+        if kept and (self._schedule.policy.name != Latest.name or self._options.on_pressure == "degrade"):
             raise LayoutMismatch(
                 f"the optimizer keeps {kept}, which cannot be cut into layers: "
                 "save all of them, with policy='full' and without on_pressure='degrade'"
@@ -416,7 +416,7 @@ class Saver:
             step=files.request.step,
             save_number=self._schedule.begin(due, captured.has_moments),
             policy=policy_use(self._schedule.policy, share, due, moved),
-            layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
+            layout=partial(files.layout, layer_pattern=self._options.layer_pattern),
             pin=files.request.pin,
         )
         snapshot = Snapshot(captured, changing(objects_due(share, due)))

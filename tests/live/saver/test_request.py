@@ -11,29 +11,15 @@ import numpy as np
 import pytest
 
 import layerstore
-from layerstore import Keep, Store
+from layerstore import Store
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.filenames import TRAINER_STATE
 from layerstore.live.deepspeed import Engine
 from layerstore.live.engine import Memory, NotPlain
 from layerstore.live.resume import check_run
-from layerstore.live.saver.options import Settings
+from layerstore.live.saver.options import SaverOptions
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from tests.generated import generate
-
-USUAL: dict[str, Any] = {
-    "mode": "async",
-    "host_buffer": "auto",
-    "on_pressure": "wait",
-    "frozen": "once",
-    "layer_pattern": None,
-    "keep": Keep(last=3),
-    "push": "s3://checkpoints/sft",
-    "durable": "local",
-    "on_saved": None,
-    "on_failed": None,
-    "create": True,
-}
 
 
 @pytest.fixture
@@ -55,10 +41,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 )
 def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> None:
     """The hint lists the choices."""
-    assert Settings(**USUAL).mode == "async"
+    assert SaverOptions().mode == "async"
 
     with pytest.raises(InvalidInput, match=f"{name} is {value!r}") as caught:
-        Settings(**USUAL | {name: value})
+        SaverOptions(**cast(Any, {name: value}))
 
     assert hint in str(caught.value.hint)
 
@@ -66,7 +52,7 @@ def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> N
 def test_a_save_is_durable_there_only_if_it_is_pushed() -> None:
     """Nobody should wait for what never comes."""
     with pytest.raises(InvalidInput, match="there is no push"):
-        Settings(**USUAL | {"push": None, "durable": "remote"})
+        SaverOptions(durable="remote")
 
 
 ASKED: dict[str, Any] = {"run": "sft", "tag": "t", "step": 7, "client_state": None, "extra_files": None, "pin": None}
