@@ -1,14 +1,14 @@
 """
 Saving and resuming a live engine: this room imports DeepSpeed, Transformers and torch, inside functions.
 
-``attach.py`` and ``resume.py`` are what users call. ``saver/`` saves while training continues, ``deepspeed/`` knows
-DeepSpeed, ``engine/`` is for the engines of every trainer, and ``ranks/`` holds the messages between ranks.
+``attaching.py`` and ``resuming.py`` have what users call. ``saver/`` saves while training continues, ``deepspeed/``
+knows DeepSpeed, ``engine/`` is for the engines of every trainer, and ``ranks/`` holds the messages between ranks.
 ``trainer.py`` is the callback for Transformers' Trainer, and ``saved_names.py`` asks Transformers how it names weights.
 """
 
-from layerstore.live.attach import attach
+from layerstore.live.attaching import attach
 from layerstore.live.deepspeed import checkpoint
-from layerstore.live.resume import Resumed, resume
+from layerstore.live.resuming import Resumed, resume
 from layerstore.live.saver import Saved, Saver, SaverOptions, SmallBuffer, Status
 
 __all__ = ["Resumed", "Saved", "Saver", "SaverOptions", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]

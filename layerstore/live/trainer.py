@@ -11,10 +11,10 @@ from layerstore.arguments import checked, takes_fields_of
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
-from layerstore.live.attach import attach_with, check_push
+from layerstore.live.attaching import attach_with, check_push
 from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
 from layerstore.live.log import LOG
-from layerstore.live.resume import check_run
+from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.live.scratch import put, scratch
 from layerstore.storage import Files, check_free

@@ -162,9 +162,11 @@ class Field:
     name: str
     type: str
     text: str
+    usual: str = ""
+    """Its default."""
 
     def __str__(self) -> str:
-        return f"- `{self.name}: {self.type}`" + (f": {self.text}" if self.text else "")
+        return f"- `{self.name}: {self.type}{self.usual}`" + (f": {self.text}" if self.text else "")
 
 
 def fields(node: ast.ClassDef) -> Iterator[Field]:
@@ -174,7 +176,8 @@ def fields(node: ast.ClassDef) -> Iterator[Field]:
             text = ""
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 text = " ".join(str(following.value.value).split())
-            yield Field(entry.target.id, _plain(ast.unparse(_bare(entry.annotation))), text)
+            usual = f" = {ast.unparse(entry.value)}" if isinstance(entry.value, ast.Constant) else ""
+            yield Field(entry.target.id, _plain(ast.unparse(_bare(entry.annotation))), text, usual)
         if isinstance(entry, ast.FunctionDef) and _is_property(entry) and is_public(entry.name):
             returns = _plain(ast.unparse(entry.returns)) if entry.returns else "object"
             yield Field(entry.name, returns, " ".join((ast.get_docstring(entry) or "").split()))

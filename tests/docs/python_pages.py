@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -204,7 +204,8 @@ def _entry(entry: Entry) -> str:
 
 def _value(entry: Entry) -> str:
     assert isinstance(entry.home.node, ast.ClassDef)
-    listed = "\n".join(map(str, python_api.fields(entry.home.node)))
+    # Nobody makes these, so their defaults are of no use.
+    listed = "\n".join(str(replace(each, usual="")) for each in python_api.fields(entry.home.node))
     return f"### {entry.name}\n\n{python_api.docstring(entry.home.node)}\n\n{listed}\n"
 
 

@@ -13,8 +13,8 @@ from typer.core import TyperOption
 
 from layerstore.errors import LayerstoreError
 from layerstore.layers import parse_reference
-from layerstore.live.attach import attach
-from layerstore.live.resume import Resumed
+from layerstore.live.attaching import attach
+from layerstore.live.resuming import Resumed
 from layerstore.policy import policy_named
 from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, inline_code, name
 from tests.docs.python_api import exported, methods, parameters

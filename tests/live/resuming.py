@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore.history import resolve
-from layerstore.live.resume import Resumed
+from layerstore.live.resuming import Resumed
 from layerstore.live.saver.saver import Saver
 from tests.deepspeed import client_states, models
 from tests.deepspeed.scenarios import WORLD_SIZE, Scenario

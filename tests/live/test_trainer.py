@@ -62,7 +62,7 @@ def test_a_misspelt_option_of_a_callback_leads_to_the_nearest(name: str, meant: 
     with pytest.raises(InvalidInput, match=name) as caught:
         LayerstoreCallback(store, run="sft", **{name: 3})  # type: ignore[arg-type]  # the mistake
 
-    assert caught.value.hint == f"did you mean {meant}?"
+    assert str(caught.value.hint).startswith(f"did you mean {meant}?")
 
 
 @pytest.mark.fault(146)

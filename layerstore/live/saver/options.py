@@ -35,7 +35,7 @@ class SaverOptions:
     policy: str | Policy = "latest"
     """Which layers are due at each save; see docs/guides/policies.md."""
     mode: Mode = "async"
-    """With ``sync``, every ``save`` waits until it is durable."""
+    """``async``; with ``sync``, every ``save`` waits until it is durable."""
     host_buffer: int | str = "auto"
     """The limit of the memory for copies on this host, in bytes or as ``"8GB"``."""
     on_pressure: Pressure = "wait"
@@ -75,14 +75,6 @@ class SaverOptions:
         _buffer_bytes(self.host_buffer)
         if self.durable == "remote" and self.push is None:
             raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
-
-    @property
-    def of_all_ranks(self) -> str:
-        """The options that must be the same on all ranks."""
-        names = ("mode", "on_pressure", "frozen", "push", "durable")
-        policy = chosen_policy(self.policy)
-        named = [f"{name} {getattr(self, name)}" for name in names]
-        return ", ".join([*named, f"policy {policy.name} {policy.parameters}"])
 
 
 class SaverKeywords(TypedDict, total=False):

@@ -16,7 +16,7 @@ from layerstore.errors import Conflict, InvalidInput
 from layerstore.filenames import TRAINER_STATE
 from layerstore.live.deepspeed import Engine
 from layerstore.live.engine import Memory, NotPlain
-from layerstore.live.resume import check_run
+from layerstore.live.resuming import check_run
 from layerstore.live.saver.options import SaverOptions
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from tests.generated import generate

@@ -14,8 +14,9 @@ from layerstore.live.deepspeed import FOLDER, Engine, capture, checkpoint_engine
 from layerstore.live.engine import NotPlain
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together
-from layerstore.live.resume import check_run
+from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
+from layerstore.policy import chosen_policy
 from layerstore.store import Store, StrPath, as_store
 
 
@@ -79,7 +80,7 @@ def _agreed(
         check_push(opened, options.push)
     with exchange.together():  # by itself: DeepSpeed's part of it may need all ranks
         _check_saves(engine, options)
-    wishes = exchange.texts(f"run {run}, {options.of_all_ranks}")
+    wishes = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(wishes):
         if other != wishes[0]:
             raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
@@ -95,6 +96,14 @@ def _agreed(
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
     return opened, resumed
+
+
+def _same_on_all_ranks(options: SaverOptions, run: str) -> str:
+    policy = chosen_policy(options.policy)
+    return (
+        f"run {run}, mode {options.mode}, on_pressure {options.on_pressure}, frozen {options.frozen}, "
+        f"push {options.push}, durable {options.durable}, policy {policy.name} {policy.parameters}"
+    )
 
 
 def check_push(store: Store | None, push: str | None) -> None:
