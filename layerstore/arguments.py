@@ -59,17 +59,12 @@ def _checked(function: Any) -> Any:
     return checking
 
 
-def takes_fields_of(options: type) -> Callable[[Public], Public]:
-    """Make the signature of a function that ends in ``**options`` show the fields of the dataclass *options* there."""
-
-    def taking(function: Public) -> Public:
-        wanted = signature(function)
-        own = [each for each in wanted.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-        fields = signature(options).parameters.values()
-        vars(function)["__signature__"] = wanted.replace(parameters=[*own, *fields])
-        return function
-
-    return taking
+def show_fields(function: Callable[..., object], options: type) -> None:
+    """Make the signature of *function*, which ends in ``**options``, show the fields of the dataclass *options*."""
+    wanted = signature(function)
+    own = [each for each in wanted.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    fields = signature(options).parameters.values()
+    vars(unwrap(function))["__signature__"] = wanted.replace(parameters=[*own, *fields])
 
 
 def check_arguments(function: Any, *positional: object, **named: object) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-from layerstore.arguments import checked, takes_fields_of
+from layerstore.arguments import checked, show_fields
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
 from layerstore.layers import compile_pattern
@@ -21,7 +21,6 @@ from layerstore.store import Store, StrPath, as_store
 
 
 @checked
-@takes_fields_of(SaverOptions)
 def attach(engine: object, store: Store | StrPath, *, run: str, **options: Unpack[SaverKeywords]) -> Saver:
     """
     Return a saver of *engine*, a DeepSpeed engine under ZeRO, into *store* as run *run*.
@@ -42,6 +41,9 @@ def attach(engine: object, store: Store | StrPath, *, run: str, **options: Unpac
         Unsupported: It does not train under ZeRO, or keeps state where it cannot be saved.
     """
     return attach_with(SaverOptions(**options), engine, store, run=run)
+
+
+show_fields(attach, SaverOptions)  # to help() and editors, and to what checks the arguments
 
 
 def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *, run: str) -> Saver:

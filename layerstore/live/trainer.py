@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from layerstore.arguments import checked, takes_fields_of
+from layerstore.arguments import checked, show_fields
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
@@ -34,7 +34,6 @@ class LayerstoreCallback(TrainerCallback):
     """
 
     @checked
-    @takes_fields_of(SaverOptions)
     def __init__(
         self, store: Store | StrPath, *, run: str, every: int | None = None, **options: Unpack[SaverKeywords]
     ) -> None:
@@ -88,6 +87,9 @@ class LayerstoreCallback(TrainerCallback):
         """Return the step of this run that *engine* resumed from, 0 if none."""
         loaded = filled_with(engine)
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
+
+
+show_fields(LayerstoreCallback.__init__, SaverOptions)
 
 
 def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> None:
