@@ -174,7 +174,7 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: s
             hint="a checkpoint's folder, a Transformers config.json, RUN@STEP, or for example --params 8B --layers 32",
         )
     if name is not None and os.path.lexists(name):
-        from layerstore.live.meta_model import parameter_shapes
+        from layerstore.hf import parameter_shapes
 
         return model_at(Path(name), ask_transformers=parameter_shapes)
     if name is not None:

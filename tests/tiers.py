@@ -13,6 +13,8 @@ import pytest
 FULL = (
     "deepspeed",
     "demo/test_demo.py",
+    "hf/test_meta_model.py",
+    "hf/test_saved_names.py",
     "inspect/test_browser.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
@@ -28,10 +30,8 @@ FULL = (
     "live/test_live_faults.py",
     "live/test_loads.py",
     "live/test_matrix.py",
-    "live/test_meta_model.py",
     "live/test_parallel.py",
     "live/test_resume.py",
-    "live/test_saved_names.py",
 )
 
 

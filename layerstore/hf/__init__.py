@@ -1,5 +1,6 @@
 """Hugging Face's folders: a composite's weights as Transformers and PEFT load them."""
 
+from layerstore.hf.meta_model import parameter_shapes
 from layerstore.hf.peft import plan_beside
 from layerstore.hf.plan import CONFIG, MAX_SHARD_SIZE, goes_along, plan_export
 
@@ -7,6 +8,7 @@ __all__ = [
     "CONFIG",
     "MAX_SHARD_SIZE",
     "goes_along",
+    "parameter_shapes",
     "plan_beside",
     "plan_export",
 ]

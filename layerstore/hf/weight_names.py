@@ -238,7 +238,7 @@ def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[WeightTensor]:
 
 # -- asking Transformers -------------------------------------------------------------------------------------------
 
-_PROGRAM = "layerstore.live.saved_names"
+_PROGRAM = "layerstore.hf.saved_names"
 _INSTEAD = "compose --format shards needs no names"
 # Download nothing, and do not initialize a GPU.
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}

@@ -3,7 +3,7 @@ Saving and resuming a live engine: this room imports DeepSpeed, Transformers and
 
 ``attaching.py`` and ``resuming.py`` have what users call. ``saver/`` saves while training continues, ``deepspeed/``
 knows DeepSpeed, ``engine/`` is for the engines of every trainer, and ``ranks/`` holds the messages between ranks.
-``trainer.py`` is the callback for Transformers' Trainer, and ``saved_names.py`` asks Transformers how it names weights.
+``trainer.py`` is the callback for Transformers' Trainer.
 """
 
 from layerstore.live.attaching import attach

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from functools import cache
 
+from layerstore.hf import parameter_shapes
 from layerstore.inspect import Model
 from layerstore.inspect.model_shapes import model_of_shapes
-from layerstore.live.meta_model import parameter_shapes
 from tests.docs.scene import LLAMA_8B
 
 DEEPSPEED_BYTES = 12

@@ -167,18 +167,22 @@ FOREIGN = {
             "layerstore.live.",
             "layerstore.demo.",
             "layerstore.shares.",
+            "layerstore.hf.",
             "layerstore.arrays.state_dict",
             "layerstore.composite",
         ),
         "importing torch takes seconds and gigabytes",
     ),
     "deepspeed": (("layerstore.live.", "layerstore.demo."), "importing deepspeed takes seconds and may compile"),
-    "transformers": (("layerstore.live.", "layerstore.demo."), "importing transformers takes seconds"),
+    "transformers": (
+        ("layerstore.live.", "layerstore.demo.", "layerstore.hf."),
+        "importing transformers takes seconds",
+    ),
     "accelerate": (("layerstore.live.",), "importing accelerate takes seconds"),
 }
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
 # trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program.
-EAGER = {"layerstore.live.trainer", "layerstore.live.saved_names"}
+EAGER = {"layerstore.live.trainer", "layerstore.hf.saved_names"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}

@@ -1,7 +1,7 @@
 """
 How Transformers writes a model's weights: their names, and how tensors are split or joined.
 
-    python -m layerstore.live.saved_names <question.json >answer.json
+    python -m layerstore.hf.saved_names <question.json >answer.json
 
 Transformers 5 holds some models in memory differently than in files: Mixtral's experts are one tensor in memory and
 many on disk. Only Transformers knows these mappings. We ask it in a separate process, so that an export does not import
@@ -20,8 +20,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerstore.errors import LayerstoreError, Unsupported
+from layerstore.hf.meta_model import meta_model
 from layerstore.limits import RENAMED_RUNS_MAX
-from layerstore.live.meta_model import meta_model
 
 _TRANSFORMERS = f"Transformers {transformers.__version__}"
 

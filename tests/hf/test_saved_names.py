@@ -99,7 +99,7 @@ def test_only_models_of_transformers_5_may_be_renamed(config: dict[str, object],
 
 def test_cuts_and_joints_are_followed_through_everything_torch_does() -> None:
     """What is turned, split, joined, copied and reshaped comes from where a real tensor's elements come from."""
-    command = [sys.executable, "-m", "tests.live.origins"]
+    command = [sys.executable, "-m", "tests.hf.origins"]
     done = subprocess.run(command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True)
 
     found = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
 """
 Follow tensors without elements through what Transformers does to weights, and hold them against real ones.
 
-    python -m tests.live.origins
+    python -m tests.hf.origins
 
 The last line on stdout is a JSON object: by name, whether both have the same elements in the same order.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from layerstore.live.saved_names import Origins
+from layerstore.hf.saved_names import Origins
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import pytest
 
 from layerstore.errors import Unsupported
+from layerstore.hf.meta_model import parameter_shapes
 from layerstore.inspect import model_at
-from layerstore.live.meta_model import parameter_shapes
 
 TEXT: dict[str, Any] = {
     "vocab_size": 61,
