@@ -6,10 +6,17 @@ from layerstore.storage.environment import engine_version, index_problem
 from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
 from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook, pauses
 from layerstore.storage.locks import alone, host_name, hosts_seen, lock, open_lock_file, try_flock
-from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
+from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.object_writer import ObjectWriter, Staged
 from layerstore.storage.objects import Hashing, ObjectStore, Stretch, check_hash, read_chunks
-from layerstore.storage.repository import Repository, check_free, make_store, open_repository
+from layerstore.storage.repository import (
+    MANIFEST_DIR_VARIABLE,
+    Repository,
+    check_free,
+    make_store,
+    manifest_directory,
+    open_repository,
+)
 from layerstore.storage.syncing import Syncing
 from layerstore.storage.trash import Trash
 

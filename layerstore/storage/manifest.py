@@ -13,25 +13,18 @@ Anything that follows from rows (their order, what is hidden, which attempts exi
 stored, so the index cannot contradict itself.
 """
 
-import os
 import struct
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from layerstore.errors import InvalidInput
 from layerstore.format import DIGEST_BYTES, FORMAT, Plain, digest, pack, unpack_known
-from layerstore.layout import Layout
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
 from layerstore.storage.environment import Environment, IndexTransaction, ManifestUnusable
-from layerstore.storage.files import network_filesystem
 
 SCHEMA = 4
-MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
-_PLACE_DIGITS = 8
 _HEADER_KEY = b"header"
 _LAYERS = b"layers/"
 _RUN = b"run/"
@@ -302,49 +295,3 @@ def _run_key(run: str) -> bytes:
 
 def _row_key(name: RecordName) -> bytes:
     return _ROW_KEY.pack(_STEP, _run_key(name.run), name.step, bytes.fromhex(name.id))
-
-
-# -- where it is -----------------------------------------------------------------------------------------------------
-
-
-def manifest_directory(layout: Layout, *, store_id: str) -> Path:
-    """
-    Return the folder for the index of the store *store_id*.
-
-    That is a folder in LAYERSTORE_MANIFEST_DIR if that is set; else one inside the store, or in the user's cache if the
-    store is on a network filesystem. Outside the store it is named after both the store's id and its path, because a
-    copy of a store has the same id, and two stores must never share an index.
-
-    Raises:
-        InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
-    """
-    chosen = os.environ.get(MANIFEST_DIR_VARIABLE)
-    if chosen:
-        kind = network_filesystem(Path(chosen))
-        if kind is not None:
-            raise InvalidInput(
-                f"{MANIFEST_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
-                hint="name a folder on a disk of this node, such as one below /tmp",
-            )
-        return Path(chosen).absolute() / _name(layout, store_id)
-    if network_filesystem(layout.root) is not None:
-        return _local_folder() / _name(layout, store_id)
-    return layout.manifest
-
-
-def _name(layout: Layout, store_id: str) -> str:
-    place = digest(os.fsencode(os.path.realpath(layout.root)))
-    return f"{store_id}-{place.hex()[:_PLACE_DIGITS]}"
-
-
-def _local_folder() -> Path:
-    """Return a folder on a local disk: the user's cache, or the system's if the user's is on the network too."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
-    temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
-    for folder in (cache, temporary):
-        if network_filesystem(folder) is None:
-            return folder
-    raise InvalidInput(
-        "the store, the home folder and the temporary folder are all on network filesystems: no place for the index",
-        hint=f"set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node",
-    )

@@ -1,6 +1,7 @@
 """The open repository of one store, which every verb works on; making and opening stores."""
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from layerstore.format import (
     decode_identity,
     decode_state,
     decode_version,
+    digest,
     encode_identity,
     new_identity,
 )
@@ -24,14 +26,15 @@ from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectContent, R
 from layerstore.shares import ALONE, Shares
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
-from layerstore.storage.files import Files
+from layerstore.storage.files import Files, network_filesystem
 from layerstore.storage.locks import HeldLock, lock, open_lock_file
-from layerstore.storage.manifest import manifest_directory
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
 
 NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
+MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
+_PLACE_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,3 +295,49 @@ def _check_folders(layout: Layout, files: Files) -> None:
                 f"{folder} is on another filesystem than {layout.root}; they must be on the same filesystem",
                 hint="unmount it: new files are linked from tmp/ into their places",
             )
+
+
+# -- where the index is -----------------------------------------------------------------------------------------------
+
+
+def manifest_directory(layout: Layout, *, store_id: str) -> Path:
+    """
+    Return the folder for the index of the store *store_id*.
+
+    That is a folder in LAYERSTORE_MANIFEST_DIR if that is set; else one inside the store, or in the user's cache if the
+    store is on a network filesystem. Outside the store it is named after both the store's id and its path, because a
+    copy of a store has the same id, and two stores must never share an index.
+
+    Raises:
+        InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
+    """
+    chosen = os.environ.get(MANIFEST_DIR_VARIABLE)
+    if chosen:
+        kind = network_filesystem(Path(chosen))
+        if kind is not None:
+            raise InvalidInput(
+                f"{MANIFEST_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
+                hint="name a folder on a disk of this node, such as one below /tmp",
+            )
+        return Path(chosen).absolute() / _name(layout, store_id)
+    if network_filesystem(layout.root) is not None:
+        return _local_folder() / _name(layout, store_id)
+    return layout.manifest
+
+
+def _name(layout: Layout, store_id: str) -> str:
+    place = digest(os.fsencode(os.path.realpath(layout.root)))
+    return f"{store_id}-{place.hex()[:_PLACE_DIGITS]}"
+
+
+def _local_folder() -> Path:
+    """Return a folder on a local disk: the user's cache, or the system's if the user's is on the network too."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
+    temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
+    for folder in (cache, temporary):
+        if network_filesystem(folder) is None:
+            return folder
+    raise InvalidInput(
+        "the store, the home folder and the temporary folder are all on network filesystems: no place for the index",
+        hint=f"set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node",
+    )

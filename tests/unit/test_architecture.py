@@ -194,7 +194,7 @@ OWN_FILES = {
     "layerstore.storage.handles": "its open files",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.environment": "LMDB owns its folder; its files are looked at and given blocks beforehand",
-    "layerstore.storage.manifest": "it asks where temporary files go, and touches none",
+    "layerstore.storage.repository": "it asks where temporary files go, and touches none",
     "layerstore.storage.catalog": "it deletes the index as a whole, which is only a cache",
     "layerstore.live.saver.collector": "it talks with its process through files without a name",
     "layerstore.live.scratch": "its folders are for libraries to read, and end with the process",
