@@ -23,7 +23,7 @@ import lmdb.verify
 import pytest
 
 from layerstore.storage import lock
-from layerstore.storage.environment import problem_in
+from layerstore.storage.lmdb_file import problem_in
 from layerstore.store import Store, init
 from tests.faults.harness import (
     child,

@@ -193,6 +193,7 @@ OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
     "layerstore.storage.handles": "its open files",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
+    "layerstore.storage.lmdb_file": "LMDB owns the file that it maps",
     "layerstore.storage.environment": "LMDB owns its folder; its files are looked at and given blocks beforehand",
     "layerstore.storage.repository": "it asks where temporary files go, and touches none",
     "layerstore.storage.catalog": "it deletes the index as a whole, which is only a cache",
