@@ -26,7 +26,7 @@ from layerstore.model import Commit, CommitId, Fork, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.manifest import Manifest, RecordRow, row_of
+from layerstore.storage.index import Manifest, RecordRow, row_of
 from layerstore.units import short_id
 
 Answer = TypeVar("Answer")

@@ -118,7 +118,7 @@ def test_an_index_of_another_format_is_void(run: Run, store: Path, monkeypatch: 
     """What it remembers bears other names by now: it is made anew, and nothing is said to have vanished."""
     shutil.rmtree(store / "manifest")
     with monkeypatch.context() as older:
-        older.setattr("layerstore.storage.manifest.FORMAT", 0)
+        older.setattr("layerstore.storage.index.FORMAT", 0)
         run("log", "--store", store)
     next((store / "commits" / "sft").glob("4.*")).unlink()
 

@@ -1,7 +1,7 @@
 """
 A store is damaged, one bit at a time: every flip is seen before a wrong byte is handed out, or is without effect.
 
-Each kind of file has somebody who reads it, and judges; the index has its own sweep, in test_manifest. Then files that
+Each kind of file has somebody who reads it, and judges; the index has its own sweep, in test_index. Then files that
 are cut short, missing, or in the wrong place, which nobody repairs; what repair does is in test_repair.
 The number of silent outcomes is 0.
 """

@@ -2,7 +2,7 @@
 Any file, damaged at random while a process has the store open: of a store, a remote's cache, a partial clone, a bucket.
 
 Every answer is then the right one, an error or a warning, in the process that had it open and in the next one; and a
-verify names what is damaged. The number of silent outcomes is 0. The index has a sweep of its own, in test_manifest.
+verify names what is damaged. The number of silent outcomes is 0. The index has a sweep of its own, in test_index.
 """
 
 from __future__ import annotations

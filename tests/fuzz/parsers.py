@@ -59,7 +59,7 @@ from layerstore.remote.remotes import Remotes
 from layerstore.source.gathered import read_gathered
 from layerstore.storage import Repository, row_of
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.manifest import Manifest
+from layerstore.storage.index import Manifest
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer

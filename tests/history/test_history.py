@@ -31,7 +31,7 @@ from layerstore.storage import (
     open_repository,
     row_of,
 )
-from layerstore.storage.manifest import packed_versions
+from layerstore.storage.index import packed_versions
 from tests.faults.harness import flip
 from tests.unit import samples
 

@@ -29,7 +29,7 @@ from layerstore.storage import (
 )
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import network_filesystem
-from layerstore.storage.manifest import Manifest
+from layerstore.storage.index import Manifest
 from tests.unit import samples
 
 

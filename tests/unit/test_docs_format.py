@@ -14,7 +14,7 @@ from layerstore import limits, model
 from layerstore.dtypes import DTYPES
 from layerstore.format import records, store_json
 from layerstore.layout import Layout
-from layerstore.storage import manifest
+from layerstore.storage import index
 from layerstore.store import init
 from layerstore.zero3.pt import read_pt
 from tests.deepspeed.scenarios import HUGGING_FACE_SCENARIO_OF, SCENARIO_OF
@@ -102,7 +102,7 @@ def test_numbers_on_the_page_are_the_codes(text: str, value: bool) -> None:
         (r"schema, big-endian: (\d+)", records.SCHEMA),
         (r"the envelope \| its schema is not (\d+)", records.SCHEMA),
         (r'`\{"format": (\d+), "schema": \d+, "store": STORE_ID\}`', store_json.FORMAT),
-        (r'`\{"format": \d+, "schema": (\d+), "store": STORE_ID\}`', manifest.SCHEMA),
+        (r'`\{"format": \d+, "schema": (\d+), "store": STORE_ID\}`', index.SCHEMA),
     ],
 )
 def test_versions_on_the_page_are_the_codes(pattern: str, number: int) -> None:
