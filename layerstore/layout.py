@@ -43,7 +43,7 @@ class Layout:
         return self.root / "pins"
 
     @cached_property
-    def manifest(self) -> Path:
+    def index(self) -> Path:
         """The index, unless it lives on another disk."""
         return self.root / "manifest"
 

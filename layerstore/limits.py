@@ -122,8 +122,8 @@ RENAMED_RUNS_MAX = 1 << 18
 RENAMING_SECONDS_MAX = 300.0
 
 # The address space of the index, not its size: the file is sparse and grows with use.
-MANIFEST_MAP_BYTES = 1 * GIB
-MANIFEST_MAP_BYTES_MAX = 256 * GIB
+INDEX_MAP_BYTES = 1 * GIB
+INDEX_MAP_BYTES_MAX = 256 * GIB
 
 # How long a command waits for a lock before it says who holds it.
 LOCK_DEADLINE_SECONDS = 60.0

@@ -20,14 +20,14 @@ from layerstore.check.probes import Finding
 from layerstore.errors import LayerstoreError, NoStore
 from layerstore.layout import Layout, layout_at
 from layerstore.storage import (
-    MANIFEST_DIR_VARIABLE,
+    INDEX_DIR_VARIABLE,
     Files,
     Mount,
     engine_version,
     host_name,
     hosts_seen,
+    index_directory,
     index_problem,
-    manifest_directory,
     mount_of,
     open_repository,
 )
@@ -186,17 +186,17 @@ def _hosts(layout: Layout) -> Iterator[Finding]:
 
 
 def _index(layout: Layout, files: Files) -> Iterator[Finding]:
-    folder = manifest_directory(layout, store_id="STORE-ID")
+    folder = index_directory(layout, store_id="STORE-ID")
     mount = mount_of(folder)
-    where = "inside the store" if folder == layout.manifest else f"at {_shown(folder)}"
-    if os.environ.get(MANIFEST_DIR_VARIABLE):
-        where += f", as {MANIFEST_DIR_VARIABLE} says"
+    where = "inside the store" if folder == layout.index else f"at {_shown(folder)}"
+    if os.environ.get(INDEX_DIR_VARIABLE):
+        where += f", as {INDEX_DIR_VARIABLE} says"
     where += f", on {'an unknown filesystem' if mount is None else mount.kind}"
     nearest = next(each for each in (folder, *folder.parents) if each.is_dir())
-    if nearest == layout.manifest:
+    if nearest == layout.index:
         nearest = layout.tmp if layout.tmp.is_dir() else layout.root
     if not os.access(nearest, os.W_OK | os.X_OK):
-        hint = f"set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node that you can write to"
+        hint = f"set {INDEX_DIR_VARIABLE} to a folder on a disk of this node that you can write to"
         text = f"{where}; it cannot be written there, so answers come without it, slower"
         yield Finding("index", "note", text, hint)
         return
@@ -205,7 +205,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
     if problem is None:
         yield Finding("index", "ok", where)
     else:
-        hint = f"nothing is lost without an index; set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node"
+        hint = f"nothing is lost without an index; set {INDEX_DIR_VARIABLE} to a folder on a disk of this node"
         yield Finding("index", "note", f"{where}; it does not work there: {problem}", hint)
 
 

@@ -10,18 +10,18 @@ from layerstore.storage.locks import alone, host_name, hosts_seen, lock, open_lo
 from layerstore.storage.object_writer import ObjectWriter, Staged
 from layerstore.storage.objects import Hashing, ObjectStore, Stretch, check_hash, read_chunks
 from layerstore.storage.repository import (
-    MANIFEST_DIR_VARIABLE,
+    INDEX_DIR_VARIABLE,
     Repository,
     check_free,
+    index_directory,
     make_store,
-    manifest_directory,
     open_repository,
 )
 from layerstore.storage.syncing import Syncing
 from layerstore.storage.trash import Trash
 
 __all__ = [
-    "MANIFEST_DIR_VARIABLE",
+    "INDEX_DIR_VARIABLE",
     "Files",
     "Hashing",
     "Hook",
@@ -49,10 +49,10 @@ __all__ = [
     "hinted",
     "host_name",
     "hosts_seen",
+    "index_directory",
     "index_problem",
     "lock",
     "make_store",
-    "manifest_directory",
     "mapped_errors",
     "mount_of",
     "name_in",

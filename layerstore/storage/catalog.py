@@ -25,8 +25,8 @@ from layerstore.layers import typed
 from layerstore.model import Commit, CommitId, Fork, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
-from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.index import Manifest, RecordRow, row_of
+from layerstore.storage.environment import IndexUnusable
+from layerstore.storage.index import Index, RecordRow, row_of
 from layerstore.units import short_id
 
 Answer = TypeVar("Answer")
@@ -193,18 +193,18 @@ class Catalog:
         self._is_mirror = is_mirror
         self._directory = directory
         self._store_id = store_id
-        self._manifest: Manifest | None = None
+        self._index: Index | None = None
         self._known: dict[str, _Known] = {}
         self._guard = threading.RLock()  # one thread at a time opens, queries or replaces the index
         self.index_problem: str | None = None
         """Why there is no index, if there is none."""
-        self._refusal: ManifestUnusable | None = None
+        self._refusal: IndexUnusable | None = None
 
     def close(self) -> None:
         """Release the index."""
-        manifest, self._manifest = self._manifest, None
-        if manifest is not None:
-            manifest.close()
+        index, self._index = self._index, None
+        if index is not None:
+            index.close()
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Catalog:
         """Return the runs that have records, by name."""
         listed = {run: self._records.listing(run) for run in self._records.runs()}
         there = [run for run, names in listed.items() if any(name_in(run, name) for name in names)]
-        for run in (self._with_index(lambda manifest: manifest.runs()) or set()).difference(there):
+        for run in (self._with_index(lambda index: index.runs()) or set()).difference(there):
             self.find(run)  # reports commits that are gone
         return there
 
@@ -237,8 +237,8 @@ class Catalog:
         Lists the folder again only if it may have changed, and reads only new records.
         """
         with self._guard:
-            if self._manifest is not None:
-                self._manifest.check_process()
+            if self._index is not None:
+                self._index.check_process()
             known = self._known.get(run)
             # The folder does not show it when a damaged record is repaired in place.
             if known is None or known.view.damaged or not self._is_as_it_was(known, run):
@@ -289,7 +289,7 @@ class Catalog:
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
         """Drop the rows of the records *names*, which are gone; warn of those that nobody had dropped."""
         gone = sorted(names)
-        told = self._with_index(lambda manifest: manifest.drop(gone)) if gone else None
+        told = self._with_index(lambda index: index.drop(gone)) if gone else None
         if told and not self._is_mirror:
             named = ", ".join(f"{name.run}@{name.step} ({short_id(name.id)})" for name in told[:_NAMED_MAX])
             more = f" and {len(told) - _NAMED_MAX} more" if len(told) > _NAMED_MAX else ""
@@ -372,7 +372,7 @@ class Catalog:
         self._add_rows([row_of(commit)])
 
     def _add_rows(self, rows: list[RecordRow]) -> None:
-        self._with_index(lambda manifest: manifest.add(rows))
+        self._with_index(lambda index: index.add(rows))
         # A collection may have removed one of them meanwhile, before there was a row to drop.
         self.forget(row.name for row in rows if not self._records.is_there(row.name))
 
@@ -380,11 +380,11 @@ class Catalog:
         """Drop the rows of records that the caller has removed or moved away."""
         gone = list(names)
         if gone:
-            self._with_index(lambda manifest: manifest.drop(gone))
+            self._with_index(lambda index: index.drop(gone))
 
     def indexed(self, run: str, names: Collection[RecordName] | None = None) -> dict[str, RecordRow]:
         """Return the index's rows of *run*, or of its records *names*, unchecked, by record file name."""
-        return self._with_index(lambda manifest: manifest.rows(run, names)) or {}
+        return self._with_index(lambda index: index.rows(run, names)) or {}
 
     def rebuild(self) -> int:
         """
@@ -398,28 +398,28 @@ class Catalog:
             self._drop()
             self._known.clear()
             self.index_problem = None
-            self._with_index(lambda manifest: manifest.add([]))  # an empty store gets an index too
+            self._with_index(lambda index: index.add([]))  # an empty store gets an index too
             count = sum(len(self.view(run).rows) for run in self.runs())
         if self._refusal is not None and self.index_problem is not None:
             raise _not_made(self._refusal, self._directory)
         return count
 
-    def _with_index(self, ask: Callable[[Manifest], Answer]) -> Answer | None:
+    def _with_index(self, ask: Callable[[Index], Answer]) -> Answer | None:
         """Query the index, replacing it if it is damaged; return None if there can be none."""
         with self._guard:
             for is_last_try in (False, True):
                 if self.index_problem is not None:
                     return None
                 try:
-                    if self._manifest is None:
-                        self._manifest = Manifest(self._directory, store_id=self._store_id)
-                    return ask(self._manifest)
-                except ManifestUnusable as exc:
+                    if self._index is None:
+                        self._index = Index(self._directory, store_id=self._store_id)
+                    return ask(self._index)
+                except IndexUnusable as exc:
                     self.close()
                     self._give_up_or_drop(exc, is_last_try=is_last_try)
         return None
 
-    def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
+    def _give_up_or_drop(self, problem: IndexUnusable, *, is_last_try: bool) -> None:
         """Drop a damaged index, so that the next try makes a new one; if that is impossible, do without."""
         if not is_last_try and not self._directory.exists():
             return  # another process dropped it while we opened it
@@ -441,7 +441,7 @@ class Catalog:
         return True
 
 
-def _errno_of(problem: ManifestUnusable) -> int | None:
+def _errno_of(problem: IndexUnusable) -> int | None:
     """Return the errno behind *problem*, None if there is none."""
     cause = problem.__cause__
     while cause is not None:
@@ -453,7 +453,7 @@ def _errno_of(problem: ManifestUnusable) -> int | None:
     return None
 
 
-def _not_made(problem: ManifestUnusable, directory: Path) -> StorageIO:
+def _not_made(problem: IndexUnusable, directory: Path) -> StorageIO:
     return StorageIO(
         f"{problem}; no record is lost, and questions are answered without an index",
         errno=_errno_of(problem),

@@ -7,7 +7,7 @@ the file (``lmdb_file.py``).
 
 An environment must not be opened twice in a process, nor used across a fork. LMDB would wait forever for another
 writer. On network filesystems, mapped files differ between nodes, so the index is then kept on a disk of this node.
-``manifest.py`` defines what the values mean.
+``index.py`` defines what the values mean.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 import lmdb
 
 from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
-from layerstore.limits import MANIFEST_MAP_BYTES, MANIFEST_MAP_BYTES_MAX, PAGE_BYTES
+from layerstore.limits import INDEX_MAP_BYTES, INDEX_MAP_BYTES_MAX, PAGE_BYTES
 from layerstore.storage.lmdb_file import METAS, problem_in
 from layerstore.storage.locks import lock
 
@@ -38,7 +38,7 @@ def engine_version() -> str:
     return ".".join(map(str, lmdb.version(lib_version=0)))
 
 
-class ManifestUnusable(LayerstoreError):
+class IndexUnusable(LayerstoreError):
     """The index cannot be used as it is; the records still can."""
 
 
@@ -83,7 +83,7 @@ class Environment:
         Open the environment in *directory*, making it if there is none.
 
         Raises:
-            ManifestUnusable: It is damaged, or cannot be opened here.
+            IndexUnusable: It is damaged, or cannot be opened here.
         """
         self._directory = directory
         self._shared: _Shared | None = _acquire(directory)
@@ -121,8 +121,8 @@ class Environment:
     def _grow(self) -> None:
         environment = self.environment()
         size_bytes = environment.info()["map_size"] * 2
-        if size_bytes > MANIFEST_MAP_BYTES_MAX:
-            raise ManifestUnusable(f"the index has reached its limit of {MANIFEST_MAP_BYTES_MAX} bytes")
+        if size_bytes > INDEX_MAP_BYTES_MAX:
+            raise IndexUnusable(f"the index has reached its limit of {INDEX_MAP_BYTES_MAX} bytes")
         environment.set_mapsize(size_bytes)
 
     def environment(self) -> Any:
@@ -144,7 +144,7 @@ class Environment:
             with lock(self._directory / "writer.lock", what="the index", deadline_seconds=_WRITER_DEADLINE_SECONDS):
                 yield
         except (Locked, StorageIO) as exc:
-            raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
+            raise IndexUnusable(f"the index cannot be written: {exc}") from exc
 
     @contextlib.contextmanager
     def _transaction(self, *, write: bool) -> Iterator[Any]:
@@ -161,7 +161,7 @@ class Environment:
             raise
         except lmdb.Error as exc:
             # After a failed commit the environment is suspect, whatever LMDB says next time.
-            raise ManifestUnusable(f"the index failed: {exc}") from exc
+            raise IndexUnusable(f"the index failed: {exc}") from exc
 
 
 def index_problem(folder: Path) -> str | None:
@@ -174,7 +174,7 @@ def index_problem(folder: Path) -> str | None:
                 return None if transaction.get(b"key") == b"value" else "what was written is not read back"
         finally:
             environment.close()
-    except ManifestUnusable as exc:
+    except IndexUnusable as exc:
         return str(exc)
 
 
@@ -195,11 +195,11 @@ def _acquire(directory: Path) -> _Shared:
     with _registry_guard:
         try:
             if directory.is_symlink():
-                raise ManifestUnusable(f"{directory} is a link, which is not followed")
+                raise IndexUnusable(f"{directory} is a link, which is not followed")
             directory.mkdir(parents=True, exist_ok=True)
             state = directory.stat()
         except OSError as exc:
-            raise ManifestUnusable(f"the index folder cannot be used: {exc}") from exc
+            raise IndexUnusable(f"the index folder cannot be used: {exc}") from exc
         identity = (state.st_dev, state.st_ino)
         shared = _open_environments.get(identity)
         if shared is None or shared.pid != os.getpid():
@@ -228,7 +228,7 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
             _preallocate_lock_file(directory / "lock.mdb")
         environment = lmdb.open(
             str(directory),
-            map_size=MANIFEST_MAP_BYTES,
+            map_size=INDEX_MAP_BYTES,
             subdir=True,
             readonly=read_only,
             create=not read_only,
@@ -244,7 +244,7 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
         if not read_only:
             environment.reader_check()
     except (lmdb.Error, OSError) as exc:
-        raise ManifestUnusable(f"the index cannot be opened: {exc}") from exc
+        raise IndexUnusable(f"the index cannot be opened: {exc}") from exc
     return environment
 
 
@@ -253,7 +253,7 @@ def _preflight(directory: Path) -> None:
     path = directory / "data.mdb"
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise ManifestUnusable("the index is not a regular file")
+            raise IndexUnusable("the index is not a regular file")
         for _ in range(_PREFLIGHT_TRIES):
             before = _meta_pages(path)
             problem = problem_in(path)
@@ -261,11 +261,11 @@ def _preflight(directory: Path) -> None:
                 return
             # Trust the verdict only if no other process has committed meanwhile: pages are reused only after that.
             if _meta_pages(path) == before:
-                raise ManifestUnusable(f"the index is damaged: {problem}")
+                raise IndexUnusable(f"the index is damaged: {problem}")
     except FileNotFoundError:
         return
     except OSError as exc:
-        raise ManifestUnusable(f"the index cannot be read: {exc}") from exc
+        raise IndexUnusable(f"the index cannot be read: {exc}") from exc
 
 
 def _meta_pages(path: Path) -> bytes:

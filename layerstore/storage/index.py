@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 from layerstore.format import DIGEST_BYTES, FORMAT, Plain, digest, pack, unpack_known
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
-from layerstore.storage.environment import Environment, IndexTransaction, ManifestUnusable
+from layerstore.storage.environment import Environment, IndexTransaction, IndexUnusable
 
 SCHEMA = 4
 _HEADER_KEY = b"header"
@@ -146,7 +146,7 @@ def row_of(commit: Commit) -> RecordRow:
     )
 
 
-class Manifest:
+class Index:
     """The open index of the store *store_id*."""
 
     def __init__(self, directory: Path, *, store_id: str) -> None:
@@ -156,7 +156,7 @@ class Manifest:
         If the folder cannot be written, the index is read as it stands and changes have no effect.
 
         Raises:
-            ManifestUnusable: It is damaged, belongs to another store or schema, or cannot be opened here.
+            IndexUnusable: It is damaged, belongs to another store or schema, or cannot be opened here.
         """
         # It includes the format, so that a migration invalidates all old indexes, even on other nodes.
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
@@ -183,7 +183,7 @@ class Manifest:
         Return the rows of *run* by record file name, or those of its records *names* that have one.
 
         Raises:
-            ManifestUnusable: One of them is damaged.
+            IndexUnusable: One of them is damaged.
         """
         with self._environment.reading() as transaction:
             if names is None:
@@ -223,7 +223,7 @@ class Manifest:
         key = _LAYERS + shared
         data = transaction.get(key)
         if data is None:
-            raise ManifestUnusable("the index is damaged: the names of some layers are missing")
+            raise IndexUnusable("the index is damaged: the names of some layers are missing")
         names, forks = cast(
             "tuple[list[str], list[list[int]]]", unpack_known(self._opened(key, data), what="a row of the index")
         )
@@ -275,7 +275,7 @@ class Manifest:
         if data == expected:
             return
         if not empty or self._environment.read_only:
-            raise ManifestUnusable("the index belongs to another store, another version, or has lost its header")
+            raise IndexUnusable("the index belongs to another store, another version, or has lost its header")
         self._environment.change(lambda transaction: transaction.put(_HEADER_KEY, expected))
 
     def _sealed(self, key: bytes, payload: bytes) -> bytes:
@@ -285,7 +285,7 @@ class Manifest:
         """Check *data*, the value at *key*, and return its payload."""
         payload = data[:-DIGEST_BYTES]
         if not data.endswith(digest(self._context + key + payload)):
-            raise ManifestUnusable("the index is damaged: a checksum does not match its bytes")
+            raise IndexUnusable("the index is damaged: a checksum does not match its bytes")
         return payload
 
 

@@ -33,7 +33,7 @@ from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
 
 NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
-MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
+INDEX_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
 _PLACE_DIGITS = 8
 
 
@@ -215,7 +215,7 @@ def check_free(path: Path, files: Files) -> Layout:
     for above in layout.root.parents:
         if _is_store(above, files):
             raise InvalidInput(f"{path} is inside the store {above}", hint="choose a path elsewhere")
-    strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.manifest)})
+    strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.index)})
     if strangers:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
     return layout
@@ -260,7 +260,7 @@ def open_repository(
     records = records or RecordStore(layout, files, store_id=identity.store_id)
     catalog = Catalog(
         records,
-        directory=manifest_directory(layout, store_id=identity.store_id),
+        directory=index_directory(layout, store_id=identity.store_id),
         store_id=identity.store_id,
         is_mirror=remote is not None,
     )
@@ -300,7 +300,7 @@ def _check_folders(layout: Layout, files: Files) -> None:
 # -- where the index is -----------------------------------------------------------------------------------------------
 
 
-def manifest_directory(layout: Layout, *, store_id: str) -> Path:
+def index_directory(layout: Layout, *, store_id: str) -> Path:
     """
     Return the folder for the index of the store *store_id*.
 
@@ -311,18 +311,18 @@ def manifest_directory(layout: Layout, *, store_id: str) -> Path:
     Raises:
         InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
     """
-    chosen = os.environ.get(MANIFEST_DIR_VARIABLE)
+    chosen = os.environ.get(INDEX_DIR_VARIABLE)
     if chosen:
         kind = network_filesystem(Path(chosen))
         if kind is not None:
             raise InvalidInput(
-                f"{MANIFEST_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
+                f"{INDEX_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
                 hint="name a folder on a disk of this node, such as one below /tmp",
             )
         return Path(chosen).absolute() / _name(layout, store_id)
     if network_filesystem(layout.root) is not None:
         return _local_folder() / _name(layout, store_id)
-    return layout.manifest
+    return layout.index
 
 
 def _name(layout: Layout, store_id: str) -> str:
@@ -339,5 +339,5 @@ def _local_folder() -> Path:
             return folder
     raise InvalidInput(
         "the store, the home folder and the temporary folder are all on network filesystems: no place for the index",
-        hint=f"set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node",
+        hint=f"set {INDEX_DIR_VARIABLE} to a folder on a disk of this node",
     )

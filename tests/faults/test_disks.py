@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import InvalidInput
-from layerstore.storage import manifest_directory, no_hook
+from layerstore.storage import index_directory, no_hook
 from layerstore.store import Store, init
 from tests.faults.disks import SMALL, fill, is_remounted, mounted
 from tests.faults.harness import (
@@ -106,7 +106,7 @@ def _index_on_a_full_disk(scene: Path, place: Path) -> list[str]:
     os.environ["LAYERSTORE_MANIFEST_DIR"] = str(place)
     problems(folder / "store", scratch, earlier)  # makes it
     with Store(folder / "store") as store:
-        (manifest_directory(store.repo.layout, store_id=store.id) / "lock.mdb").unlink()
+        (index_directory(store.repo.layout, store_id=store.id) / "lock.mdb").unlink()
     ballast = fill(place, but_bytes=0)
     found = problems(folder / "store", scratch, earlier)
     for name in ("begin", "pin", "compose", "gc"):

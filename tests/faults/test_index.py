@@ -312,9 +312,9 @@ def test_an_index_that_is_cut_while_it_is_open_hurts_that_process_at_most(
 def _replace_by(make: Callable[[Path], object], name: str) -> Callable[[Path], object]:
     """Return what puts something else in the place of the index's file *name*."""
 
-    def harm(manifest: Path) -> None:
-        (manifest / name).unlink()
-        make(manifest / name)
+    def harm(index: Path) -> None:
+        (index / name).unlink()
+        make(index / name)
 
     return harm
 
@@ -323,27 +323,27 @@ def _link(path: Path) -> None:
     path.symlink_to(path.parents[2] / "planted")
 
 
-def _file_for_folder(manifest: Path) -> None:
-    shutil.rmtree(manifest)
-    manifest.write_bytes(b"x")
+def _file_for_folder(index: Path) -> None:
+    shutil.rmtree(index)
+    index.write_bytes(b"x")
 
 
-def _link_for_folder(manifest: Path) -> None:
-    manifest.rename(manifest.parent.parent / "elsewhere")
-    manifest.symlink_to(manifest.parent.parent / "elsewhere")
+def _link_for_folder(index: Path) -> None:
+    index.rename(index.parent.parent / "elsewhere")
+    index.symlink_to(index.parent.parent / "elsewhere")
 
 
-def _newer_engine(manifest: Path) -> None:
-    shutil.rmtree(manifest)
-    manifest.mkdir()
-    lmdb.open(str(manifest), lib_version=1).close()
+def _newer_engine(index: Path) -> None:
+    shutil.rmtree(index)
+    index.mkdir()
+    lmdb.open(str(index), lib_version=1).close()
 
 
 def _in_rows(change: Callable[[Any, list[tuple[bytes, bytes]]], object]) -> Callable[[Path], object]:
     """Return what lets *change* alter the rows in a transaction."""
 
-    def harm(manifest: Path) -> None:
-        with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
+    def harm(index: Path) -> None:
+        with lmdb.open(str(index), lib_version=0) as environment, environment.begin(write=True) as transaction:
             change(transaction, list(transaction.cursor()))
 
     return harm
@@ -362,12 +362,12 @@ def _strange(transaction: Any, rows: list[tuple[bytes, bytes]]) -> None:
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "nothing there": shutil.rmtree,
-    "no data": lambda manifest: (manifest / "data.mdb").unlink(),
-    "no lock": lambda manifest: (manifest / "lock.mdb").unlink(),
-    "empty": lambda manifest: (manifest / "data.mdb").write_bytes(b""),
-    "short lock": lambda manifest: (manifest / "lock.mdb").write_bytes(b"x"),
-    "noisy lock": lambda manifest: (manifest / "lock.mdb").write_bytes(os.urandom(8192)),
-    "long noisy lock": lambda manifest: (manifest / "lock.mdb").write_bytes(os.urandom(100_000)),
+    "no data": lambda index: (index / "data.mdb").unlink(),
+    "no lock": lambda index: (index / "lock.mdb").unlink(),
+    "empty": lambda index: (index / "data.mdb").write_bytes(b""),
+    "short lock": lambda index: (index / "lock.mdb").write_bytes(b"x"),
+    "noisy lock": lambda index: (index / "lock.mdb").write_bytes(os.urandom(8192)),
+    "long noisy lock": lambda index: (index / "lock.mdb").write_bytes(os.urandom(100_000)),
     "a file for the folder": _file_for_folder,
     "a link for the folder": _link_for_folder,
     "a folder for data": _replace_by(Path.mkdir, "data.mdb"),
@@ -386,8 +386,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _harm(name: str, manifest: Path) -> None:
-    DAMAGE[name](manifest)
+def _harm(name: str, index: Path) -> None:
+    DAMAGE[name](index)
 
 
 @pytest.mark.fault(41, 42, 86, 92, 100)
@@ -412,9 +412,9 @@ def test_a_strange_index_is_rebuilt(scene: Scene, fast_path: Path, name: str) ->
 def _suspended_writer(path: Path) -> None:
     with Store(path) as store:
         store.log()
-        manifest = store._repo.catalog._manifest
-        assert manifest is not None
-        environment = manifest._environment.environment()
+        index = store._repo.catalog._index
+        assert index is not None
+        environment = index._environment.environment()
         with (
             lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0),
             environment.begin(write=True),

@@ -58,8 +58,8 @@ from layerstore.remote.pull import completed
 from layerstore.remote.remotes import Remotes
 from layerstore.source.gathered import read_gathered
 from layerstore.storage import Repository, row_of
-from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.index import Manifest
+from layerstore.storage.environment import IndexUnusable
+from layerstore.storage.index import Index
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer
@@ -441,20 +441,20 @@ def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., B
 
 def _index() -> Parser:
     """Return the parser of an index's values: a row under its key."""
-    manifest = Manifest(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
+    index = Index(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
     hidden = samples.commit(samples.record(step=2))
     sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
-    manifest.add([sound])
-    with manifest._environment.reading() as transaction:
+    index.add([sound])
+    with index._environment.reading() as transaction:
         ((key, data),) = list(transaction.scan(b"step/"))
 
     def parse(value: bytes, folder: Path) -> object:
-        manifest._environment.change(lambda transaction: transaction.put(key, value))
-        found = manifest.rows("sft")
+        index._environment.change(lambda transaction: transaction.put(key, value))
+        found = index.rows("sft")
         assert found == {sound.file_name: sound}, "another row"
         return found
 
-    return Parser(inputs=changed([data]), parse=parse, right=(ManifestUnusable,))
+    return Parser(inputs=changed([data]), parse=parse, right=(IndexUnusable,))
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class Run:
             self.repo = open_repository(self.repo.layout.root, Files())
         elif what == "lose index":
             self.repo.catalog.close()
-            shutil.rmtree(self.repo.layout.manifest, ignore_errors=True)
+            shutil.rmtree(self.repo.layout.index, ignore_errors=True)
             self.repo = open_repository(self.repo.layout.root, Files())
             self.remembered.clear()
         elif what == "look":

@@ -23,13 +23,13 @@ from layerstore.storage import (
     Repository,
     RunView,
     files,
-    manifest_directory,
+    index_directory,
     open_repository,
     row_of,
 )
-from layerstore.storage.environment import ManifestUnusable
+from layerstore.storage.environment import IndexUnusable
 from layerstore.storage.files import network_filesystem
-from layerstore.storage.index import Manifest
+from layerstore.storage.index import Index
 from tests.unit import samples
 
 
@@ -82,8 +82,8 @@ def test_a_commit_that_the_index_does_not_know_is_found(repo: Repository) -> Non
     repo.records.link(samples.commit(samples.record(step=8)))
 
     assert steps(repo.catalog.view("sft")) == [2, 4, 6, 8]
-    with contextlib.closing(Manifest(repo.layout.manifest, store_id=repo.identity.store_id)) as manifest:
-        assert len(manifest.rows("sft")) == 4
+    with contextlib.closing(Index(repo.layout.index, store_id=repo.identity.store_id)) as index:
+        assert len(index.rows("sft")) == 4
 
 
 @pytest.mark.fault(93)
@@ -214,7 +214,7 @@ def noise(folder: Path) -> None:
 def test_a_damaged_index_changes_no_answer(repo: Repository, harm: Callable[[Path], None]) -> None:
     """Missing, cut, overwritten: the index is replaced, nothing is lost and no process dies."""
     repo.catalog.close()
-    harm(repo.layout.manifest)
+    harm(repo.layout.index)
     with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
         publish(again, samples.commit(samples.record(step=8)))
@@ -228,7 +228,7 @@ def test_a_damaged_index_changes_no_answer(repo: Repository, harm: Callable[[Pat
 def test_a_rebuild_is_told(repo: Repository) -> None:
     """Replacing a damaged index is one line of notice that says nothing is lost."""
     repo.catalog.close()
-    noise(repo.layout.manifest)
+    noise(repo.layout.index)
     with (
         reopened(repo) as again,
         pytest.warns(IndexNotice, match="rebuilding it from the commit records; no record is lost"),
@@ -248,14 +248,14 @@ def test_too_little_memory_says_nothing_of_the_index(repo: Repository, monkeypat
         with reopened(repo) as again, pytest.warns(IndexNotice, match="going on without it, slower"):
             assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
-    assert (repo.layout.manifest / "data.mdb").exists()
+    assert (repo.layout.index / "data.mdb").exists()
     assert not [*repo.layout.root.glob("manifest.*")]
 
 
 @pytest.mark.fault(39)
 def test_every_flipped_value_is_found(repo: Repository) -> None:
     """Whichever byte of a row's value changes, the row is refused; none is answered from."""
-    directory, store_id = repo.layout.manifest, repo.identity.store_id
+    directory, store_id = repo.layout.index, repo.identity.store_id
     repo.catalog.close()
 
     def rewrite(key: bytes, value: bytes) -> None:
@@ -266,16 +266,16 @@ def test_every_flipped_value_is_found(repo: Repository) -> None:
         key, data = next((bytes(key), bytes(value)) for key, value in transaction.cursor() if key.startswith(b"step/"))
     for position in range(0, len(data), 7):
         rewrite(key, data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
-        with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest, pytest.raises(ManifestUnusable):
-            manifest.rows("sft")
+        with contextlib.closing(Index(directory, store_id=store_id)) as index, pytest.raises(IndexUnusable):
+            index.rows("sft")
     rewrite(key, data)
-    with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest:
-        assert len(manifest.rows("sft")) == 3
+    with contextlib.closing(Index(directory, store_id=store_id)) as index:
+        assert len(index.rows("sft")) == 3
 
 
 def test_a_row_under_another_key_is_found(repo: Repository) -> None:
     """A whole row that a damaged page shows under another key is refused."""
-    directory = repo.layout.manifest
+    directory = repo.layout.index
     repo.catalog.close()
     with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
         first, second = [bytes(key) for key, _ in transaction.cursor() if key.startswith(b"step/")][:2]
@@ -283,10 +283,10 @@ def test_a_row_under_another_key_is_found(repo: Repository) -> None:
         assert other is not None
         transaction.put(first, other)
     with (
-        contextlib.closing(Manifest(directory, store_id=repo.identity.store_id)) as manifest,
-        pytest.raises(ManifestUnusable),
+        contextlib.closing(Index(directory, store_id=repo.identity.store_id)) as index,
+        pytest.raises(IndexUnusable),
     ):
-        manifest.rows("sft")
+        index.rows("sft")
 
 
 @pytest.mark.fault(99, 100)
@@ -326,15 +326,15 @@ def test_a_rebuild_equals_the_original(repo: Repository) -> None:
 def test_the_index_grows_when_it_is_full(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full map is doubled and the write repeated, unseen by whoever asked."""
     repo.catalog.close()
-    shutil.rmtree(repo.layout.manifest)
-    monkeypatch.setattr("layerstore.storage.environment.MANIFEST_MAP_BYTES", 64 * 1024)
+    shutil.rmtree(repo.layout.index)
+    monkeypatch.setattr("layerstore.storage.environment.INDEX_MAP_BYTES", 64 * 1024)
     names = [f"layer.{step}".ljust(2000, ".") for step in range(100)]
     commits = [samples.commit(samples.record(step=step, layers=[samples.entry(names[step])])) for step in range(100)]
-    with contextlib.closing(Manifest(repo.layout.manifest, store_id=repo.identity.store_id)) as manifest:
+    with contextlib.closing(Index(repo.layout.index, store_id=repo.identity.store_id)) as index:
         for commit in commits:
-            manifest.add([row_of(commit)])
+            index.add([row_of(commit)])
 
-        assert list(manifest.rows("sft").values()) == [row_of(commit) for commit in commits]
+        assert list(index.rows("sft").values()) == [row_of(commit) for commit in commits]
 
 
 # -- where the index lives -----------------------------------------------------------------------------------------
@@ -378,19 +378,19 @@ def test_the_index_is_kept_off_network_filesystems(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/u/.cache")
     store_id = samples.STORE_ID
 
-    assert manifest_directory(Layout(Path("/home/u/store")), store_id=store_id) == Path("/home/u/store/manifest")
-    cached = manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
+    assert index_directory(Layout(Path("/home/u/store")), store_id=store_id) == Path("/home/u/store/manifest")
+    cached = index_directory(Layout(Path("/scratch/store")), store_id=store_id)
     assert cached.parent == Path("/home/u/.cache/layerstore/manifests")
     assert cached.name.startswith(f"{store_id}-")
 
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/fast")
-    chosen = manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
+    chosen = index_directory(Layout(Path("/scratch/store")), store_id=store_id)
     assert chosen == Path("/fast") / cached.name
-    assert chosen != manifest_directory(Layout(Path("/scratch/copy")), store_id=store_id)
+    assert chosen != index_directory(Layout(Path("/scratch/copy")), store_id=store_id)
 
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/data/index")
     with pytest.raises(InvalidInput, match="is on nfs4: an LMDB index must be on a local disk"):
-        manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
+        index_directory(Layout(Path("/scratch/store")), store_id=store_id)
 
 
 @pytest.mark.fault(19)
@@ -401,7 +401,7 @@ def test_a_full_disk_does_not_kill_the_process(repo: Repository, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     repo.catalog.close()
-    shutil.rmtree(repo.layout.manifest)
+    shutil.rmtree(repo.layout.index)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     again = open_repository(repo.layout.root, Files())
     with pytest.warns(IndexNotice):

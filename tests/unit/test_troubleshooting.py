@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 
 from layerstore import errors
-from layerstore.storage.environment import ManifestUnusable
+from layerstore.storage.environment import IndexUnusable
 from tests.unit.test_architecture import MODULES, ROOT
 
 FOLDER = ROOT / "docs" / "operating" / "troubleshooting"
@@ -27,7 +27,7 @@ WARNINGS = {
 }
 CLASSES = {
     value.__name__
-    for value in [*vars(errors).values(), ManifestUnusable]
+    for value in [*vars(errors).values(), IndexUnusable]
     if isinstance(value, type) and issubclass(value, errors.LayerstoreError)
 }
 HOLE = "…"
