@@ -2,10 +2,9 @@
 
 from layerstore.storage.catalog import IndexNotice, RunView
 from layerstore.storage.commits import RecordName, RecordStore, hinted, name_in, read_identity, stated_ids
-from layerstore.storage.environment import engine_version, index_problem
 from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
 from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook, pauses
-from layerstore.storage.index import RecordRow, row_of
+from layerstore.storage.index import RecordRow, engine_version, index_problem, row_of
 from layerstore.storage.locks import alone, host_name, hosts_seen, lock, open_lock_file, try_flock
 from layerstore.storage.object_writer import ObjectWriter, Staged
 from layerstore.storage.objects import Hashing, ObjectStore, Stretch, check_hash, read_chunks

@@ -1,8 +1,8 @@
 """
-Records and index together: this module answers every question about which commits exist.
+The catalog: answers every question about which commits exist, from the folders' listings and the records.
 
-The folder listing decides which commits exist, the record decides what a commit says, and the index saves reading all
-records. The answers are the same whatever is wrong with the index.
+The index (``index.py``) only saves reading all records: the catalog keeps it in step with the listings, drops it when
+it is damaged, and gives the same answers without it.
 """
 
 import contextlib
@@ -25,8 +25,7 @@ from layerstore.layers import typed
 from layerstore.model import Commit, CommitId, Fork, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
-from layerstore.storage.environment import IndexUnusable
-from layerstore.storage.index import Index, RecordRow, row_of
+from layerstore.storage.index import Index, IndexUnusable, RecordRow, row_of
 from layerstore.units import short_id
 
 Answer = TypeVar("Answer")

@@ -11,18 +11,31 @@ Entries (docs/reference/format.md, section 7):
     step/RUN STEP ID    the row of one commit
 Anything that follows from rows (their order, what is hidden, which attempts exist) is derived on demand and never
 stored, so the index cannot contradict itself.
+
+Only this module uses lmdb. A file must not be opened twice in a process, nor used across a fork; LMDB would wait
+forever for another writer; and it trusts the files that it maps, so ``lmdb_file.py`` checks them first. On network
+filesystems, mapped files differ between nodes, so the index is then kept on a disk of this node (``repository.py``).
 """
 
+import contextlib
+import os
+import stat
 import struct
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import lmdb
+
+from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
 from layerstore.format import DIGEST_BYTES, FORMAT, Plain, digest, pack, unpack_known
+from layerstore.limits import INDEX_MAP_BYTES, INDEX_MAP_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
-from layerstore.storage.environment import Environment, IndexTransaction, IndexUnusable
+from layerstore.storage.lmdb_file import preallocate_lock_file, problem_in
+from layerstore.storage.locks import lock
 
 SCHEMA = 4
 _HEADER_KEY = b"header"
@@ -33,6 +46,12 @@ _STEP = b"step/"
 _ROW_KEY = struct.Struct(f">{len(_STEP)}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
 # Attempt, save number, digest of the model (layers' names and lineage), count of superseded commits.
 _ROW_HEAD = struct.Struct(f">QQ{DIGEST_BYTES}sI")
+# LMDB itself would wait forever for another writer, even a suspended one.
+_WRITER_DEADLINE_SECONDS = 10.0
+
+
+class IndexUnusable(LayerstoreError):
+    """The index cannot be used as it is; the records still can."""
 
 
 class RecordRow(NamedTuple):
@@ -102,7 +121,8 @@ class RecordRow(NamedTuple):
         return self._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
 
-_Shared = tuple[tuple[str, ...], tuple[Fork, ...]]
+_Named = tuple[tuple[str, ...], tuple[Fork, ...]]
+"""Layer names and a lineage."""
 _Packed = tuple[bytes, list[int], list[tuple[int, int | None, str, int, int, int]]]
 
 
@@ -160,8 +180,10 @@ class Index:
         """
         # It includes the format, so that a migration invalidates all old indexes, even on other nodes.
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
-        self._shared: dict[bytes, _Shared] = {}
-        self._environment = Environment(directory)
+        self._named: dict[bytes, _Named] = {}
+        self._directory = directory
+        self._opened: _Opened | None = _acquire(directory)
+        self._is_read_only = self._opened.is_read_only
         try:
             self._check_header()
         except BaseException:
@@ -170,11 +192,13 @@ class Index:
 
     def close(self) -> None:
         """Release the index; calling it twice is harmless."""
-        self._environment.close()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            _release(opened)
 
     def check_process(self) -> None:
         """Raise Internal if the index is closed, or was opened before a fork."""
-        self._environment.environment()
+        self._environment()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -185,24 +209,24 @@ class Index:
         Raises:
             IndexUnusable: One of them is damaged.
         """
-        with self._environment.reading() as transaction:
+        with self._transaction() as transaction:
             if names is None:
-                return dict(self._rows(transaction, run, transaction.scan(_STEP + _run_key(run))))
+                return dict(self._rows(transaction, run, _scan(transaction, _STEP + _run_key(run))))
             found = ((key, transaction.get(key)) for key in map(_row_key, names))
             return dict(self._rows(transaction, run, ((key, data) for key, data in found if data is not None)))
 
     def runs(self) -> set[str]:
         """Return the names of all runs that have rows."""
-        with self._environment.reading() as transaction:
-            named = [self._opened(key, data).decode() for key, data in transaction.scan(_RUN)]
-            return {run for run in named if next(transaction.scan(_STEP + _run_key(run)), None)}
+        with self._transaction() as transaction:
+            named = [self._unsealed(key, data).decode() for key, data in _scan(transaction, _RUN)]
+            return {run for run in named if next(_scan(transaction, _STEP + _run_key(run)), None)}
 
     def _rows(
-        self, transaction: IndexTransaction, run: str, found: Iterable[tuple[bytes, bytes]]
+        self, transaction: Any, run: str, found: Iterable[tuple[bytes, bytes]]
     ) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
         for key, data in found:  # a long run has ten thousand, so avoid calls here
-            payload = self._opened(key, data)
+            payload = self._unsealed(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)
             commit_id = digest_of_record.hex()
@@ -210,7 +234,7 @@ class Index:
             if count:
                 ends = range(size_bytes + DIGEST_BYTES, size_bytes + count * DIGEST_BYTES + 1, DIGEST_BYTES)
                 supersedes = tuple(CommitId(payload[end - DIGEST_BYTES : end].hex()) for end in ends)
-            layer_names, lineage = self._shared.get(shared) or self._read_shared(transaction, shared)
+            layer_names, lineage = self._named.get(shared) or self._read_named(transaction, shared)
             versions = payload[size_bytes + count * DIGEST_BYTES :]
             # RecordRow(…), but without the call of its Python __new__.
             row = tuple.__new__(
@@ -219,23 +243,23 @@ class Index:
             )
             yield f"{step}.{commit_id}", row
 
-    def _read_shared(self, transaction: IndexTransaction, shared: bytes) -> "_Shared":
+    def _read_named(self, transaction: Any, shared: bytes) -> _Named:
         key = _LAYERS + shared
         data = transaction.get(key)
         if data is None:
             raise IndexUnusable("the index is damaged: the names of some layers are missing")
         names, forks = cast(
-            "tuple[list[str], list[list[int]]]", unpack_known(self._opened(key, data), what="a row of the index")
+            "tuple[list[str], list[list[int]]]", unpack_known(self._unsealed(key, data), what="a row of the index")
         )
         lineage = tuple(Fork(attempt=attempt, step=step) for attempt, step in forks)
-        return self._shared.setdefault(shared, (tuple(names), lineage))
+        return self._named.setdefault(shared, (tuple(names), lineage))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def add(self, rows: Iterable[RecordRow]) -> None:
         """Add *rows* in one transaction."""
 
-        def put(transaction: IndexTransaction) -> None:
+        def put(transaction: Any) -> None:
             for row in rows:
                 forks: list[Plain] = [[fork.attempt, fork.step] for fork in row.lineage]
                 shared = pack([list(row.layer_names), forks])
@@ -251,42 +275,111 @@ class Index:
         """Drop the rows of the records *names*; return the names that had a row."""
         found: list[RecordName] = []
 
-        def delete(transaction: IndexTransaction) -> None:
+        def delete(transaction: Any) -> None:
             found[:] = [name for name in names if transaction.delete(_row_key(name))]
 
         self._change(delete)
         return found
 
-    def _change(self, work: Callable[[IndexTransaction], None]) -> None:
-        if not self._environment.read_only:
-            self._environment.change(work)
-
-    def _put(self, transaction: IndexTransaction, key: bytes, payload: bytes) -> None:
+    def _put(self, transaction: Any, key: bytes, payload: bytes) -> None:
         if transaction.get(key) is None:
-            transaction.put(key, self._sealed(key, payload))
+            sealed = self._sealed(key, payload)
+            # Append if possible: LMDB then fills its pages, and an index has half as many.
+            if not transaction.put(key, sealed, append=True):
+                transaction.put(key, sealed)
+
+    def _change(self, work: Callable[[Any], object]) -> None:
+        """
+        Run *work* in a transaction: all of its changes are durable once this returns; none is made if it fails.
+
+        If the map is full, it grows and *work* is called once more.
+        """
+        if self._is_read_only:
+            return
+        try:
+            self._change_once(work)
+        except lmdb.MapFullError:
+            self._grow()
+            self._change_once(work)
+
+    def _change_once(self, work: Callable[[Any], object]) -> None:
+        # If a writer is stuck, the others make a new index.
+        turn = lock(self._directory / "writer.lock", what="the index", deadline_seconds=_WRITER_DEADLINE_SECONDS)
+        try:
+            with turn, self._transaction(write=True) as transaction:
+                work(transaction)
+        except (Locked, StorageIO) as exc:
+            raise IndexUnusable(f"the index cannot be written: {exc}") from exc
+
+    def _grow(self) -> None:
+        environment = self._environment()
+        size_bytes = environment.info()["map_size"] * 2
+        if size_bytes > INDEX_MAP_BYTES_MAX:
+            raise IndexUnusable(f"the index has reached its limit of {INDEX_MAP_BYTES_MAX} bytes")
+        environment.set_mapsize(size_bytes)
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def _check_header(self) -> None:
         expected = self._sealed(_HEADER_KEY, self._context)
-        with self._environment.reading() as transaction:
+        with self._transaction() as transaction:
             data = transaction.get(_HEADER_KEY)
-            empty = data is None and next(transaction.scan(b""), None) is None
+            empty = data is None and next(_scan(transaction, b""), None) is None
         if data == expected:
             return
-        if not empty or self._environment.read_only:
+        if not empty or self._is_read_only:
             raise IndexUnusable("the index belongs to another store, another version, or has lost its header")
-        self._environment.change(lambda transaction: transaction.put(_HEADER_KEY, expected))
+        self._change(lambda transaction: transaction.put(_HEADER_KEY, expected))
+
+    @contextlib.contextmanager
+    def _transaction(self, *, write: bool = False) -> Iterator[Any]:
+        environment = self._environment()
+        try:
+            try:
+                transaction = environment.begin(write=write)
+            except lmdb.MapResizedError:  # another process grew the map
+                environment.set_mapsize(0)
+                transaction = environment.begin(write=write)
+            with transaction:
+                yield transaction
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error as exc:
+            # After a failed commit the environment is suspect, whatever LMDB says next time.
+            raise IndexUnusable(f"the index failed: {exc}") from exc
+
+    def _environment(self) -> Any:
+        """Return LMDB's own object; raises Internal if it is closed, or was opened before a fork."""
+        opened = self._opened
+        if opened is None:
+            raise Internal("the index was used after it was closed")
+        if opened.pid != os.getpid():
+            raise Internal(
+                f"this store was opened in process {opened.pid} and is used in its child {os.getpid()}",
+                hint="open the store again after the fork, or start workers with 'spawn'",
+            )
+        return opened.environment
 
     def _sealed(self, key: bytes, payload: bytes) -> bytes:
         return payload + digest(self._context + key + payload)
 
-    def _opened(self, key: bytes, data: bytes) -> bytes:
+    def _unsealed(self, key: bytes, data: bytes) -> bytes:
         """Check *data*, the value at *key*, and return its payload."""
         payload = data[:-DIGEST_BYTES]
         if not data.endswith(digest(self._context + key + payload)):
             raise IndexUnusable("the index is damaged: a checksum does not match its bytes")
         return payload
+
+
+def _scan(transaction: Any, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the entries whose keys start with *prefix*, in order."""
+    with transaction.cursor() as cursor:
+        if not cursor.set_range(prefix):
+            return
+        for key, data in cursor:
+            if not key.startswith(prefix):
+                return
+            yield key, data
 
 
 def _run_key(run: str) -> bytes:
@@ -295,3 +388,105 @@ def _run_key(run: str) -> bytes:
 
 def _row_key(name: RecordName) -> bytes:
     return _ROW_KEY.pack(_STEP, _run_key(name.run), name.step, bytes.fromhex(name.id))
+
+
+# -- opening it ------------------------------------------------------------------------------------------------------
+
+
+def engine_version() -> str:
+    """Return the version of LMDB that makes new indexes."""
+    return ".".join(map(str, lmdb.version(lib_version=0)))
+
+
+def index_problem(folder: Path) -> str | None:
+    """Try to make, write and read an index in *folder*; return what fails, None if nothing does."""
+    try:
+        for _ in range(2):  # made with a header, which opening it again reads
+            Index(folder / "index", store_id="a trial").close()
+    except IndexUnusable as exc:
+        return str(exc)
+    return None
+
+
+# LMDB forbids opening a file twice in one process: the first close would drop its locks.
+_open_environments: dict[tuple[int, int], "_Opened"] = {}
+_registry_guard = threading.Lock()
+
+
+@dataclass(slots=True)
+class _Opened:
+    environment: Any
+    is_read_only: bool
+    users: int = 0
+    pid: int = field(default_factory=os.getpid)
+
+
+def _acquire(directory: Path) -> _Opened:
+    with _registry_guard:
+        try:
+            if directory.is_symlink():
+                raise IndexUnusable(f"{directory} is a link, which is not followed")
+            directory.mkdir(parents=True, exist_ok=True)
+            state = directory.stat()
+        except OSError as exc:
+            raise IndexUnusable(f"the index folder cannot be used: {exc}") from exc
+        identity = (state.st_dev, state.st_ino)
+        opened = _open_environments.get(identity)
+        if opened is None or opened.pid != os.getpid():
+            is_read_only = not os.access(directory, os.W_OK)
+            opened = _Opened(_open_environment(directory, read_only=is_read_only), is_read_only)
+            _open_environments[identity] = opened
+        opened.users += 1
+        return opened
+
+
+def _release(opened: _Opened) -> None:
+    with _registry_guard:
+        opened.users -= 1
+        if opened.users or opened.pid != os.getpid():
+            return
+        opened.environment.close()
+        for identity, other in list(_open_environments.items()):
+            if other is opened:
+                del _open_environments[identity]
+
+
+def _open_environment(directory: Path, *, read_only: bool) -> Any:
+    _check_file(directory / "data.mdb")
+    try:
+        if not read_only:
+            preallocate_lock_file(directory / "lock.mdb")
+        environment = lmdb.open(
+            str(directory),
+            map_size=INDEX_MAP_BYTES,
+            subdir=True,
+            readonly=read_only,
+            create=not read_only,
+            metasync=True,
+            sync=True,
+            map_async=False,
+            writemap=False,
+            lock=True,
+            max_dbs=0,
+            mode=0o666,
+            lib_version=0,
+        )
+        if not read_only:
+            environment.reader_check()
+    except (lmdb.Error, OSError) as exc:
+        raise IndexUnusable(f"the index cannot be opened: {exc}") from exc
+    return environment
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a data file that could crash LMDB; a missing or empty one is fine, LMDB makes its own."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise IndexUnusable("the index is not a regular file")
+        problem = problem_in(path)
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise IndexUnusable(f"the index cannot be read: {exc}") from exc
+    if problem is not None:
+        raise IndexUnusable(f"the index is damaged: {problem}")

@@ -1,9 +1,10 @@
 """
-LMDB's data file, checked page by page before LMDB maps it and trusts it.
+LMDB's files, made safe before LMDB maps and trusts them.
 
-Pages have no checksums: a truncated file, or an offset that points outside its page, kills the process with a signal
-instead of raising an error. ``lmdb.verify`` checks the same and more, but takes ten times as long (ADR 31); tests
-compare the two. This knows the one kind of table that the index uses, and refuses everything else.
+Pages of the data file have no checksums: a truncated file, or an offset that points outside its page, kills the process
+with a signal instead of raising an error. So every page that the trees reach is checked first. ``lmdb.verify`` checks
+the same and more, but takes several times as long (ADR 31); tests compare the two. This knows the one kind of table
+that the index uses, and refuses everything else.
 """
 
 import mmap
@@ -16,8 +17,11 @@ from typing import NamedTuple
 
 from layerstore.limits import PAGE_BYTES
 
-METAS = 2
-"""Meta pages at the beginning of the file."""
+_LOCK_FILE_BYTES = 2 * PAGE_BYTES
+# Only a commit of another process spoils a try.
+_TRIES = 20
+
+_METAS = 2
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _NO_ROOT = 2**64 - 1
@@ -52,14 +56,40 @@ class _Unsound(Exception):
     """Something is not the way LMDB leaves it."""
 
 
+def preallocate_lock_file(path: Path) -> None:
+    """Allocate the lock file's blocks: on a full disk, LMDB would be killed by a signal instead of getting an error."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        if os.fstat(fd).st_size < _LOCK_FILE_BYTES:
+            os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(fd)
+
+
 def problem_in(path: Path) -> str | None:
     """Return what is wrong with the file *path*, None if LMDB can open it; an empty file is fine."""
+    for _ in range(_TRIES):
+        before = _meta_pages(path)
+        problem = _problem_now(path)
+        # Trust the verdict only if no other process has committed meanwhile: pages are reused only after that.
+        if problem is None or _meta_pages(path) == before:
+            return problem
+    return None
+
+
+def _meta_pages(path: Path) -> bytes:
+    """Return LMDB's first two pages; every commit changes one of them."""
+    with path.open("rb") as file:
+        return file.read(_METAS * PAGE_BYTES)
+
+
+def _problem_now(path: Path) -> str | None:
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if not size_bytes:
             return None
         pages = size_bytes // PAGE_BYTES
-        if pages < METAS:
+        if pages < _METAS:
             return "it was cut short"
         # Map it, as LMDB will: reading a long index would take longer than checking it.
         with (
@@ -91,8 +121,8 @@ class _Check:
 
     def run(self) -> None:
         """Raise _Unsound if anything is wrong."""
-        last_page, _, free, main = max(map(self._meta, range(METAS)), key=lambda meta: meta[1])
-        if not METAS - 1 <= last_page < self._end:
+        last_page, _, free, main = max(map(self._meta, range(_METAS)), key=lambda meta: meta[1])
+        if not _METAS - 1 <= last_page < self._end:
             raise _Unsound("it was cut short")
         self._end = last_page + 1
         lists: list[bytes] = []
@@ -100,7 +130,7 @@ class _Check:
         self._walk(main, is_free=False, lists=[])
         for listed in lists:
             self._take(_pages_listed(listed))
-        if sum(self._is_taken) != self._end - METAS:
+        if sum(self._is_taken) != self._end - _METAS:
             raise _Unsound("a page is neither used nor free")
 
     def _meta(self, page: int) -> tuple[int, int, Tree, Tree]:
@@ -112,7 +142,7 @@ class _Check:
             and fields[5:7] == (_MAGIC, _VERSION)
             and (free.padding, free.flags) == (PAGE_BYTES, _FREE_FLAGS)
             and (main.padding, main.flags) == (0, _MAIN_FLAGS)
-            and (not txn or txn % METAS == page)
+            and (not txn or txn % _METAS == page)
         )
         if not is_sound:
             raise _Unsound("it was cut short or overwritten")
@@ -121,7 +151,7 @@ class _Check:
     def _take(self, pages: Iterable[int]) -> None:
         """Mark *pages* as used or free; raise if one was marked before."""
         for page in pages:
-            if not METAS <= page < self._end or self._is_taken[page]:
+            if not _METAS <= page < self._end or self._is_taken[page]:
                 raise _Unsound(f"page {page} is used twice, or is not there")
             self._is_taken[page] = 1
 

@@ -414,7 +414,7 @@ def _suspended_writer(path: Path) -> None:
         store.log()
         index = store._repo.catalog._index
         assert index is not None
-        environment = index._environment.environment()
+        environment = index._environment()
         with (
             lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0),
             environment.begin(write=True),

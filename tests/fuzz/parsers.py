@@ -58,8 +58,7 @@ from layerstore.remote.pull import completed
 from layerstore.remote.remotes import Remotes
 from layerstore.source.gathered import read_gathered
 from layerstore.storage import Repository, row_of
-from layerstore.storage.environment import IndexUnusable
-from layerstore.storage.index import Index
+from layerstore.storage.index import Index, IndexUnusable
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer
@@ -445,11 +444,11 @@ def _index() -> Parser:
     hidden = samples.commit(samples.record(step=2))
     sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
     index.add([sound])
-    with index._environment.reading() as transaction:
+    with index._transaction() as transaction:
         ((key, data),) = list(transaction.scan(b"step/"))
 
     def parse(value: bytes, folder: Path) -> object:
-        index._environment.change(lambda transaction: transaction.put(key, value))
+        index._change(lambda transaction: transaction.put(key, value))
         found = index.rows("sft")
         assert found == {sound.file_name: sound}, "another row"
         return found

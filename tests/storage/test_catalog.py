@@ -27,9 +27,8 @@ from layerstore.storage import (
     open_repository,
     row_of,
 )
-from layerstore.storage.environment import IndexUnusable
 from layerstore.storage.files import network_filesystem
-from layerstore.storage.index import Index
+from layerstore.storage.index import Index, IndexUnusable
 from tests.unit import samples
 
 
@@ -327,7 +326,7 @@ def test_the_index_grows_when_it_is_full(repo: Repository, monkeypatch: pytest.M
     """A full map is doubled and the write repeated, unseen by whoever asked."""
     repo.catalog.close()
     shutil.rmtree(repo.layout.index)
-    monkeypatch.setattr("layerstore.storage.environment.INDEX_MAP_BYTES", 64 * 1024)
+    monkeypatch.setattr("layerstore.storage.index.INDEX_MAP_BYTES", 64 * 1024)
     names = [f"layer.{step}".ljust(2000, ".") for step in range(100)]
     commits = [samples.commit(samples.record(step=step, layers=[samples.entry(names[step])])) for step in range(100)]
     with contextlib.closing(Index(repo.layout.index, store_id=repo.identity.store_id)) as index:

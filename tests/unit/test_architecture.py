@@ -130,7 +130,7 @@ WHY_SHORT = (
 
 # Library -> the modules that may import it (a trailing dot means the whole room), and why no other may.
 FOREIGN = {
-    "lmdb": (("layerstore.storage.environment",), "the index is a cache behind one door: its errors are mapped there"),
+    "lmdb": (("layerstore.storage.index",), "the index is a cache behind one door: its errors are mapped there"),
     "msgpack": (("layerstore.format.canonical",), "only its canonical form may be read or written"),
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
@@ -193,8 +193,8 @@ OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
     "layerstore.storage.handles": "its open files",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
-    "layerstore.storage.lmdb_file": "LMDB owns the file that it maps",
-    "layerstore.storage.environment": "LMDB owns its folder; its files are looked at and given blocks beforehand",
+    "layerstore.storage.lmdb_file": "it looks at LMDB's files, and gives them blocks, before LMDB has them",
+    "layerstore.storage.index": "LMDB owns its folder",
     "layerstore.storage.repository": "it asks where temporary files go, and touches none",
     "layerstore.storage.catalog": "it deletes the index as a whole, which is only a cache",
     "layerstore.live.saver.collector": "it talks with its process through files without a name",

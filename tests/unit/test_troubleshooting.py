@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 
 from layerstore import errors
-from layerstore.storage.environment import IndexUnusable
+from layerstore.storage.index import IndexUnusable
 from tests.unit.test_architecture import MODULES, ROOT
 
 FOLDER = ROOT / "docs" / "operating" / "troubleshooting"
