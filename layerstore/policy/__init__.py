@@ -1,7 +1,7 @@
 """Policies: which layers are due at a save, where a composite takes each from, which commits to keep. No disk."""
 
 from layerstore.policy.drift import Drift
-from layerstore.policy.due import Latest, OwnPolicy, Policy, Save, anchored, due_layers
+from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers
 from layerstore.policy.filter import Filter
 from layerstore.policy.keep import Best, Candidate, Keep, chosen_keep, duration
 from layerstore.policy.parity import Parity
@@ -17,7 +17,7 @@ from layerstore.policy.registry import (
     policy_named,
 )
 from layerstore.policy.replay import replay_policy
-from layerstore.policy.setting import Setting, settings_of
+from layerstore.policy.setting import settings_of
 
 __all__ = [
     "EXACT",
@@ -31,11 +31,9 @@ __all__ = [
     "Filter",
     "Keep",
     "Latest",
-    "OwnPolicy",
     "Parity",
     "Policy",
     "Save",
-    "Setting",
     "anchored",
     "chosen_keep",
     "chosen_policy",

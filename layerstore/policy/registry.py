@@ -1,7 +1,6 @@
 """Policies by name: our own, and those of installed packages."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from layerstore.errors import InvalidInput
 from layerstore.nearest import did_you_mean, nearest
@@ -50,12 +49,8 @@ def policy_named(text: str, settings: Mapping[str, object] | None = None) -> Pol
     make: Callable[..., object] | None = _BY_NAME.get(name) or _installed(name)
     if make is None:
         raise _unknown(name)
-    if name in _BY_NAME:
-        _check_settings(name, given)
-    # An installed policy whose fields say nothing gets a value as ours of that name would.
-    known = {key: setting for policy in (*OURS, make) for key, setting in settings_of(policy).items()}
     try:
-        policy = make(**{key: known[key].value(value) if key in known else value for key, value in given.items()})
+        policy = make(**_read(name, make, given)) if given else make()
     except TypeError as exc:
         raise InvalidInput(f"policy {name!r} cannot be made: {exc}", hint="look at its settings") from exc
     return _checked(policy)
@@ -81,7 +76,9 @@ def is_ours(policy: Policy) -> bool:
 
 def names() -> list[str]:
     """Return the names of all policies, installed ones included."""
-    return sorted({*_BY_NAME, *(entry.name for entry in _entry_points(group=ENTRY_POINTS))})
+    from importlib.metadata import entry_points  # here, since it takes longer to import than all policies
+
+    return sorted({*_BY_NAME, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
 
 def _checked(policy: object) -> Policy:
@@ -92,29 +89,29 @@ def _checked(policy: object) -> Policy:
     return policy
 
 
-def _check_settings(name: str, settings: Mapping[str, object]) -> None:
-    known = {own: [*settings_of(policy)] for own, policy in _BY_NAME.items()}
-    unknown = sorted(settings.keys() - set(known[name]))
+def _read(name: str, make: object, given: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings *given*, of text what its fields make of it; raise InvalidInput if it has no such setting."""
+    ours = {own: settings_of(policy) for own, policy in _BY_NAME.items()}
+    unknown = sorted(given.keys() - ours[name].keys()) if name in ours else []
     if unknown:
-        having = ", ".join(own for own, settings_of in known.items() if settings_of)
-        else_ = f"its settings: {', '.join(known[name])}" if known[name] else f"settings are for {having}"
+        having = ", ".join(own for own, settings in ours.items() if settings)
+        else_ = f"its settings: {', '.join(ours[name])}" if ours[name] else f"settings are for {having}"
         raise InvalidInput(
             f"policy {name!r} has no setting {unknown[0]!r}",
-            hint=did_you_mean(nearest(unknown[0], known[name]), else_=else_),
+            hint=did_you_mean(nearest(unknown[0], list(ours[name])), else_=else_),
         )
+    # An installed policy whose fields say nothing gets a value as ours of that name would.
+    known = {key: setting for settings in (*ours.values(), settings_of(make)) for key, setting in settings.items()}
+    return {key: known[key].value(value) if key in known else value for key, value in given.items()}
 
 
 def _installed(name: str) -> Callable[..., object] | None:
-    for entry in _entry_points(group=ENTRY_POINTS, name=name):
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
         try:
             make: Callable[..., object] = entry.load()
         except Exception as exc:
             raise InvalidInput(f"policy {name!r} ({entry.value}) cannot be loaded: {exc}") from exc
         return make
     return None
-
-
-def _entry_points(**which: str) -> Iterable[Any]:
-    from importlib.metadata import entry_points  # takes longer to import than all policies
-
-    return entry_points(**which)

@@ -20,7 +20,6 @@ from layerstore.policy import (
     anchored,
     chosen_policy,
     policy_named,
-    registry,
     replay_policy,
 )
 from layerstore.policy.anatomy import anatomy, norms
@@ -213,7 +212,7 @@ class _Installed:
 
 def test_an_installed_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the entry point's name."""
-    monkeypatch.setattr(registry, "_entry_points", lambda **_: [_Installed()])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [_Installed()])
 
     assert policy_named("everything").due(save(0)) == LLAMA
 
