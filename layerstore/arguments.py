@@ -85,7 +85,7 @@ def check_fields(value: Any) -> None:
     """Raise InvalidInput unless the fields of *value*, a dataclass, are what their annotations say."""
     kinds = _kinds_of_fields(value.__class__)
     for name, kind in kinds.items():
-        if not _fits(getattr(value, name), kind):
+        if not _fits(getattr(value, name), kind, in_words=True):
             raise _misfit(type(value).__name__, name, getattr(value, name), kind)
 
 
@@ -114,12 +114,14 @@ def _kinds(function: Any) -> dict[str, Any]:
     return get_type_hints(SimpleNamespace(__annotations__=of_parameters), {}, _Names(function.__globals__))
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _fits(value: object, kind: Any, *, in_words: bool = False) -> bool:
+    """Whether *value* is of that *kind*; with *in_words*, one of the words of a Literal."""
     origin, within = get_origin(kind) or kind, get_args(kind)
     if origin in {Union, UnionType}:
-        return any(_fits(value, each) for each in within)
+        return any(_fits(value, each, in_words=in_words) for each in within)
     if origin is Literal:
-        return type(value) in set(map(type, within))  # the room that knows the choices names them
+        # Of an argument, the room that knows the choices names them.
+        return type(value) in set(map(type, within)) and (not in_words or value in within)
     if origin is Iterable:
         is_list = isinstance(value, Iterable) and not isinstance(value, str)
         return is_list and (not isinstance(value, Collection) or all(_fits(each, within[0]) for each in value))

@@ -59,8 +59,6 @@ class Filter:
             raise InvalidInput(f"filter cannot save a share of {self.share}", hint="a share is like 1/2: above 0, ≤ 1")
         if self.every < 1:
             raise InvalidInput(f"filter cannot come at every {self.every}th save", hint="every is 1 or more")
-        if self.aux not in {"rotate", "always"}:
-            raise InvalidInput(f"filter knows no aux {self.aux!r}", hint="aux is rotate or always")
 
     @property
     def parameters(self) -> dict[Tree, Tree]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 from layerstore.arguments import check_fields
-from layerstore.errors import InvalidInput
 from layerstore.layers import block_index
 from layerstore.policy.anatomy import anatomy
 from layerstore.policy.due import Save
@@ -38,8 +37,6 @@ class Parity:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.fresh not in {None, "even", "odd"}:
-            raise InvalidInput(f"parity has no half {self.fresh!r}", hint="fresh is even or odd")
 
     @property
     def parameters(self) -> dict[Tree, Tree]:

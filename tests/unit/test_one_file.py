@@ -147,6 +147,7 @@ def test_a_policy_is_one_file_and_one_name(say: Said) -> None:
     assert completed(say, "layerstore ingest --ebb ") == ["top", "bottom"]
     assert "tides" in report["runs"][0]["what_if"]
     assert "tides" in report["runs"][0]["composites"]
+    assert "ebb is 'x', but must be 'top' or 'bottom'" in say("compose", "--policy", "tides:ebb=x", "--dry-run")
     assert "every is 'x', but must be a whole number" in say("compose", "--policy", "tides:every=x", "--dry-run")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ import layerstore
 from layerstore.layers import layers_in_order
 from layerstore.numbers.distance import Weighted, movement_of, weighted_movements
 from layerstore.policy import Drift, Filter, Parity, Policy, Save
-from layerstore.policy.drift import By
 from layerstore.tree import Tree
 from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.quality.data import IGNORED, digest_of, task_data
@@ -69,7 +68,7 @@ def policies(settings: Settings) -> dict[str, Policy]:
     # Every layer has its turn twice in a run, so that the threshold decides.
     stalest = max(settings.steps // settings.save_every // 2, 1)
     turns = {f"in turns of {count}": Drift(threshold=math.inf, stalest=count) for count in (2, 4, 8)}
-    weighed: tuple[By, ...] = ("norm", "gradient")
+    weighed: tuple[Literal["norm", "gradient"], ...] = ("norm", "gradient")
     drift = {
         f"drift by {by}, {threshold}": Drift(threshold=threshold, stalest=stalest, by=by)
         for by in weighed
