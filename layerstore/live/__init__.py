@@ -2,7 +2,7 @@
 Saving and resuming a live engine: this room imports DeepSpeed, Transformers and torch, inside functions.
 
 ``attaching.py`` and ``resuming.py`` have what users call. ``saver/`` saves while training continues, ``deepspeed/``
-knows DeepSpeed, ``engine/`` is for the engines of every trainer, and ``ranks/`` holds the messages between ranks.
+knows DeepSpeed, ``engine/`` says what a saver needs from any engine, and ``ranks/`` holds the messages between ranks.
 ``trainer.py`` is the callback for Transformers' Trainer.
 """
 

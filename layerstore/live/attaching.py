@@ -8,12 +8,11 @@ from typing import Unpack
 from layerstore.arguments import checked, show_fields
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
-from layerstore.layers import compile_pattern
 from layerstore.layout import is_url
-from layerstore.live.deepspeed import FOLDER, Engine, capture, checkpoint_engine_of, filled_with, place_resumed
+from layerstore.live.deepspeed import ZeroEngine, checkpoint_engine_of
 from layerstore.live.engine import NotPlain
 from layerstore.live.log import LOG
-from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together
+from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together, place_resumed
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.policy import chosen_policy
@@ -48,7 +47,7 @@ show_fields(attach, SaverOptions)  # to help() and editors, and to what checks t
 
 def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *, run: str) -> Saver:
     """Do as `attach` does, with *options* that were checked when they were made."""
-    known = Engine(engine)
+    known = ZeroEngine(engine)
     if known.ungated and options.mode == "async":
         options = replace(options, mode="sync")
         LOG.warning("saves are synchronous: %s", known.ungated)
@@ -59,7 +58,10 @@ def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
-            saver = Saver(known, opened, exchange, options, run=run, attempt=attempt, place=place)
+            release = partial(_release, known)
+            saver = Saver(known, opened, exchange, options, run=run, attempt=attempt, place=place, release=release)
+            checkpoint_engine_of(known).install(known)
+            known.binding.saver = saver
             unless_made.pop_all()
     except BaseException:
         exchange.close()
@@ -67,8 +69,13 @@ def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *
     return saver
 
 
+def _release(engine: ZeroEngine, attempt: int | None) -> None:
+    checkpoint_engine_of(engine).uninstall()
+    engine.binding.release(attempt)
+
+
 def _agreed(
-    exchange: Exchange, store: Store | StrPath, engine: Engine, options: SaverOptions, *, run: str
+    exchange: Exchange, store: Store | StrPath, engine: ZeroEngine, options: SaverOptions, *, run: str
 ) -> tuple[Store, Composition | None]:
     """Return the store and what *engine* continues from; raise on every rank unless all want the same."""
     opened = open_together(exchange, store)
@@ -76,7 +83,7 @@ def _agreed(
         check_run(opened, run)
         if opened is None and not options.create:
             as_store(store)  # raises
-        attached = checkpoint_engine_of(engine).saver
+        attached = engine.binding.saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         check_push(opened, options.push)
@@ -89,7 +96,7 @@ def _agreed(
     if opened is None:
         opened = make_together(exchange, str(store))
     with exchange.together():
-        resumed = filled_with(engine.engine, opened)
+        resumed = engine.binding.composition_in(opened)
         opened.repo.prepare_writing()
         if options.push is not None and engine.rank == 0:
             opened.check_remote(options.push)
@@ -122,11 +129,10 @@ def check_push(store: Store | None, push: str | None) -> None:
         raise NotFound(f"there is no remote {push!r}: the store is yet to be made", hint="push=URL names a bucket")
 
 
-def _check_saves(engine: Engine, options: SaverOptions) -> None:
+def _check_saves(engine: ZeroEngine, options: SaverOptions) -> None:
     """Raise what the first save would refuse of *engine*, which may be hours from now."""
-    states = engine.states("first-save", {}, exclude_frozen=options.frozen == "exclude")
     try:
-        capture(states, rank=engine.rank, folder=FOLDER, pattern=compile_pattern(options.layer_pattern))
+        engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
     except NotPlain as exc:
         raise Unsupported(f"the engine cannot be saved: {exc}", hint="keep plain values and tensors there") from exc
     except LayerstoreError as exc:

@@ -16,7 +16,8 @@ from layerstore.compose import losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.deepspeed import ENGINE_KEYS, Engine, Loaded, checkpoint_engine_of, wait_for_saves
+from layerstore.live.binding import wait_for_saves
+from layerstore.live.deepspeed import ENGINE_KEYS, Loaded, ZeroEngine, checkpoint_engine_of
 from layerstore.live.engine import read_random_state, set_random_state
 from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
 from layerstore.policy import Policy
@@ -70,7 +71,7 @@ def resume(
         LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
-    known = Engine(engine)
+    known = ZeroEngine(engine)
     loader = checkpoint_engine_of(known)
     loader.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:

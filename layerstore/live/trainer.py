@@ -12,7 +12,8 @@ from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
 from layerstore.live.attaching import attach_with, check_push
-from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
+from layerstore.live.binding import binding_of
+from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with
 from layerstore.live.log import LOG
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
@@ -85,7 +86,7 @@ class LayerstoreCallback(TrainerCallback):
 
     def _resumed_step(self, engine: Any) -> int:
         """Return the step of this run that *engine* resumed from, 0 if none."""
-        loaded = filled_with(engine)
+        loaded = binding_of(engine).composition
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
 
 

@@ -20,7 +20,7 @@ from layerstore.tree import Tree
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
 
-CAPTURE = "layerstore.live.saver.saver.capture"
+CAPTURE = "layerstore.live.deepspeed.capture.share_of"
 LOOK_UP = "layerstore.live.deepspeed.checkpoint_engine.composition_of"
 PLAN = "layerstore.live.deepspeed.pointer_files.plan_ranks"
 TRAINERS = "layerstore.live.deepspeed.pointer_files._write_files"

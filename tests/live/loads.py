@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import layerstore
-from layerstore.live.deepspeed import savers
+from layerstore.live import binding
 from layerstore.store import Store
 from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 from tests.deepspeed.training import built_engine, train_step
@@ -156,7 +156,7 @@ def stuck(one: Engine, other: Engine, folder: Path, faults: Faults) -> None:
 
     faults.on("write", "/tmp/", wait, rank=1)
     one.save_checkpoint(str(folder))
-    with patch.object(savers, "LOAD_WAIT_SECONDS", 0.5):
+    with patch.object(binding, "LOAD_WAIT_SECONDS", 0.5):
         hinted(lambda: other.load_checkpoint(str(folder)), "stuck")
     takes.set()
     attempt(lambda: other.load_checkpoint(str(folder)), "stuck no more")

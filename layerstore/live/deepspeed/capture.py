@@ -1,64 +1,26 @@
 """Capture an engine's state as one rank's share of a checkpoint: slices in live memory, all else copied."""
 
 import re
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
+from typing import Any
 
 from layerstore.dtypes import by_code
-from layerstore.errors import LayerstoreError
 from layerstore.limits import INLINE_BYTES_MAX
-from layerstore.live.deepspeed.engine import SavedStates
-from layerstore.live.engine import Memory, NotPlain, inert
+from layerstore.live.engine import Captured, Memory, inert
 from layerstore.tree import Located, Storage
-from layerstore.zero3 import ObjectSource, RankSource, Share, rank_source, share_of
+from layerstore.zero3 import RankSource, rank_source, share_of
 from layerstore.zero3.pt import PtFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """One rank's share, and the memory that its paths refer to."""
+class SavedStates:
+    """What the engine would write to one rank's two files. The tensors are the engine's own, not copies."""
 
-    share: Share
-    states: int
-    """How many numbers there are for each element that is trained: the master and its moments."""
-    model: Memory
-    optimizer: Memory
-
-    def memory(self, path: Path) -> Memory:
-        """Return the memory that holds *path*."""
-        return self.model if self.model.holds(path) else self.optimizer
-
-    @property
-    def bytes_by_layer(self) -> dict[str, int]:
-        """The bytes of each layer on all ranks together, the same on every rank."""
-        return {
-            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * self.states) for of in layer.parameters)
-            for layer in self.share.layers
-        }
-
-    @property
-    def has_moments(self) -> dict[str, bool]:
-        """Whether the optimizer has updated each layer."""
-        return {layer.layer: layer.optimizer_step is not None for layer in self.share.layers}
-
-    def mark(self, source: ObjectSource) -> Hashable:
-        """Return a key that changes with *source*: its parts, their addresses, and torch's count of changes to each."""
-        return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
-
-
-def check_client_state(client_state: Mapping[str, object]) -> None:
-    """
-    Make sure that *client_state* can be kept: plain trees, tensors and numpy's values.
-
-    Raises:
-        NotPlain: It cannot.
-    """
-    try:
-        inert(dict(client_state), Memory("client_state"), where="client_state")
-    except (LayerstoreError, RecursionError) as exc:
-        raise NotPlain(f"client_state cannot be kept: {exc}") from exc
+    model: dict[str, Any]
+    model_path: Path
+    optimizer: dict[str, Any]
+    optimizer_path: Path
 
 
 def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern[str] | None) -> Captured:

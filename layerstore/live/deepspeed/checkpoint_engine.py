@@ -12,19 +12,14 @@ from typing import Any
 
 from layerstore.compose import losses_told
 from layerstore.errors import Conflict, IntegrityError, Unsupported
-from layerstore.live.deepspeed.engine import Engine, SavedStates, engine_with
+from layerstore.live.binding import Binding, binding_of, wait_for_saves
+from layerstore.live.deepspeed.capture import SavedStates, capture
+from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine, engine_with
 from layerstore.live.deepspeed.load import Loaded, whole_weights
-from layerstore.live.deepspeed.pointer_files import composition_of, first_shard_of, write_pointer
-from layerstore.live.deepspeed.savers import (
-    OPEN_SAVERS,
-    AttachedSaver,
-    filled_with,
-    note_emptied,
-    note_filled,
-    note_half_loaded,
-    wait_for_saves,
-)
+from layerstore.live.deepspeed.pointer_files import composition_of, first_shard_of, pointer_to_next, write_pointer
+from layerstore.live.engine import Captured
 from layerstore.live.ranks import Exchange
+from layerstore.live.saver import Saver
 from layerstore.store import Store, open_store
 from layerstore.zero3 import Pointer, read_pointer
 
@@ -37,8 +32,7 @@ class StoreCheckpointEngine:
     def __init__(self, real: Any) -> None:
         self.real = real
         self.name = "layerstore"
-        self.saver: AttachedSaver | None = None
-        self._engine: Engine | None = None
+        self._engine: ZeroEngine | None = None
         self._uninstall: Callable[[], None] = lambda: None
         self._held: dict[str, tuple[Any, Path]] = {}
         self._hand_over_no_more: Callable[[], None] = lambda: None
@@ -50,17 +44,19 @@ class StoreCheckpointEngine:
 
     # -- the saver -----------------------------------------------------------------------------------------------
 
-    def attach(self, saver: AttachedSaver, engine: Engine) -> None:
-        """Save *engine* through *saver* from now on."""
-        self.saver, self._engine = saver, engine
-        self._uninstall = engine.install(self)
-        OPEN_SAVERS.append(saver)
+    @property
+    def saver(self) -> Saver | None:
+        """The saver that the engine's saves go to; None if none is attached."""
+        return None if self._engine is None else self._engine.binding.saver
 
-    def detach(self, saver: AttachedSaver) -> None:
-        """Restore the engine that *saver* was attached to."""
+    def install(self, engine: ZeroEngine) -> None:
+        """Let *engine* save and load through this from now on."""
+        self._engine = engine
+        self._uninstall = engine.install(self)
+
+    def uninstall(self) -> None:
+        """Restore the engine."""
         self._hand_over_no_more()
-        OPEN_SAVERS.remove(saver)
-        self.saver = None
         self._uninstall()
 
     def settle(self) -> None:
@@ -93,11 +89,10 @@ class StoreCheckpointEngine:
         if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
             (model, model_path), (optimizer, optimizer_path) = self._held[_MODEL], self._held[_OPTIMIZER]
             self._held.clear()
-            pointer = saver.pointer()
-            saver.take(
+            pointer = pointer_to_next(saver)
+            self._take(
+                saver,
                 SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
-                folder=model_path.parent.parent,
-                tag=model_path.parent.name,
             )
             with saver.exchange.together():
                 # Under another name too: what stages 1 and 2 have saved goes on under stage 3.
@@ -106,9 +101,19 @@ class StoreCheckpointEngine:
                     write_pointer(saver.store.repo.files, path, pointer)
         return self.real.commit(info)
 
+    def _take(self, saver: Saver, states: SavedStates) -> None:
+        engine, options, folder = self._known_engine(), saver.options, states.model_path.parent.parent
+
+        def captured() -> Captured:
+            kept = engine.without_frozen(states) if options.excludes_frozen else states
+            return capture(kept, rank=engine.rank, folder=folder, pattern=options.pattern)
+
+        client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
+        saver.take(captured, client_state=client_state, folder=folder, tag=states.model_path.parent.name)
+
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def fill(self, engine: Engine, loaded: Loaded) -> None:
+    def fill(self, engine: ZeroEngine, loaded: Loaded) -> None:
         """Make *engine* load *loaded* with its own loader, as if a pointer led to it."""
         # The engine gets empty files, which are no pointers, so preset what it will find for them.
         self._engine, self._load, self._has_begun = engine, (None, loaded), False
@@ -116,7 +121,7 @@ class StoreCheckpointEngine:
             engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)
         except BaseException:
             if self._has_begun:
-                note_half_loaded(engine.engine)
+                engine.binding.fail_load()
             raise
         finally:
             self._load = None
@@ -134,10 +139,10 @@ class StoreCheckpointEngine:
             if note and self._load is not None:
                 self._known_engine().warn(self._load[1].name, note)
             if self._has_begun and self.saver is not None:
-                self.saver.went_to(filled_with(self._raw_engine(), self.saver.store))
+                self.saver.went_to(self._binding().composition_in(self.saver.store))
         except BaseException:
             if self._has_begun:
-                note_half_loaded(self._raw_engine())
+                self._binding().fail_load()
             raise
         finally:
             self._is_whole, self._load = True, None
@@ -148,7 +153,7 @@ class StoreCheckpointEngine:
             self.settle()  # loading changes masters without an update, so no gate would wait for copies
             self._load = self._agreed(Path(path))
             self._has_begun = True
-            note_emptied(self._raw_engine())
+            self._binding().empty()
         if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
             return self.real.load(path, map_location=map_location)
         _, loaded = self._load
@@ -156,7 +161,7 @@ class StoreCheckpointEngine:
             return loaded.model()
         optimizer = loaded.optimizer()
         self._load = None  # the engine asks for the optimizer's state last, and is now its only owner
-        note_filled(self._raw_engine(), loaded.store, loaded.composition)
+        self._binding().fill(loaded.store, loaded.composition)
         self._known_engine().say("loaded %s from %s", loaded.name, loaded.store.path)
         return optimizer
 
@@ -219,12 +224,12 @@ class StoreCheckpointEngine:
         engine.warn(pointer.name, *notes)
         return pointer, loaded
 
-    def _known_engine(self) -> Engine:
-        return self._engine or Engine(engine_with(self))
+    def _known_engine(self) -> ZeroEngine:
+        return self._engine or ZeroEngine(engine_with(self))
 
-    def _raw_engine(self) -> Any:
-        """Return the engine itself, which may be one that no saver could be attached to."""
-        return engine_with(self) if self._engine is None else self._engine.engine
+    def _binding(self) -> Binding:
+        # By the engine itself, which may be one that no saver could be attached to.
+        return binding_of(engine_with(self)) if self._engine is None else self._engine.binding
 
     def _store_of(self, pointer: Pointer) -> Store:
         if self.saver is not None and self.saver.store.id == pointer.store_id:
@@ -255,7 +260,7 @@ class StoreCheckpointEngine:
         return getattr(self.real, name)
 
 
-def checkpoint_engine_of(engine: Engine) -> StoreCheckpointEngine:
+def checkpoint_engine_of(engine: ZeroEngine) -> StoreCheckpointEngine:
     """Return the checkpoint engine of *engine*, or a new one around it that is not installed yet."""
     found = engine.checkpoint_engine
     return found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)

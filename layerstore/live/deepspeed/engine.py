@@ -9,13 +9,17 @@ import functools
 import gc
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.live.binding import binding_of
+from layerstore.live.deepspeed.capture import SavedStates, capture
+from layerstore.live.engine import FOLDER, Captured
 from layerstore.live.log import LOG
 from layerstore.live.scratch import put, scratch
 from layerstore.zero3 import read_latest
@@ -38,19 +42,6 @@ _MODULE_ONLY = (
     "load_optimizer_states=False loads them all"
 )
 
-# The folder that the engine is told to save to; nothing is ever written there.
-FOLDER = Path("live")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedStates:
-    """What the engine would write to one rank's two files. The tensors are the engine's own, not copies."""
-
-    model: dict[str, Any]
-    model_path: Path
-    optimizer: dict[str, Any]
-    optimizer_path: Path
-
 
 class LoadHandler(Protocol):
     """A checkpoint engine that takes part in its engine's loads."""
@@ -62,7 +53,7 @@ class LoadHandler(Protocol):
         """Return all weights of the checkpoint with the ``model_states`` *path*; None if these are real shards."""
 
 
-class Engine:
+class ZeroEngine:
     """The parts of a DeepSpeed engine under ZeRO that layerstore uses."""
 
     def __init__(self, engine: Any) -> None:
@@ -79,6 +70,8 @@ class Engine:
                 hint="set zero_optimization.stage to 1, 2 or 3",
             )
         self.engine = engine
+        self.binding = binding_of(engine)
+        self.own_keys = ENGINE_KEYS
         self.stage = int(stage())
         self._zero = engine.optimizer
         swapped = engine.zero_offload_param()
@@ -225,6 +218,17 @@ class Engine:
         remove: Callable[[], None] = handle.remove
         return remove
 
+    def check_whole(self) -> None:
+        """Raise Conflict if the last load has failed half-way."""
+        self.binding.check_whole()
+
+    def capture(
+        self, tag: str, client_state: Mapping[str, object], *, pattern: re.Pattern[str] | None, exclude_frozen: bool
+    ) -> Captured:
+        """Return this rank's state as it is now, grouped into layers by *pattern*, its paths below `FOLDER`."""
+        states = self.states(tag, client_state, exclude_frozen=exclude_frozen)
+        return capture(states, rank=self.rank, folder=FOLDER, pattern=pattern)
+
     def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
         """Return what ``engine.save_checkpoint`` would save now."""
         import deepspeed
@@ -330,11 +334,6 @@ class Engine:
         kept = self._zero.optimizer.state.values()
         moments = sum(of.numel() * of.element_size() for state in kept for of in state.values() if hasattr(of, "numel"))
         return int(masters + (moments or 2 * masters))
-
-    @property
-    def ranks_here(self) -> int:
-        """The number of ranks on this host."""
-        return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
     @property
     def scripts(self) -> list[Path]:

@@ -15,7 +15,8 @@ from layerstore.compose import Composition
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
-from layerstore.live.deepspeed.engine import Engine, SavedStates
+from layerstore.live.deepspeed.capture import SavedStates
+from layerstore.live.deepspeed.engine import ZeroEngine
 from layerstore.live.engine import bytes_of, empty, revive
 from layerstore.shards import AdamStep, RankLoad
 from layerstore.store import Store
@@ -91,7 +92,7 @@ class Loaded:
             self.load.fill(storage, bytes_of(made))
         return made
 
-    def check_fits(self, engine: Engine, *, is_whole: bool = True) -> tuple[str, ...]:
+    def check_fits(self, engine: ZeroEngine, *, is_whole: bool = True) -> tuple[str, ...]:
         """
         Read and verify everything to be loaded, and compare it with *engine*; return what does not carry over.
 

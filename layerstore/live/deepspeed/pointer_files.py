@@ -20,6 +20,7 @@ from layerstore.history import Resolved, reference_to, saved_now
 from layerstore.layers import parse_reference
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange, log_nothing_yet, store_if_there
+from layerstore.live.saver import Saver
 from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
@@ -54,6 +55,19 @@ def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Po
         is_pin=pin is not None,
         policy=composition.policy,
         layers=[cast(Tree, to_plain(entry)) for entry in composition.layers] if is_mixture else None,
+    )
+
+
+def pointer_to_next(saver: Saver) -> Pointer:
+    """Return the pointer to the next save of *saver*."""
+    step = saver.step_of()
+    return Pointer(
+        store=str(saver.store.path),
+        store_id=saver.store.id,
+        name=f"{saver.run}@{step}",
+        run=saver.run,
+        attempt=saver.attempt,
+        step=step,
     )
 
 

@@ -1,17 +1,22 @@
 """
-Live objects as inert trees, and trees as live objects again, for the engines of every trainer.
+What a saver needs from an engine, whoever trains with it: ``engine.py`` says it.
 
-What only DeepSpeed has is in ``live/deepspeed``.
+Live objects become inert trees here, and trees live objects again. What only DeepSpeed has is in ``live/deepspeed``.
 """
 
-from layerstore.live.engine.inert import Memory, NotPlain, inert
+from layerstore.live.engine.engine import FOLDER, Captured, Engine
+from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert
 from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
 from layerstore.live.engine.revive import bytes_of, empty, revive
 
 __all__ = [
+    "FOLDER",
+    "Captured",
+    "Engine",
     "Memory",
     "NotPlain",
     "bytes_of",
+    "check_client_state",
     "empty",
     "inert",
     "random_state",

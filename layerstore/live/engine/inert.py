@@ -5,13 +5,14 @@ Nothing is written and no tensor is copied: storages point at the memory that ho
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from layerstore.dtypes import by_torch_name, knows_torch_name
-from layerstore.errors import Unsupported
+from layerstore.errors import LayerstoreError, Unsupported
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt import INERT, VALUES
 
@@ -222,3 +223,16 @@ def _argument(value: object, memory: Memory, where: str) -> Tree:
 def _name_of(named: object) -> str:
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
     return f"{module}.{name}"
+
+
+def check_client_state(client_state: Mapping[str, object]) -> None:
+    """
+    Make sure that *client_state* can be kept: plain trees, tensors and numpy's values.
+
+    Raises:
+        NotPlain: It cannot.
+    """
+    try:
+        inert(dict(client_state), Memory("client_state"), where="client_state")
+    except (LayerstoreError, RecursionError) as exc:
+        raise NotPlain(f"client_state cannot be kept: {exc}") from exc

@@ -12,7 +12,7 @@ from layerstore.live.ranks.agreement import (
     exchange_reports,
     open_session,
 )
-from layerstore.live.ranks.attempt import AttemptLock
+from layerstore.live.ranks.attempt import AttemptLock, place_resumed
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.live.ranks.opening import log_nothing_yet, make_together, open_together, runs_here, store_if_there
 
@@ -28,6 +28,7 @@ __all__ = [
     "make_together",
     "open_session",
     "open_together",
+    "place_resumed",
     "runs_here",
     "store_if_there",
 ]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict
-from layerstore.history import Place, place_at, place_free, reserve
+from layerstore.history import Place, place_after, place_at, place_begun, place_free, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
@@ -19,6 +20,15 @@ PlaceFinder = Callable[[RunView | None], Place]
 """Returns a job's place, given the commits of its run, before checking whether another job holds that attempt."""
 
 _TRIES = 10
+
+
+def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
+    """Return the place of saves after an engine was filled with *composition*; None means from no commit."""
+    if composition is None:
+        return place_begun(view)
+    base = composition.base
+    record = composition.as_resolved().record
+    return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
 
 
 class AttemptLock:

@@ -1,7 +1,7 @@
 """
 The saver: saves checkpoints of a running engine to a store while training continues.
 
-``live/ranks`` has the agreement between ranks, and ``live/deepspeed`` all knowledge of DeepSpeed.
+``live/ranks`` has the agreement between ranks, and ``live/engine`` what is needed from an engine.
 """
 
 from layerstore.live.saver.options import SaverKeywords, SaverOptions, SmallBuffer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.dtypes import by_code
 from layerstore.ingest import is_still, sample_weight, sampled
-from layerstore.live.deepspeed import Captured
+from layerstore.live.engine import Captured
 from layerstore.live.ranks import Exchange
 from layerstore.model import Kind
 from layerstore.numbers import SECOND_MOMENT, Movements, Weighted, movement_of, weighted_movements

@@ -1,6 +1,7 @@
 """A saver's options, and the size of the host buffer that follows from them."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal, TypedDict, get_args
 from layerstore.errors import InvalidInput
 from layerstore.layers import compile_pattern
 from layerstore.limits import MIB
-from layerstore.live.deepspeed import Engine
+from layerstore.live.engine import Engine
 from layerstore.policy import Keep, Policy, chosen_policy
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
@@ -76,6 +77,16 @@ class SaverOptions:
         if self.durable == "remote" and self.push is None:
             raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
 
+    @property
+    def excludes_frozen(self) -> bool:
+        """Whether frozen weights are left out."""
+        return self.frozen == "exclude"
+
+    @property
+    def pattern(self) -> re.Pattern[str] | None:
+        """What finds the layer in a parameter's name; None for the built-in rule."""
+        return compile_pattern(self.layer_pattern)
+
 
 class SaverKeywords(TypedDict, total=False):
     """`SaverOptions` by name, for type checkers, which cannot take the names from a dataclass."""
@@ -111,7 +122,8 @@ def pool_bytes(engine: Engine, wanted: int | str) -> int:
         return size
     needed = engine.state_bytes + _SLACK_BYTES
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    room = max(available // 2 // engine.ranks_here, _SLACK_BYTES)
+    ranks_here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    room = max(available // 2 // ranks_here, _SLACK_BYTES)
     if needed > room:
         warnings.warn(
             f"one save needs {needed / 1e9:.1f} GB of this host's memory, {room / 1e9:.1f} GB are used: "

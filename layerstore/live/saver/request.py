@@ -11,8 +11,7 @@ from layerstore.filenames import owner_of_file
 from layerstore.history import METRICS
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
-from layerstore.live.deepspeed import ENGINE_KEYS, FOLDER, Engine
-from layerstore.live.engine import Memory, NotPlain, random_state
+from layerstore.live.engine import FOLDER, Engine, Memory, NotPlain, random_state
 from layerstore.live.log import LOG
 from layerstore.model import SourceLayout
 from layerstore.publish import KeptFile, check_pin_free, check_pin_name
@@ -46,6 +45,7 @@ class SaveRequest:
 def read_request(
     repo: Repository,
     *,
+    engine_keys: frozenset[str],
     run: str,
     tag: str,
     step: object,
@@ -63,7 +63,7 @@ def read_request(
     """
     if not isinstance(client_state, Mapping | None):
         raise NotPlain(f"client_state is a {type(client_state).__name__}, no dictionary")
-    taken = sorted(ENGINE_KEYS & (client_state or {}).keys())
+    taken = sorted(engine_keys & (client_state or {}).keys())
     if taken:
         raise InvalidInput(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
     if not isinstance(extra_files, Mapping | None):

@@ -27,21 +27,7 @@ from types import TracebackType
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, LayoutMismatch, Locked, StorageIO
 from layerstore.history import Place
-from layerstore.layers import compile_pattern
-from layerstore.live.deepspeed import (
-    ENGINE_KEYS,
-    Captured,
-    Engine,
-    SavedStates,
-    capture,
-    check_client_state,
-    check_not_half_loaded,
-    checkpoint_engine_of,
-    note_closed,
-    note_left,
-    place_resumed,
-)
-from layerstore.live.engine import NotPlain
+from layerstore.live.engine import Captured, Engine, NotPlain, check_client_state
 from layerstore.live.log import LOG
 from layerstore.live.ranks import (
     SAVES_MAX,
@@ -52,6 +38,7 @@ from layerstore.live.ranks import (
     agreed_layers,
     exchange_reports,
     open_session,
+    place_resumed,
 )
 from layerstore.live.saver.background import Background, wait_at_exit
 from layerstore.live.saver.collector import Collector
@@ -65,7 +52,7 @@ from layerstore.numbers import Movements
 from layerstore.policy import Latest, chosen_policy
 from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
-from layerstore.zero3 import Pointer, Share
+from layerstore.zero3 import Share
 from layerstore.zero3.trees import undivided
 
 JOBS_MAX = 2
@@ -88,15 +75,17 @@ class Saver:
         run: str,
         attempt: AttemptLock,
         place: Place,
+        release: Callable[[int | None], None],
     ) -> None:
         self._engine = engine
         self.store = store
         self._repo = store.repo
         self.run = run
-        self._options = options
-        self._pattern = compile_pattern(options.layer_pattern)
-        self._attempt = attempt
+        self.options = options
+        self._attempt_lock = attempt
         self._place = place
+        self._release = release
+        """Frees the engine for another saver, given the attempt that was saved; None if an error ended it."""
         self.exchange = exchange
         is_cuda, self._is_first = engine.device.type == "cuda", engine.rank == 0
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
@@ -125,8 +114,6 @@ class Saver:
         self.step_of: Callable[[], int] = lambda: engine.step
         """Returns the step for a save that the engine itself makes; trainers count their own steps."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
-        self._checkpoint_engine = checkpoint_engine_of(engine)
-        self._checkpoint_engine.attach(self, engine)
         atexit.register(self._at_exit)
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -157,6 +144,7 @@ class Saver:
         read = partial(
             read_request,
             self._repo,
+            engine_keys=self._engine.own_keys,
             run=self.run,
             tag=tag or f"global_step{self._engine.step}",
             step=self._engine.step if step is None else step,
@@ -165,28 +153,33 @@ class Saver:
             pin=pin,
             metrics=metrics,
         )
-        exclude_frozen = self._options.frozen == "exclude"
-        saved = self._save(read, lambda of: self._engine.states(of.tag, of.client_state, exclude_frozen=exclude_frozen))
+        saved = self._save(
+            read,
+            lambda request: self._engine.capture(
+                request.tag,
+                request.client_state,
+                pattern=self.options.pattern,
+                exclude_frozen=self.options.excludes_frozen,
+            ),
+        )
         self._seal()
         return saved
 
-    def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
+    def take(self, capture: Callable[[], Captured], *, client_state: dict[str, object], folder: Path, tag: str) -> None:
         """
-        Save the *states* that the engine itself was about to write to *folder*.
+        Save what *capture* returns, which the engine itself was about to write to *folder*.
 
         Files that are added to *folder* before training continues are kept too.
         """
-        client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         request = SaveRequest(step=self.step_of(), client_state=client_state, folder=folder, tag=tag, is_complete=False)
-        excludes = self._options.frozen == "exclude"
-        self._save(lambda: request, lambda _: self._engine.without_frozen(states) if excludes else states)
+        self._save(lambda: request, lambda _: capture())
 
-    def _save(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> Saved:
+    def _save(self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]) -> Saved:
         held = hold_training(self._engine.device)
         if self._is_closed:
             raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
         try:
-            captured, files, sample = self._take_stock(read, states)
+            captured, files, sample = self._take_stock(read, capture)
         except Exception as exc:
             # This raises on all ranks: no rank saves what another one cannot.
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
@@ -200,7 +193,7 @@ class Saver:
             return repeated  # leave the previous save unsealed: more files may come into its folder
         self._seal()
         # Before any other collective: a rank that waited alone for its disk would break the others' in the end.
-        pressure = self._options.on_pressure if agreed.is_pressed else ""
+        pressure = self.options.on_pressure if agreed.is_pressed else ""
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
         moved = self._movements.movements(sample) if self._movements and sample else Movements()
@@ -227,7 +220,7 @@ class Saver:
         if self._movements and sample:
             self._movements.saved(sample, due)
         job.held.append(held)
-        if self._options.mode == "sync" and (request.is_complete or self._engine.ungated):
+        if self.options.mode == "sync" and (request.is_complete or self._engine.ungated):
             self._finish(job)
         held.end()
         saved = Saved(
@@ -257,16 +250,16 @@ class Saver:
         self.exchange.wait(
             lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
         )
-        if self._options.durable == "remote":
+        if self.options.durable == "remote":
             behind = self._collector
             if behind is not None:
                 behind.retry()
             self.exchange.wait(lambda seconds: behind is None or behind.wait(seconds))
         self._learn(exchange_reports(self.exchange, self._report()))
-        if self._options.durable == "remote":
+        if self.options.durable == "remote":
             with self.exchange.together():
                 if self._collector is not None and self._collector.push_error:
-                    raise StorageIO(self._collector.push_error, errno=None, filename=str(self._options.push))
+                    raise StorageIO(self._collector.push_error, errno=None, filename=str(self.options.push))
 
     def _wait_for_room(self) -> bool:
         """Return True once no rank has too many saves that wait for its disk, False if that takes one too long."""
@@ -290,7 +283,6 @@ class Saver:
         except BaseException:
             self._leave()
             raise
-        note_closed(self._engine.engine, self.store, self.run, attempt=self._place.attempt)
         self._end(at_once=False)
 
     def __enter__(self) -> "Saver":
@@ -310,7 +302,7 @@ class Saver:
         """Hold the update until the state before it is fully copied or, with ``sync``, durable."""
         self._updates += 1
         self._seal()
-        if self._options.mode == "sync" and self._jobs:
+        if self.options.mode == "sync" and self._jobs:
             job = self._jobs[-1]
             job.held.append(hold_training(self._engine.device))
             with job.held[-1]:
@@ -373,19 +365,19 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
         if self._is_first:
-            note_job(self._repo, self._session, job, self._options)
+            note_job(self._repo, self._session, job, self.options)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
     def _take_stock(
-        self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]
+        self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]
     ) -> tuple[Captured, SaveFiles, Sample | None]:
         """Return this rank's state to save and, if the policy uses movements, the sample to measure them by."""
         request = read()
         check_client_state(request.client_state)
-        captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
+        captured = capture(request)
         self._check_cuttable(captured.share)
-        check_not_half_loaded(self._engine.engine)
+        self._engine.check_whole()
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample
@@ -393,7 +385,7 @@ class Saver:
     def _check_cuttable(self, share: Share) -> None:
         """Raise LayoutMismatch if only some layers are to be saved of a state that cannot be split by layer."""
         kept = undivided(share.state)
-        if kept and (self._schedule.policy.name != Latest.name or self._options.on_pressure == "degrade"):
+        if kept and (self._schedule.policy.name != Latest.name or self.options.on_pressure == "degrade"):
             raise LayoutMismatch(
                 f"the optimizer keeps {kept}, which cannot be cut into layers: "
                 "save all of them, with policy='full' and without on_pressure='degrade'"
@@ -416,7 +408,7 @@ class Saver:
             step=files.request.step,
             save_number=self._schedule.begin(due, captured.has_moments),
             policy=policy_use(self._schedule.policy, share, due, moved),
-            layout=partial(files.layout, layer_pattern=self._options.layer_pattern),
+            layout=partial(files.layout, layer_pattern=self.options.layer_pattern),
             pin=files.request.pin,
         )
         snapshot = Snapshot(captured, changing(objects_due(share, due)))
@@ -438,18 +430,12 @@ class Saver:
             if job.failure:
                 raise StorageIO(job.failure, errno=None, filename=str(self._repo.layout.root))
 
-    # -- for the checkpoint engine and for loads -----------------------------------------------------------------
+    # -- for the engine, its loads and resumes -----------------------------------------------------------------
 
-    def pointer(self) -> Pointer:
-        """Return the pointer to the next save."""
-        return Pointer(
-            store=str(self.store.path),
-            store_id=self.store.id,
-            name=f"{self.run}@{self.step_of()}",
-            run=self.run,
-            attempt=self._place.attempt,
-            step=self.step_of(),
-        )
+    @property
+    def attempt(self) -> int:
+        """The attempt that it saves."""
+        return self._place.attempt
 
     def publish(self, seconds: float) -> None:
         """Wait up to *seconds* until this rank's commits are visible. Not collective."""
@@ -464,7 +450,7 @@ class Saver:
 
     def went_to(self, composition: Composition | None) -> None:
         """Continue from *composition*, which the engine was filled with; None if that came from no store."""
-        self._place = place = self._attempt.acquire(partial(place_resumed, composition=composition))
+        self._place = place = self._attempt_lock.acquire(partial(place_resumed, composition=composition))
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
         if self._movements is not None:
@@ -481,7 +467,6 @@ class Saver:
 
     def _leave(self) -> None:
         """End without the other ranks, which may never reach a collective."""
-        note_left(self._engine.engine)
         self._at_exit()
         self._end(at_once=True)
 
@@ -490,11 +475,11 @@ class Saver:
         atexit.unregister(self._at_exit)
         try:
             self._ungate()
-            self._checkpoint_engine.detach(self)
+            self._release(None if at_once else self._place.attempt)
             self._background.close(at_once=at_once)
             if self._is_first:
                 self._repo.parts.close_session(self._session, is_over=not at_once)
         finally:
-            self._attempt.release()
+            self._attempt_lock.release()
         if not at_once:
             self.exchange.close()

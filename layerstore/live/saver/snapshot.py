@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from layerstore.limits import MIB
-from layerstore.live.deepspeed import Captured
+from layerstore.live.engine import Captured
 from layerstore.model import Kind
 from layerstore.zero3 import ObjectSource, SliceSource
 

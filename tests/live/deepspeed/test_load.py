@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerstore.errors import LayoutMismatch
-from layerstore.live.deepspeed.engine import SavedStates
+from layerstore.live.deepspeed.capture import SavedStates
 from layerstore.live.deepspeed.load import check_fits, schedule_notes
 
 

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.live.deepspeed.capture import check_client_state
-from layerstore.live.engine.inert import Memory, NotPlain, inert
+from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pt import read_pt

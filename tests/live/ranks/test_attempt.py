@@ -14,8 +14,7 @@ from layerstore import Keep, Store
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, StorageIO
 from layerstore.history import Place
-from layerstore.live.deepspeed.savers import place_resumed
-from layerstore.live.ranks.attempt import AttemptLock
+from layerstore.live.ranks.attempt import AttemptLock, place_resumed
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
 from layerstore.storage import RunView, handles

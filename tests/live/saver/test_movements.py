@@ -14,8 +14,8 @@ import torch
 import layerstore
 from layerstore import Drift
 from layerstore.ingest.selection import RUN_ELEMENTS, RUNS
-from layerstore.live.deepspeed.capture import Captured, capture
-from layerstore.live.deepspeed.engine import SavedStates
+from layerstore.live.deepspeed.capture import SavedStates, capture
+from layerstore.live.engine import Captured
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.live.saver.movements import MovementWatch
 from layerstore.model import Kind

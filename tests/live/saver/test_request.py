@@ -14,8 +14,7 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.filenames import TRAINER_STATE
-from layerstore.live.deepspeed import Engine
-from layerstore.live.engine import Memory, NotPlain
+from layerstore.live.engine import Engine, Memory, NotPlain
 from layerstore.live.resuming import check_run
 from layerstore.live.saver.options import SaverOptions
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
@@ -55,7 +54,15 @@ def test_a_save_is_durable_there_only_if_it_is_pushed() -> None:
         SaverOptions(durable="remote")
 
 
-ASKED: dict[str, Any] = {"run": "sft", "tag": "t", "step": 7, "client_state": None, "extra_files": None, "pin": None}
+ASKED: dict[str, Any] = {
+    "engine_keys": frozenset({"module"}),
+    "run": "sft",
+    "tag": "t",
+    "step": 7,
+    "client_state": None,
+    "extra_files": None,
+    "pin": None,
+}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.live.deepspeed.capture import Captured
+from layerstore.live.engine import Captured
 from layerstore.live.saver.snapshot import Copier, CopyFailed, Pool, PoolClosed, Snapshot
 from layerstore.zero3 import SliceSource
 

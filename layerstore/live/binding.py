@@ -1,0 +1,86 @@
+"""What ties an engine to a store: the commit that its next save follows, and its saver."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from layerstore.compose import Composition, compose_latest
+from layerstore.errors import Conflict
+from layerstore.history import Resolved
+from layerstore.limits import LOAD_WAIT_SECONDS
+from layerstore.live.saver import Saver
+from layerstore.store import Store
+
+
+@dataclass(slots=True, eq=False)
+class Binding:
+    """What one engine is tied to; `binding_of` returns it."""
+
+    saver: Saver | None = None
+    """The saver that is attached."""
+    store_id: str = ""
+    composition: Composition | None = None
+    """What the engine was filled with, or has saved, in the store *store_id*: its next save follows that."""
+    is_half_loaded: bool = False
+    """Whether the last load has failed after it began."""
+
+    def composition_in(self, store: Store) -> Composition | None:
+        """Return what the next save follows; None if that is in another store."""
+        return self.composition if self.store_id == store.id else None
+
+    def fill(self, store: Store, composition: Composition) -> None:
+        """Note that the engine holds *composition* of *store*."""
+        self.store_id, self.composition, self.is_half_loaded = store.id, composition, False
+
+    def empty(self) -> None:
+        """Note that a load begins: no commit is known until it completes, or ever if it is not from a store."""
+        self.composition, self.is_half_loaded = None, False
+
+    def fail_load(self) -> None:
+        """Note that a load has failed half-way: nothing is saved until another one succeeds."""
+        self.composition, self.is_half_loaded = None, True
+
+    def check_whole(self) -> None:
+        """Raise Conflict if the last load has failed half-way."""
+        if self.is_half_loaded:
+            raise Conflict(
+                "the last load failed half-way, so the engine holds parts of two states",
+                hint="load once more while a saver is attached, or call layerstore.resume",
+            )
+
+    def release(self, attempt: int | None) -> None:
+        """
+        Let the next saver continue from the tip of *attempt*, whose saver is closed now.
+
+        None if an error ended it: which of its saves became commits is unknown.
+        """
+        saver, self.saver = self.saver, None
+        if attempt is None or saver is None:
+            self.composition = None
+            return
+        view = saver.store.repo.catalog.find(saver.run)
+        rows = [] if view is None else view.of_attempt(attempt)
+        if rows and not self.is_half_loaded:
+            self.fill(saver.store, compose_latest(Resolved.of_commit(saver.store.repo.catalog.commit(rows[-1].name))))
+
+
+_BINDINGS: "WeakKeyDictionary[Any, Binding]" = WeakKeyDictionary()
+
+
+def binding_of(engine: Any) -> Binding:
+    """Return what the trainer's own *engine* is tied to."""
+    return _BINDINGS.setdefault(engine, Binding())
+
+
+def wait_for_saves(store_id: str, run: str) -> None:
+    """
+    Return once the saves of *run* that this process is writing are visible or given up. Not collective.
+
+    Only the rank that commits waits.
+
+    Raises:
+        Locked: A save is still pending after `LOAD_WAIT_SECONDS`.
+    """
+    for saver in [binding.saver for binding in _BINDINGS.values()]:
+        if saver is not None and (saver.store.id, saver.run) == (store_id, run):
+            saver.publish(LOAD_WAIT_SECONDS)

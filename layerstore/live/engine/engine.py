@@ -1,0 +1,106 @@
+"""What a saver needs from an engine, and what it gets at a save."""
+
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from layerstore.live.engine.inert import Memory
+from layerstore.zero3 import ObjectSource, Share
+
+if TYPE_CHECKING:
+    import torch
+
+FOLDER = Path("live")
+"""The folder that an engine is told to save to; nothing is ever written there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """One rank's share, and the memory that its paths refer to."""
+
+    share: Share
+    states: int
+    """How many numbers there are for each element that is trained: the master and its moments."""
+    model: Memory
+    optimizer: Memory
+
+    def memory(self, path: Path) -> Memory:
+        """Return the memory that holds *path*."""
+        return self.model if self.model.holds(path) else self.optimizer
+
+    @property
+    def bytes_by_layer(self) -> dict[str, int]:
+        """The bytes of each layer on all ranks together, the same on every rank."""
+        return {
+            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * self.states) for of in layer.parameters)
+            for layer in self.share.layers
+        }
+
+    @property
+    def has_moments(self) -> dict[str, bool]:
+        """Whether the optimizer has updated each layer."""
+        return {layer.layer: layer.optimizer_step is not None for layer in self.share.layers}
+
+    def mark(self, source: ObjectSource) -> Hashable:
+        """Return a key that changes with *source*: its parts, their addresses, and torch's count of changes to each."""
+        return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
+
+
+class Engine(Protocol):
+    """
+    What a saver needs from the engine that it saves. `live.deepspeed.ZeroEngine` is DeepSpeed's.
+
+    An engine that makes saves of its own hands them to ``Saver.take``.
+    """
+
+    rank: int
+    """This rank among those that share the optimizer's state."""
+    own_keys: frozenset[str]
+    """The keys that the engine itself uses where the user's client_state goes."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that share the optimizer's state."""
+
+    @property
+    def device(self) -> "torch.device":
+        """The device that the engine computes on."""
+
+    @property
+    def step(self) -> int:
+        """The engine's own step counter."""
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether no gradient has been accumulated for an update that is still to come."""
+
+    @property
+    def ungated(self) -> str:
+        """Why updates cannot wait for copies; empty if they can."""
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of this rank's masters and moments."""
+
+    @property
+    def scripts(self) -> list[Path]:
+        """The scripts that the engine puts next to its shards."""
+
+    def capture(
+        self,
+        tag: str,
+        client_state: Mapping[str, object],
+        *,
+        pattern: re.Pattern[str] | None,
+        exclude_frozen: bool,
+    ) -> Captured:
+        """Return this rank's state as it is now, grouped into layers by *pattern*, its paths below `FOLDER`."""
+
+    def check_whole(self) -> None:
+        """Raise Conflict if the last load has failed half-way."""
+
+    def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Call *action* before each update of the optimizer; return a function that stops that."""
