@@ -17,7 +17,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
 from layerstore.live.deepspeed.capture import SavedStates
 from layerstore.live.deepspeed.engine import ZeroEngine
-from layerstore.live.engine import bytes_of, empty, revive
+from layerstore.live.engine import Maker, bytes_of, empty, revive
 from layerstore.shards import AdamStep, RankLoad
 from layerstore.store import Store
 from layerstore.tree import Storage
@@ -78,12 +78,12 @@ class Loaded:
 
     @cached_property
     def _model(self) -> dict[str, Any]:
-        made: dict[str, Any] = revive(self.load.state.model.tree, self._filled)
+        made: dict[str, Any] = revive(self.load.state.model.tree, self._filled, zero_makers())
         return made
 
     @cached_property
     def _optimizer(self) -> dict[str, Any]:
-        made: dict[str, Any] = revive(self.load.state.optimizer.tree, self._filled)
+        made: dict[str, Any] = revive(self.load.state.optimizer.tree, self._filled, zero_makers())
         return made
 
     def _filled(self, storage: Storage) -> "torch.Tensor":
@@ -126,6 +126,20 @@ class Loaded:
                 f"the checkpoint was saved {words[0]} bf16, the engine trains {words[1]} it",
                 hint=_PRECISION_HINT,
             )
+
+
+def zero_makers() -> dict[str, Maker]:
+    """Return the makers of the few classes of DeepSpeed that its states hold."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return {
+        "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler": lambda *_: LossScaler.__new__(LossScaler),
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": lambda *_: DynamicLossScaler.__new__(DynamicLossScaler),
+        "deepspeed.utils.tensor_fragment.fragment_address": lambda *_: fragment_address.__new__(fragment_address),
+    }
 
 
 def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Tensor]":

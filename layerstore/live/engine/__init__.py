@@ -7,12 +7,13 @@ Live objects become inert trees here, and trees live objects again. What only De
 from layerstore.live.engine.engine import FOLDER, Captured, Engine
 from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert
 from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
-from layerstore.live.engine.revive import bytes_of, empty, revive
+from layerstore.live.engine.revive import Maker, bytes_of, empty, revive
 
 __all__ = [
     "FOLDER",
     "Captured",
     "Engine",
+    "Maker",
     "Memory",
     "NotPlain",
     "bytes_of",

@@ -1,12 +1,12 @@
 """
 An inert tree -> live objects, for an engine to load.
 
-Only classes listed here are ever instantiated: containers, tensors, and the few small classes in an engine's own state.
-Everything else is refused by name; no name from a tree is ever looked up.
+Only listed classes are ever instantiated: containers and tensors here, and the few small classes in an engine's own
+state, which its room lists. Everything else is refused by name; no name from a tree is ever looked up.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from layerstore.dtypes import by_code
@@ -21,20 +21,26 @@ _DTYPE = "numpy.dtype"
 Fill = Callable[[Storage], "torch.Tensor"]
 """Returns the elements of a storage, in newly allocated memory."""
 
+Maker = Callable[..., Any]
+"""Makes an object of a class from the arguments in a tree."""
 
-def revive(tree: Tree, fill: Fill) -> Any:
+
+def revive(tree: Tree, fill: Fill, engine_makers: Mapping[str, Maker] | None = None) -> Any:
     """
     Return what *tree* describes; tensors that share a storage share its memory.
+
+    *engine_makers* make the engine's own classes, by their names.
 
     Raises:
         Unsupported: It names a class that is not listed here.
     """
-    return _Reviver(fill).value(tree)
+    return _Reviver(fill, engine_makers or {}).value(tree)
 
 
 class _Reviver:
-    def __init__(self, fill: Fill) -> None:
+    def __init__(self, fill: Fill, engine_makers: Mapping[str, Maker]) -> None:
         self._fill = fill
+        self._makers: dict[str, Maker] = {**_makers(), **engine_makers}
         self._filled: dict[int, torch.Tensor] = {}
 
     def value(self, tree: Tree) -> Any:  # noqa: PLR0911  # one line a type
@@ -80,13 +86,13 @@ class _Reviver:
         return made
 
     def _object(self, tree: Inert) -> Any:
-        make = _makers().get(tree.name)
+        make = self._makers.get(tree.name)
         if make is None:
             raise Unsupported(
                 f"the state names {tree.name}, which is not made here",
                 hint="compose a folder, and load it with DeepSpeed itself if you trust it",
             )
-        made = make(*(self.value(part) for part in tree.arguments))
+        made: Any = make(*(self.value(part) for part in tree.arguments))
         if tree.has_state:
             state = self.value(tree.state)
             if hasattr(made, "__setstate__"):
@@ -100,18 +106,11 @@ class _Reviver:
         return made
 
 
-def _makers() -> dict[str, Callable[..., Any]]:
-    """Return the makers of all classes by name; each is called with the arguments in the tree."""
+def _makers() -> dict[str, Maker]:
+    """Return the makers of all classes that any trainer's state may hold; each gets the arguments in the tree."""
     import torch
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
 
     return {
-        "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler": lambda *_: LossScaler.__new__(LossScaler),
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": lambda *_: DynamicLossScaler.__new__(DynamicLossScaler),
-        "deepspeed.utils.tensor_fragment.fragment_address": lambda *_: fragment_address.__new__(fragment_address),
         "collections.Counter": Counter,
         "builtins.complex": complex,
         "torch.device": torch.device,
@@ -119,7 +118,7 @@ def _makers() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _numpy_makers() -> dict[str, Callable[..., Any]]:
+def _numpy_makers() -> dict[str, Maker]:
     """Return the makers of numpy's arrays and numbers; arrays of Python objects are refused."""
     import numpy as np
 
@@ -130,7 +129,7 @@ def _numpy_makers() -> dict[str, Callable[..., Any]]:
 
     rebuild: Any = np.zeros(0).__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
-    makers: dict[str, Callable[..., Any]] = {_DTYPE: dtype}
+    makers: dict[str, Maker] = {_DTYPE: dtype}
     for room in ("core", "_core"):  # numpy 1 and 2
         makers[f"numpy.{room}.multiarray._reconstruct"] = lambda *_: rebuild(np.ndarray, (0,), b"b")
         makers[f"numpy.{room}.multiarray.scalar"] = scalar

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerstore.live.deepspeed.load import zero_makers
 from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.tree import Located, Storage, Tree
@@ -134,7 +135,7 @@ def revived(value: object) -> Any:
         bytes_of(made)[:] = memory.copied(storage.content.path)
         return made
 
-    return revive(inert(value, memory), fill)
+    return revive(inert(value, memory), fill, zero_makers())
 
 
 @pytest.mark.parametrize("name", MADE)

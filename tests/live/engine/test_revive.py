@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layerstore.errors import Unsupported
+from layerstore.live.deepspeed.load import zero_makers
 from layerstore.live.engine.inert import Memory, inert
 from layerstore.live.engine.revive import revive
 from layerstore.tree import Global, Inert, Storage, Tree
@@ -75,7 +76,7 @@ def test_every_name_that_is_read_is_made() -> None:
     """The reader's list of inert names equals the list of makers; only types and arrays are made of values."""
     from layerstore.live.engine.revive import _makers
 
-    assert set(_makers()) == INERT
+    assert _makers().keys() | zero_makers().keys() == INERT
     for name in ("torch.float8_e5m2", "torch.uint16", "numpy.ndarray"):
         assert revive(Global(name), refuse) is not None
     for name in ("torch.Tensor", "torch.FloatStorage", "torch.nn.parameter.Parameter", "torch.load", "torch.nn"):
