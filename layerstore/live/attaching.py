@@ -9,7 +9,7 @@ from layerstore.arguments import checked, show_fields
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
 from layerstore.layout import is_url
-from layerstore.live.deepspeed import ZeroEngine, checkpoint_engine_of
+from layerstore.live.deepspeed import StoreCheckpointEngine, ZeroEngine, checkpoint_engine_of
 from layerstore.live.engine import NotPlain
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together, place_resumed
@@ -58,9 +58,10 @@ def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
-            release = partial(_release, known)
+            loader = checkpoint_engine_of(known)
+            release = partial(_release, known, loader)
             saver = Saver(known, opened, exchange, options, run=run, attempt=attempt, place=place, release=release)
-            checkpoint_engine_of(known).install(known)
+            loader.install(known)
             known.binding.saver = saver
             unless_made.pop_all()
     except BaseException:
@@ -69,8 +70,8 @@ def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *
     return saver
 
 
-def _release(engine: ZeroEngine, attempt: int | None) -> None:
-    checkpoint_engine_of(engine).uninstall()
+def _release(engine: ZeroEngine, loader: StoreCheckpointEngine, attempt: int | None) -> None:
+    loader.uninstall()
     engine.binding.release(attempt)
 
 
