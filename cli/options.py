@@ -119,8 +119,9 @@ def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command],
 @contextlib.contextmanager
 def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
     """Yield the store at *path*, or the nearest one, or a *remote* of it; show its warnings."""
+    from layerstore.disk import WeakDurability
     from layerstore.remote import RemoteNotice
-    from layerstore.storage import IndexNotice, WeakDurability
+    from layerstore.storage import IndexNotice
 
     warnings.simplefilter("always", IndexNotice)
     warnings.simplefilter("once", WeakDurability)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
-from layerstore.format import frame, slice_bytes
+from layerstore.framing import frame, slice_bytes
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
 from layerstore.numbers import can_convert
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from layerstore.arguments import checked
+from layerstore.disk import Files, Hook, no_hook
 from layerstore.dtypes import DTypeName
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
 from layerstore.layers import typed
@@ -22,7 +23,7 @@ from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
-from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
+from layerstore.storage import Repository, make_store, open_repository
 from layerstore.tables import Table, html_table
 
 if TYPE_CHECKING:

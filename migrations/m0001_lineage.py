@@ -16,7 +16,8 @@ from graphlib import TopologicalSorter
 from typing import TypeAlias, cast
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format import Plain, digest, pack_again, unpack
+from layerstore.format import Plain, pack_again, unpack
+from layerstore.hashing import digest
 from layerstore.migrations.step import MigratedFile, Older, Step
 
 Body: TypeAlias = dict[str, Plain]

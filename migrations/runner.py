@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
+from layerstore.disk import Files, lock
 from layerstore.errors import Conflict, IntegrityError, StorageIO, Unsupported
 from layerstore.format import FORMAT, decode_identity, format_of
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.migrations import m0001_lineage
 from layerstore.migrations.step import MigratedFile, Older, Step
-from layerstore.storage import Files, RecordStore, Trash, hinted, lock, read_identity
+from layerstore.storage import RecordStore, Trash, hinted, read_identity
 from layerstore.units import size
 
 STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from layerstore.disk import Files
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.storage import Files
 
 # These exist in every format, and no step replaces them.
 _FIXED = frozenset({"store.json", "objects", "tmp", "locks", "manifest", "migrating", "backups"})

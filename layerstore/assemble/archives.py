@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from layerstore.assemble.assemble import Literals, OutputFile, checksum, merged, whole
-from layerstore.format import crc32
+from layerstore.hashing import crc32
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectContent
 from layerstore.slices import Piece

@@ -16,15 +16,16 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
-from layerstore.format import combine_crc32, crc32, crc32_of_zeros
+from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.numbers import convert, mean, newly_infinite
 from layerstore.progress import Progress
 from layerstore.slices import Piece
-from layerstore.storage import Hashing, NewFile, OpenFile, Repository, Syncing
+from layerstore.storage import Hashing, Repository
 from layerstore.threads import Threads
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.

@@ -14,10 +14,11 @@ from layerstore.assemble.assemble import Assembly, OutputFile, assembling, insid
 from layerstore.assemble.safetensors import WeightsFile
 from layerstore.assemble.target import Force, appearing, checked_target
 from layerstore.compose import Composition
+from layerstore.disk import Files
 from layerstore.model import Kind, LayerVersion, RankState
 from layerstore.progress import Progress
 from layerstore.slices import Slices
-from layerstore.storage import Files, Repository
+from layerstore.storage import Repository
 from layerstore.units import size
 from layerstore.zero3.trees import TreeView, leaves_out_frozen
 

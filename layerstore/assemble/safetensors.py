@@ -16,7 +16,7 @@ from layerstore.assemble.assemble import DerivedCheck, OutputFile, merged, whole
 from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
 from layerstore.filenames import WEIGHTS
-from layerstore.format import Frame, framed
+from layerstore.framing import Frame, framed
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind, ObjectContent, SourceFile, TensorSource
 from layerstore.slices import Piece, Slices

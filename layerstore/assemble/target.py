@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from layerstore.disk import mapped_errors
 from layerstore.errors import AlreadyExists, InvalidInput
 from layerstore.filenames import SUMMARY
 from layerstore.layers import typed
-from layerstore.storage import Repository, mapped_errors
+from layerstore.storage import Repository
 
 _WRITTEN_SECONDS = 10.0
 """How much later than the summary the last file of a folder may be written."""

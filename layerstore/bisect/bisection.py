@@ -11,10 +11,11 @@ from layerstore.bisect.log import OWN, Log, Question, Trial
 from layerstore.bisect.search import Contradiction, Verdict, bad_together, first_bad, suspect
 from layerstore.bisect.trials import Trials, key_of
 from layerstore.compose import Composition, compose_latest
+from layerstore.disk import lock
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput
 from layerstore.history import Resolved, references_to, resolve, saves_below
 from layerstore.layers import typed
-from layerstore.storage import Repository, lock
+from layerstore.storage import Repository
 
 _SAVES_LATER = 4
 """How many saves after the first bad one to take layers from first."""

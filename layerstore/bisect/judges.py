@@ -7,7 +7,7 @@ from pathlib import Path
 
 from layerstore.bisect.search import Verdict
 from layerstore.errors import InvalidInput
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.policy import Best
 
 PLACE = "{}"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.bisect.search import Verdict
+from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
-from layerstore.format import parse_json
 from layerstore.json_fields import json_fields
+from layerstore.json_text import parse_json
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.storage import Files
 
 _NAME = "log.jsonl"
 OWN = frozenset({_NAME, "lock", "trial", "files"})

@@ -11,7 +11,7 @@ from pathlib import Path
 from layerstore.assemble import Exported, ExportPlan, WeightTensor, execute_export
 from layerstore.compose import Composition, losses_told
 from layerstore.filenames import SUMMARY
-from layerstore.format import digest
+from layerstore.hashing import digest
 from layerstore.hf import plan_export
 from layerstore.model import LayerVersion, TensorSource
 from layerstore.progress import Silent

@@ -17,20 +17,10 @@ from typing import ClassVar
 
 from layerstore.check import probes
 from layerstore.check.probes import Finding
+from layerstore.disk import Files, Mount, host_name, hosts_seen, mount_of
 from layerstore.errors import LayerstoreError, NoStore
 from layerstore.layout import Layout, layout_at
-from layerstore.storage import (
-    INDEX_DIR_VARIABLE,
-    Files,
-    Mount,
-    engine_version,
-    host_name,
-    hosts_seen,
-    index_directory,
-    index_problem,
-    mount_of,
-    open_repository,
-)
+from layerstore.storage import INDEX_DIR_VARIABLE, engine_version, index_directory, index_problem, open_repository
 
 PACKAGES = ("lmdb", "xxhash", "msgpack", "isal", "numpy", "torch", "deepspeed", "transformers", "accelerate")
 

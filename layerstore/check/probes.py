@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from layerstore.disk import Files, Mount, Stream, WeakDurability, open_lock_file, try_flock
 from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
 from layerstore.limits import NAME_BYTES_MAX, STREAM_BYTES
-from layerstore.storage import Files, Mount, Stream, WeakDurability, open_lock_file, try_flock
 from layerstore.units import size
 
 ELSEWHERE = "choose another filesystem"

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from layerstore.check.losses import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
+from layerstore.disk import Files
 from layerstore.errors import (
     IntegrityError,
     InvalidInput,
@@ -32,14 +33,7 @@ from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Origin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
-from layerstore.storage import (
-    Files,
-    RecordName,
-    RecordStore,
-    Repository,
-    Trash,
-    stated_ids,
-)
+from layerstore.storage import RecordName, RecordStore, Repository, Trash, stated_ids
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
 # A fetched blob names objects that could not be checked before, so the store is looked at again.

@@ -16,7 +16,9 @@ from layerstore.dcp.read import FlatTensor, Folder
 from layerstore.dcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
-from layerstore.format import WITHOUT_MOMENTS, canonical_order, crc32
+from layerstore.format import WITHOUT_MOMENTS
+from layerstore.framing import canonical_order
+from layerstore.hashing import crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.layers import unwrapped
 from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX, WORKERS_MAX

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from layerstore.delta.codec import Encoding, decode_into, part_bytes_max
 from layerstore.delta.folder import Delta, DeltaTensor, read_delta
+from layerstore.disk import Files, NewFile, OpenFile
 from layerstore.errors import LayoutMismatch, SourceCheckpoint
 from layerstore.filenames import SUMMARY
-from layerstore.format import NameHasher, object_id
+from layerstore.hashing import NameHasher, object_id
 from layerstore.layers import typed
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.source import GatheredSource, open_source, read_header, tensors_in
-from layerstore.storage import Files, NewFile, OpenFile
 from layerstore.units import size
 from layerstore.zero3 import holds_zero
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import Bytes
+from layerstore.hashing import Bytes
 from layerstore.limits import MIB
 
 if TYPE_CHECKING:

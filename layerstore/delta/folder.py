@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Part
+from layerstore.disk import Files
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.filenames import WEIGHTS_INDEX
-from layerstore.format import framed, parse_json
+from layerstore.framing import framed
+from layerstore.json_text import parse_json
 from layerstore.limits import MIB, RECORD_BYTES_MAX
 from layerstore.source import open_source, read_header, read_source_file, tensors_in
-from layerstore.storage import Files
 
 CHECKSUM = "xxh3-128"
 

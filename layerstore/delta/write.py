@@ -26,7 +26,7 @@ from layerstore.delta.folder import DeltaWriter, is_delta
 from layerstore.dtypes import by_code
 from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch
 from layerstore.filenames import SUMMARY, WEIGHTS_INDEX
-from layerstore.format import object_id
+from layerstore.hashing import object_id
 from layerstore.hf import CONFIG, plan_export
 from layerstore.history import references_to
 from layerstore.limits import IO_CHUNK_BYTES

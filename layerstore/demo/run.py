@@ -33,9 +33,9 @@ from layerstore.demo.stores import (
     usage_of_deepspeed,
     usage_under,
 )
+from layerstore.disk import mapped_errors
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
 from layerstore.policy import Keep
-from layerstore.storage import mapped_errors
 from layerstore.store import open_store
 from layerstore.units import size
 

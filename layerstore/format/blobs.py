@@ -9,7 +9,7 @@ from typing import TypeVar
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
 from layerstore.format.canonical import check_containers, pack_in_order, unpack
 from layerstore.format.fields import from_plain, to_plain
-from layerstore.format.hashing import object_id
+from layerstore.hashing import object_id
 from layerstore.model import CUTS, BlobRef, LayerVersion, RankState
 
 VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.canonical import Plain, check_containers, pack, pack_again, unpack, unpack_known
 from layerstore.format.fields import from_plain, to_plain
-from layerstore.format.hashing import DIGEST_BYTES, digest
+from layerstore.hashing import DIGEST_BYTES, digest
 from layerstore.limits import RECORD_BYTES_MAX, RECORD_CONTAINERS_MAX
 from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Part, Pin
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.fields import from_plain
-from layerstore.format.hashing import digest
-from layerstore.format.json_text import parse_json
+from layerstore.hashing import digest
+from layerstore.json_text import parse_json
 
 FORMAT = 2
 HASH = "xxh3_128"

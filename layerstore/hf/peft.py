@@ -25,7 +25,8 @@ from layerstore.assemble import (
 )
 from layerstore.dtypes import FLOATS
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import Frame, parse_json
+from layerstore.framing import Frame
+from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.slices import Piece, Slices

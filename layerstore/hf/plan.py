@@ -27,9 +27,9 @@ from layerstore.compose import Composition, check_members
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
 from layerstore.filenames import SUMMARY, WEIGHTS, WEIGHTS_FILE, WEIGHTS_INDEX
-from layerstore.format import parse_json
 from layerstore.hf.peft import ADAPTER_CONFIG, configs_of, plan_adapters
 from layerstore.hf.weight_names import ExportTensors, ask_transformers, may_be_renamed, saved_tensors
+from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import ObjectContent, RankState, SourceFile, TensorSource

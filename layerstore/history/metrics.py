@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.filenames import TRAINER_STATE
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.model import CommitRecord, RankState, SourceFile
 from layerstore.storage import Repository, RunView
 from layerstore.tree import Tree

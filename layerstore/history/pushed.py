@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Collection, Mapping
 
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import PUSHED_BYTES_MAX
 from layerstore.model import CommitId

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import owner_of_file
-from layerstore.format import canonical_order
+from layerstore.framing import canonical_order
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import (

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
-from layerstore.format import canonical_order, frame
+from layerstore.framing import canonical_order, frame
 from layerstore.inspect.cost import (
     COLLECTED_SECONDS,
     Files,

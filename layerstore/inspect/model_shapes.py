@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from layerstore.errors import InvalidInput, SourceCheckpoint
-from layerstore.format import parse_json
 from layerstore.history import resolve
+from layerstore.json_text import parse_json
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
 from layerstore.model import Kind, Parameter

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from layerstore.arguments import checked, show_fields
+from layerstore.disk import Files
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
@@ -18,7 +19,7 @@ from layerstore.live.log import LOG
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.live.scratch import put, scratch
-from layerstore.storage import Files, check_free
+from layerstore.storage import check_free
 from layerstore.store import Store, StrPath, open_store
 
 

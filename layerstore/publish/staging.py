@@ -14,7 +14,9 @@ from typing import Protocol
 
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import Frame, ObjectHasher, combine_crc32, crc32, encode_state, encode_version, frame, ref_of
+from layerstore.format import encode_state, encode_version, ref_of
+from layerstore.framing import Frame, frame
+from layerstore.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
 from layerstore.model import (
     BlobRef,

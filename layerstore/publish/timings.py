@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from layerstore.errors import LayerstoreError
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage import Repository
 

@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+from layerstore.disk import Files
 from layerstore.layout import OBJECT_ID, layout_at
 from layerstore.limits import CACHE_BYTES
-from layerstore.storage import Files
 from layerstore.units import size_in_bytes
 
 FOLDER_VARIABLE = "LAYERSTORE_CACHE_DIR"

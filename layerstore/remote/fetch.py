@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
+from layerstore.disk import Files, OpenFile, alone
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.layout import Layout
 from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, StoredObject
 from layerstore.remote.source import Source
 from layerstore.remote.sparse import SparseObjects
-from layerstore.storage import Files, ObjectStore, OpenFile, Stretch, alone
+from layerstore.storage import ObjectStore, Stretch
 from layerstore.threads import Threads
 
 # The most objects to prefetch.

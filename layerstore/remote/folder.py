@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerstore.disk import Files
 from layerstore.errors import IntegrityError, InvalidInput, NoStore, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.storage import Files
 
 _UNFINISHED = "gc/unfinished"
 """What killed writers leave here is removed by a collection of the remote, with its other old marks."""

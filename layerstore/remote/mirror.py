@@ -15,8 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from layerstore.disk import Files, alone
 from layerstore.errors import IntegrityError, NoStore, NotFound, StorageIO
-from layerstore.format import StoreIdentity, encode_identity, object_id
+from layerstore.format import StoreIdentity, encode_identity
+from layerstore.hashing import object_id
 from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
@@ -28,7 +30,7 @@ from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
 from layerstore.remote.source import Source
-from layerstore.storage import Files, RecordName, RecordStore, Repository, alone, name_in, open_repository
+from layerstore.storage import RecordName, RecordStore, Repository, name_in, open_repository
 from layerstore.threads import Threads
 
 Answer = TypeVar("Answer")

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput
-from layerstore.format import parse_json
 from layerstore.history import named_by, references_to, resolve
+from layerstore.json_text import parse_json
 from layerstore.layers import typed
 from layerstore.layout import layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_REQUESTS_MAX
@@ -32,7 +33,7 @@ from layerstore.remote.push import Left, raise_left
 from layerstore.remote.remotes import Remotes, check_elsewhere
 from layerstore.remote.source import Source
 from layerstore.shares import ALONE, Shares, cut
-from layerstore.storage import Files, ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
+from layerstore.storage import ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
 from layerstore.threads import Threads
 
 _NAMED_BYTES = 128 << 20

@@ -18,7 +18,8 @@ from pathlib import Path
 from threading import Event
 
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked, NotFound, StorageIO
-from layerstore.format import NameHasher, unseal_pin
+from layerstore.format import unseal_pin
+from layerstore.hashing import NameHasher
 from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, pushed_to, references_to
 from layerstore.layers import typed
 from layerstore.limits import (

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from layerstore.arguments import checked
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.layers import check_name, is_name, typed
 from layerstore.layout import is_url
 from layerstore.limits import OWN_JSON_BYTES_MAX

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 from layerstore.errors import IntegrityError, NoStore, NotFound
-from layerstore.format import NameHasher
+from layerstore.hashing import NameHasher
 from layerstore.layers import typed
 from layerstore.layout import OBJECT_ID, Layout
 from layerstore.model import BlobRef, ObjectId

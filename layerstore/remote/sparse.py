@@ -9,14 +9,15 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 
+from layerstore.disk import Files, NewFile, OpenFile, alone
 from layerstore.errors import IntegrityError
-from layerstore.format import check_chunk
+from layerstore.hashing import check_chunk
 from layerstore.layout import Layout
 from layerstore.limits import VERIFY_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId, StoredObject
 from layerstore.remote.bucket import in_parallel
 from layerstore.remote.source import Source
-from layerstore.storage import Files, NewFile, OpenFile, Stretch, alone, read_chunks
+from layerstore.storage import Stretch, read_chunks
 
 
 class SparseObjects:

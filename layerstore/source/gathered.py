@@ -14,7 +14,7 @@ from pathlib import Path
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
 from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX, TENSOR_DIMENSIONS_MAX
 from layerstore.model import Buffer, Parameter

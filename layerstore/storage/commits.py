@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from layerstore.disk import Files, network_filesystem
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NoStore, NotFound, StorageIO, Unsupported
 from layerstore.format import (
     StoreIdentity,
@@ -35,7 +36,6 @@ from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage.files import Files, network_filesystem
 
 # How many records are read to tell which store they belong to.
 _ASKED = 16

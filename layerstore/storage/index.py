@@ -29,13 +29,14 @@ from typing import Any, NamedTuple, cast
 
 import lmdb
 
+from layerstore.disk import lock
 from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
-from layerstore.format import DIGEST_BYTES, FORMAT, Plain, digest, pack, unpack_known
+from layerstore.format import FORMAT, Plain, pack, unpack_known
+from layerstore.hashing import DIGEST_BYTES, digest
 from layerstore.limits import INDEX_MAP_BYTES, INDEX_MAP_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
 from layerstore.storage.lmdb_file import preallocate_lock_file, problem_in
-from layerstore.storage.locks import lock
 
 SCHEMA = 4
 _HEADER_KEY = b"header"

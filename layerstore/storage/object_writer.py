@@ -12,14 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerstore.disk import Files, Stream, Syncing
 from layerstore.errors import IntegrityError, Overtaken, StorageIO
-from layerstore.format import Bytes, NameHasher
+from layerstore.hashing import Bytes, NameHasher
 from layerstore.layout import Layout
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Stream
 from layerstore.storage.objects import ObjectStore, check_hash, check_size, read_chunks
-from layerstore.storage.syncing import Syncing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

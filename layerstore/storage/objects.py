@@ -11,13 +11,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from layerstore.disk import Files, OpenFile
 from layerstore.errors import DAMAGED_HINT, IntegrityError, StorageIO
-from layerstore.format import NameHasher
+from layerstore.hashing import NameHasher
 from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectId, StoredObject
-from layerstore.storage.files import Files
-from layerstore.storage.handles import OpenFile
 from layerstore.threads import Threads
 
 Stretch = tuple[int, int]

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from layerstore.disk import Files
 from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format import part_name, seal_part, unseal_part
 from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Part
-from layerstore.storage.files import Files
 
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
+from layerstore.disk import Files, HeldLock, lock, network_filesystem, open_lock_file
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.format import (
     StoreIdentity,
     decode_identity,
     decode_state,
     decode_version,
-    digest,
     encode_identity,
     new_identity,
 )
+from layerstore.hashing import digest
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, OWN_JSON_BYTES_MAX
@@ -26,8 +27,6 @@ from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectContent, R
 from layerstore.shares import ALONE, Shares
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
-from layerstore.storage.files import Files, network_filesystem
-from layerstore.storage.locks import HeldLock, lock, open_lock_file
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from layerstore.disk import Files, network_filesystem
 from layerstore.errors import IntegrityError, NotFound, StorageIO
 from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, ObjectId
 from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.files import Files, network_filesystem
 from layerstore.units import short_id
 
 

@@ -40,7 +40,7 @@ from layerstore.filenames import (
     rank_of_file,
     run_name,
 )
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, typed
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
 from layerstore.nearest import did_you_mean, nearest

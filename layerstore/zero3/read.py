@@ -14,7 +14,8 @@ from pathlib import Path, PurePath
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import TRAINER_STATE
-from layerstore.format import ObjectHasher, canonical_order, object_id
+from layerstore.framing import canonical_order
+from layerstore.hashing import ObjectHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import layerstore
+from layerstore.disk import Files
 from layerstore.format import encode_state, encode_version, make_commit, ref_of
 from layerstore.model import (
     BlobRef,
@@ -23,7 +24,7 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
-from layerstore.storage import Files, Repository, open_repository
+from layerstore.storage import Repository, open_repository
 from tests.unit import samples
 
 RUN = "long"

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import layerstore
 from layerstore import Filter, Parity
+from layerstore.disk import Files
 from layerstore.format import make_commit
 from layerstore.policy import Policy
-from layerstore.storage import Files, open_repository
+from layerstore.storage import open_repository
 from layerstore.store import Store
 from tests.bench.histories import RUN, STEP_SIZE, build, places
 

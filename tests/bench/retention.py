@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from layerstore import Keep
+from layerstore.disk import Files
 from layerstore.filenames import TRAINER_STATE
 from layerstore.format import encode_state, make_commit
 from layerstore.gc import Facts, has_work
 from layerstore.model import LayerEntry, RankState, SourceFile, TreeFile
-from layerstore.storage import Files, Repository, open_repository
+from layerstore.storage import Repository, open_repository
 from tests.bench.histories import (
     RUN,
     STEP_SIZE,

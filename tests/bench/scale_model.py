@@ -20,16 +20,8 @@ from pathlib import Path
 
 import layerstore
 from layerstore import Drift, Filter, Latest, Parity
-from layerstore.format import (
-    canonical_order,
-    decode_version,
-    encode_version,
-    frame,
-    make_commit,
-    ref_of,
-    seal_part,
-    unseal_part,
-)
+from layerstore.format import decode_version, encode_version, make_commit, ref_of, seal_part, unseal_part
+from layerstore.framing import canonical_order, frame
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
 from layerstore.inspect.cost import Files, Stored, stored

@@ -17,9 +17,9 @@ import pytest
 import layerstore
 from layerstore.check import Diagnosis, probes
 from layerstore.check.probes import Finding
+from layerstore.disk import Files, files
+from layerstore.disk.files import Room
 from layerstore.errors import InvalidInput
-from layerstore.storage import Files, files
-from layerstore.storage.files import Room
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # noqa: PLC0414  # a fixture, named again for mypy
 
@@ -264,7 +264,7 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(layerstore.doctor(tmp_path), "hard links").verdict == "ok"
 
     for number in (errno.EPERM, errno.EINVAL, errno.ENOSYS):
-        monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse(number))
+        monkeypatch.setattr("layerstore.disk.files.rename_exclusive", refuse(number))
         finding = found(layerstore.doctor(tmp_path), "hard links")
 
         assert (finding.verdict, finding.text) == ("problem", "neither they nor renames keep a name that is taken")

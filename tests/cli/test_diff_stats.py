@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.format import crc32
+from layerstore.hashing import crc32
 from layerstore.tree import Located
 from layerstore.zero3.pt import read_pt
 from layerstore.zero3.trees import TreeView

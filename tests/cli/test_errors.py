@@ -153,7 +153,7 @@ def _spoil(store: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> None:
             raise errors.StorageIO(f"{identity}: Permission denied", errno=errno.EACCES, filename=str(identity))
 
-        monkeypatch.setattr("layerstore.storage.files.Files.read", refuse)  # root may read everything
+        monkeypatch.setattr("layerstore.disk.files.Files.read", refuse)  # root may read everything
 
 
 @pytest.mark.parametrize("bad", BAD_STORES)
@@ -312,7 +312,7 @@ def test_json_may_stand_in_front(run: Run, store: Path) -> None:
 @pytest.mark.fault(47)
 def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held lock is waited for until the deadline; then the code is 11."""
-    from layerstore.storage import lock
+    from layerstore.disk import lock
 
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
     with lock(store / "locks" / "run-sft.lock", what="run 'sft'", deadline_seconds=0):

@@ -95,7 +95,7 @@ def test_a_conflict_is_a_problem_like_any_other(run: Run, job: Path) -> None:
 
 def test_trouble_with_the_store_ends_it_at_once(run: Run, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held lock would be waited for three times over."""
-    from layerstore.storage import lock
+    from layerstore.disk import lock
 
     run("init")
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import layerstore
 from layerstore import Store
+from layerstore.disk import Files
 from layerstore.format import FORMAT
 from layerstore.history import resolve
-from layerstore.storage import Files, open_repository
+from layerstore.storage import open_repository
 
 STORES = Path(__file__).parent / "stores"
 IDS = STORES / "ids.json"

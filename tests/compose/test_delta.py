@@ -18,8 +18,8 @@ from safetensors import safe_open
 import layerstore
 from layerstore import DeltaWritten, Keep, Store
 from layerstore.delta import ENCODINGS, Encoding
+from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
-from layerstore.storage import Files
 from tests.compose.test_hf import mixed, weights_in
 from tests.unit.checkpoints import checkpoint, digests
 

@@ -15,9 +15,10 @@ from typing import Any, cast
 import pytest
 
 from layerstore import Drift, Filter, Parity, Store
+from layerstore.disk import NewFile, OpenFile
 from layerstore.errors import NotFound, SourceCheckpoint
 from layerstore.model import BlobRef
-from layerstore.storage import NewFile, ObjectStore, OpenFile, RunView
+from layerstore.storage import ObjectStore, RunView
 from layerstore.storage.catalog import Catalog
 from layerstore.tree import Tree
 from tests.bench.shapes import GROUPINGS, ModelShape

@@ -10,9 +10,9 @@ import pytest
 
 from layerstore import Store
 from layerstore.assemble import assemble
+from layerstore.disk import Hook
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
 from layerstore.numbers import convert
-from layerstore.storage import Hook
 from tests.unit.checkpoints import checkpoint, digests
 
 

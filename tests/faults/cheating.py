@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from layerstore.check.probes import contest
+from layerstore.disk import Files, NewFile
 from layerstore.errors import StorageIO
-from layerstore.storage import Files, NewFile
 
 
 class Linking(Files):

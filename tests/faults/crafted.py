@@ -10,8 +10,9 @@ from typing import Any, Literal
 import layerstore
 from layerstore import Composite, Keep, Store
 from layerstore.errors import Internal, LayerstoreError
-from layerstore.format import STATE_MAGIC, VERSION_MAGIC, Plain, digest, pack, ref_of, unpack
+from layerstore.format import STATE_MAGIC, VERSION_MAGIC, Plain, pack, ref_of, unpack
 from layerstore.format.records import seal, unseal
+from layerstore.hashing import digest
 
 Change = Callable[[Any], Any]
 """Alters a plain value, or returns another one in its place."""

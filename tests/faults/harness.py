@@ -1,7 +1,7 @@
 """
 Break a store on purpose, in a child process, and look at what is left.
 
-Faults go in through the one seam that writes, ``layerstore.storage.files``, or come from the system itself:
+Faults go in through the one seam that writes, ``layerstore.disk.files``, or come from the system itself:
 signals, limits, full disks. Whatever might kill an interpreter runs in a child of a clean fork server.
 """
 

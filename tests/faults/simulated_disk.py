@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerstore.storage import Files
+from layerstore.disk import Files
 
 SECTOR_BYTES = 512
 

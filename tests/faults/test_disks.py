@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import no_hook
 from layerstore.errors import InvalidInput
-from layerstore.storage import index_directory, no_hook
+from layerstore.storage import index_directory
 from layerstore.store import Store, init
 from tests.faults.disks import SMALL, fill, is_remounted, mounted
 from tests.faults.harness import (

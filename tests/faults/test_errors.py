@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.storage import no_hook
+from layerstore.disk import no_hook
 from tests.faults.harness import (
     Call,
     Failure,
@@ -166,7 +166,7 @@ _DRIVER = """
 import os, sys, warnings
 from pathlib import Path
 from layerstore.errors import LayerstoreError
-from layerstore.storage.handles import no_hook
+from layerstore.disk.handles import no_hook
 from tests.faults.verbs import VERBS
 warnings.simplefilter("ignore")
 os.close(os.open(sys.argv[2], os.O_RDONLY))  # the calls from here on are the verb's

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from layerstore import Keep
+from layerstore.disk import handles, locks
 from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
-from layerstore.storage import IndexNotice, handles, locks
+from layerstore.storage import IndexNotice
 from layerstore.store import Store, init
 from tests.faults.harness import begun, composed, in_child, problems, seeded, tiny_checkpoint
 from tests.hosts import KINDS, two_mounts

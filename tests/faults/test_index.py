@@ -22,7 +22,7 @@ import lmdb
 import lmdb.verify
 import pytest
 
-from layerstore.storage import lock
+from layerstore.disk import lock
 from layerstore.storage.lmdb_file import problem_in
 from layerstore.store import Store, init
 from tests.faults.harness import (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import Files, OpenFile, no_hook
 from layerstore.errors import StorageIO
 from layerstore.limits import MIB
-from layerstore.storage import Files, OpenFile, no_hook
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Failure,

@@ -12,7 +12,8 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.check.doctor import Diagnosis
-from layerstore.storage import IndexNotice, WeakDurability, files, locks
+from layerstore.disk import WeakDurability, files, locks
+from layerstore.storage import IndexNotice
 from tests.faults.disks import is_remounted, mounted
 from tests.faults.harness import composed, in_child, tiny_checkpoint
 

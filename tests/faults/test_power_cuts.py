@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import store as store_module
-from layerstore.storage import Files, Hook, NewFile
+from layerstore.disk import Files, Hook, NewFile
 from tests.faults import verbs
 from tests.faults.harness import in_child, seeded
 from tests.faults.simulated_disk import Choice, Disk, Trace, TracedFiles, Tree, digest, samples, written

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import Files, OpenFile
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.storage import Files, OpenFile
 from layerstore.store import Store, init
 from tests.faults.harness import composed, copied, problems, tiny_checkpoint, traced
 

@@ -15,13 +15,15 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.check.repair import Repaired, execute_repair
+from layerstore.disk import Files, OpenFile
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, StorageIO, Unsupported
-from layerstore.format import digest, make_commit, pack, unpack
+from layerstore.format import make_commit, pack, unpack
 from layerstore.format.records import seal, unseal
+from layerstore.hashing import digest
 from layerstore.history import resolve
 from layerstore.model import ObjectId, Observed, Part
 from layerstore.progress import Silent
-from layerstore.storage import Files, IndexNotice, OpenFile, open_repository
+from layerstore.storage import IndexNotice, open_repository
 from layerstore.storage.objects import ObjectStore
 from layerstore.store import restore_identity
 from tests.faults.harness import composed, flip, masters, object_of, snapshot, truth

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from layerstore import Keep
+from layerstore.disk import Files, Hook, no_hook
 from layerstore.errors import AlreadyExists, NotFound, Unsupported
 from layerstore.format.store_json import FORMAT
 from layerstore.history import resolve
 from layerstore.migrations import migrate
-from layerstore.storage import Files, Hook, make_store, no_hook
+from layerstore.storage import make_store
 from layerstore.store import Store, init
 from tests.compat.format1 import as_format_1
 from tests.faults.harness import (

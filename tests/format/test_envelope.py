@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format import digest
 from layerstore.format.records import MAGIC, seal, unseal
+from layerstore.hashing import digest
 
 STORE = "5e" * 16
 NAME = "commits/sft/4.0"

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from layerstore.format import canonical_order, frame, slice_bytes
-from layerstore.format.framing import Frame
+from layerstore.framing import Frame, canonical_order, frame, slice_bytes
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import StoredTensor
 

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.format import DIGEST_BYTES, ObjectHasher, combine_crc32, crc32, crc32_of_zeros, digest, object_id
+from layerstore.hashing import DIGEST_BYTES, ObjectHasher, combine_crc32, crc32, crc32_of_zeros, digest, object_id
 from layerstore.limits import VERIFY_CHUNK_BYTES
 
 

@@ -28,7 +28,6 @@ from layerstore.format import (
     decode_identity,
     decode_state,
     decode_version,
-    digest,
     encode_identity,
     encode_state,
     encode_version,
@@ -45,6 +44,7 @@ from layerstore.format import (
     unseal_pin,
 )
 from layerstore.format.records import seal, unseal
+from layerstore.hashing import digest
 from layerstore.hf import weight_names
 from layerstore.hf.plan import config_with_dtype, parse_config
 from layerstore.history import note_pushed, pushed_to

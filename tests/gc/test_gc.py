@@ -12,11 +12,12 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.disk import Files, Hook
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.format import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
 from layerstore.model import Kind
-from layerstore.storage import Files, Hook, IndexNotice, open_repository
+from layerstore.storage import IndexNotice, open_repository
 from tests.unit.checkpoints import Checkpoints, snapshot
 
 

@@ -20,8 +20,8 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.disk import locks
 from layerstore.errors import Locked
-from layerstore.storage import locks
 from tests.gc.test_gc import collect, grow_old, masters, steps
 from tests.unit.checkpoints import Checkpoints
 

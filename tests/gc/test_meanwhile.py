@@ -12,6 +12,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.disk import Files
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import Marks
 from layerstore.history import Resolved, resolve
@@ -19,7 +20,7 @@ from layerstore.model import BlobRef, Commit, CommitRecord
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
 from layerstore.publish.transaction import Transaction
-from layerstore.storage import Files, ObjectStore, RecordName, RecordStore, Repository, open_repository, trash
+from layerstore.storage import ObjectStore, RecordName, RecordStore, Repository, open_repository, trash
 from layerstore.storage.trash import Aside
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
 from tests.unit.checkpoints import Checkpoints

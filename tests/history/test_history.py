@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import layerstore
 from layerstore import Store
+from layerstore.disk import Files
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
 from layerstore.history import resolve
 from layerstore.history.references import find_row
@@ -21,7 +22,6 @@ from layerstore.inspect.graph import draw_graph
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
 from layerstore.storage import (
-    Files,
     IndexNotice,
     RecordName,
     RecordRow,

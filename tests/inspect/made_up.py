@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import layerstore
+from layerstore.disk import Files
 from layerstore.format import encode_state, make_commit
 from layerstore.model import (
     BlobRef,
@@ -26,7 +27,7 @@ from layerstore.model import (
     TreeFile,
 )
 from layerstore.publish import SaveTiming, note_timing
-from layerstore.storage import Files, Repository, open_repository
+from layerstore.storage import Repository, open_repository
 from layerstore.tree import Tree
 from tests.bench.histories import OBJECT_BYTES, layer_names, write_blob, write_version
 

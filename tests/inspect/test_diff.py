@@ -12,12 +12,13 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.disk import Files
 from layerstore.errors import IntegrityError
 from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
 from layerstore.numbers.distance import Meter
 from layerstore.slices import Slices
-from layerstore.storage import Files, open_repository
+from layerstore.storage import open_repository
 from tests.unit.checkpoints import checkpoint
 
 BLOCK_0, BLOCK_1 = "model.layers.0", "model.layers.1"

@@ -24,9 +24,9 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 import layerstore
+from layerstore.disk import handles
 from layerstore.live.saver.saver import Saver
 from layerstore.publish import staging
-from layerstore.storage import handles
 from layerstore.store import Store
 from tests.live.cases import COURSES, Course
 from tests.live.tiny import plainly

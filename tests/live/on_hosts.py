@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 import layerstore
+from layerstore.disk import locks
 from layerstore.live.saver import background
-from layerstore.storage import locks
 from layerstore.store import Store
 from tests.forked import tell
 from tests.live.tiny import Faults, build, done, hold, told, train

@@ -7,12 +7,12 @@ from unittest.mock import patch
 import pytest
 
 import layerstore
+from layerstore.disk import handles
 from layerstore.errors import Conflict
 from layerstore.history import place_begun
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
 from layerstore.publish.rank_parts import GivenUp, fail_share
-from layerstore.storage import handles
 from layerstore.store import Store
 from tests.faults.saving import Save, begun
 from tests.generated import generate

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 import layerstore
+from layerstore.disk import Files, lock
 from layerstore.errors import Conflict, IntegrityError, Locked, NoStore, StorageIO, Unsupported
 from layerstore.format import FORMAT
 from layerstore.migrations import STEPS, MigratedFile, Older, Step, migrate, plan_migration
 from layerstore.migrations.m0001_lineage import identity_fields, identity_text, seal, unseal
 from layerstore.model import Fork
-from layerstore.storage import Files, lock
 from tests.compat import goldens
 from tests.compat.format1 import as_format_1
 from tests.faults.harness import flip, snapshot, tiny_checkpoint, truth

@@ -160,8 +160,8 @@ def test_what_a_killed_push_has_left_goes_with_a_collection(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("layerstore.storage.files.Files.rename", cut)
-        patched.setattr("layerstore.storage.files.Files.discard", lambda *_: None)
+        patched.setattr("layerstore.disk.files.Files.rename", cut)
+        patched.setattr("layerstore.disk.files.Files.discard", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             Bucket(url).write("objects/00/half", lambda: [b"half"])
     [left] = content(remote).keys() - names.keys()

@@ -8,13 +8,15 @@ import pytest
 
 import layerstore
 from layerstore import Composite, Store
+from layerstore.disk import OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
-from layerstore.format import STATE_MAGIC, VERSION_MAGIC, NameHasher
+from layerstore.format import STATE_MAGIC, VERSION_MAGIC
+from layerstore.hashing import NameHasher
 from layerstore.remote import Bucket
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.shards import RankLoad
-from layerstore.storage import OpenFile, objects
+from layerstore.storage import objects
 from layerstore.zero3.pt import layout_pt
 from tests.unit.checkpoints import Checkpoints, digests
 

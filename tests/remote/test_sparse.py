@@ -9,11 +9,11 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.disk import Files, OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.remote import Bucket
 from layerstore.shards import RankLoad
-from layerstore.storage import Files, OpenFile
 from layerstore.zero3.pt import layout_pt
 from tests.unit.checkpoints import Checkpoints
 
@@ -26,7 +26,7 @@ Reads = list[tuple[str, int, int]]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("layerstore.format.hashing", "layerstore.remote.sparse"):
+    for module in ("layerstore.hashing", "layerstore.remote.sparse"):
         monkeypatch.setattr(sys.modules[module], "VERIFY_CHUNK_BYTES", CHUNK_BYTES)
 
 

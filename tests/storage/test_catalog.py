@@ -12,22 +12,13 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from layerstore.disk import Files, files
+from layerstore.disk.files import network_filesystem
 from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.layout import Layout
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Commit, CommitId, ObjectId
-from layerstore.storage import (
-    Files,
-    IndexNotice,
-    RecordStore,
-    Repository,
-    RunView,
-    files,
-    index_directory,
-    open_repository,
-    row_of,
-)
-from layerstore.storage.files import network_filesystem
+from layerstore.storage import IndexNotice, RecordStore, Repository, RunView, index_directory, open_repository, row_of
 from layerstore.storage.index import Index, IndexUnusable
 from tests.unit import samples
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, IntegrityError, NotFound, StorageIO, Unsupported
 from layerstore.format import seal_commit
 from layerstore.model import Commit
-from layerstore.storage import Files, RecordName, Repository, open_repository
+from layerstore.storage import RecordName, Repository, open_repository
 from tests.unit import samples
 
 

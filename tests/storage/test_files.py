@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import Files
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.storage import Files
 from tests.faults.harness import refuse_links
 
 
@@ -199,7 +199,7 @@ def test_a_folder_is_moved_only_to_where_nothing_is(
         raise OSError(number, os.strerror(number or 0))
 
     if number is not None:
-        monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse)
+        monkeypatch.setattr("layerstore.disk.files.rename_exclusive", refuse)
     files, source, full, empty = Files(), tmp_path / "source", tmp_path / "full", tmp_path / "empty"
     for folder in (source, full, empty):
         folder.mkdir()
@@ -225,7 +225,7 @@ def test_without_links_and_without_such_a_rename_it_is_said(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse_links)
-    monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse)
+    monkeypatch.setattr("layerstore.disk.files.rename_exclusive", refuse)
     files = Files()
     (tmp_path / "one").write_bytes(b"1")
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from layerstore.disk import Files, files, handles
 from layerstore.errors import IntegrityError, NotFound, StorageIO
-from layerstore.format import object_id
+from layerstore.hashing import object_id
 from layerstore.layout import layout_at
 from layerstore.model import BlobRef, CommitId
-from layerstore.storage import Files, ObjectStore, ObjectWriter, RecordName, files, handles, make_store, open_repository
+from layerstore.storage import ObjectStore, ObjectWriter, RecordName, make_store, open_repository
 
 DATA = b"what another host has written"
 REF = BlobRef(id=object_id(DATA), size_bytes=len(DATA))

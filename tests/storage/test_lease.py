@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import lock, locks
+from layerstore.disk.locks import HeldLock
 from layerstore.errors import Locked, StorageIO
-from layerstore.storage import lock, locks
-from layerstore.storage.locks import HeldLock
 
 GOOD_FOR = 1.0
 RENEWED = 0.1

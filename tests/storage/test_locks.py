@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import lock
 from layerstore.errors import Locked, StorageIO
-from layerstore.storage import lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from layerstore.storage.locks import lock
+from layerstore.disk.locks import lock
 with lock(Path(sys.argv[1]), what="it", deadline_seconds=1):
     print("held", flush=True)
     time.sleep(60)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.disk import Files
 from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format import ref_of
 from layerstore.limits import SYNCING_MAX
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage import Files, Hashing, ObjectStore, ObjectWriter, Repository
+from layerstore.storage import Hashing, ObjectStore, ObjectWriter, Repository
 from tests.faults.harness import Call, Refuser, descriptors, flip
 from tests.unit import samples
 

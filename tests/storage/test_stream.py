@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import pytest
 
+from layerstore.disk import Files, NewFile, Stream, handles
 from layerstore.errors import StorageIO
 from layerstore.format import ref_of
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
-from layerstore.storage import Files, NewFile, ObjectWriter, Stream, handles
+from layerstore.storage import ObjectWriter
 from tests.unit import samples
 
 SIZES = (

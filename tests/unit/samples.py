@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from layerstore.disk import Files, Hook, no_hook
 from layerstore.format import make_commit
 from layerstore.model import (
     BlobRef,
@@ -33,7 +34,7 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
+from layerstore.storage import Repository, make_store, open_repository
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STORE_ID = "5e" * 16

@@ -43,10 +43,14 @@ FLOORS = {
     "tree": 0,
     "units": 0,
     "filenames": 0,
+    "framing": 0,
+    "hashing": 0,
+    "json_text": 0,
     "format": 1,
     "numbers": 1,
     "slices": 2,
     "source": 2,
+    "disk": 1,
     "storage": 2,
     "policy": 2,
     "zero3": 3,
@@ -89,6 +93,7 @@ DOORS = {
     "compose",
     "dcp",
     "delta",
+    "disk",
     "demo",
     "format",
     "gc",
@@ -109,10 +114,10 @@ DOORS = {
     "live.ranks",
 }
 MAPPED = ("cli", "migrations")
-MIGRATION_ROOMS = {"format", "storage", "migrations"}
+MIGRATION_ROOMS = {"disk", "format", "hashing", "json_text", "storage", "migrations"}
 # One frozen module per step.
 STEPS = sorted((ROOT / "migrations").glob("m[0-9]*.py"))
-STEP_IMPORTS = {"layerstore.errors", "layerstore.format", "layerstore.migrations.step"}
+STEP_IMPORTS = {"layerstore.errors", "layerstore.format", "layerstore.hashing", "layerstore.migrations.step"}
 # Of the format a step uses what no format changes: msgpack's one spelling, and the checksum.
 STEP_NAMES = {"Plain", "digest", "pack", "pack_again", "unpack"}
 
@@ -122,7 +127,7 @@ WHY_STRANGERS = (
     "so that either can change alone; ingest and compose bring them together"
 )
 WHY_DOORS = "what a room offers stands in its __init__: behind it, files may be cut and renamed unnoticed"
-WHY_MIGRATIONS = "migrations are frozen: they use format and storage alone, because everything above moves on"
+WHY_MIGRATIONS = "migrations are frozen: they use format, disk and storage alone, because everything above moves on"
 WHY_SHORT = (
     "cli and migrations lie at the repository's root, but are installed as layerstore.cli and layerstore.migrations: "
     "the short form works here and nowhere else"
@@ -132,8 +137,8 @@ WHY_SHORT = (
 FOREIGN = {
     "lmdb": (("layerstore.storage.index",), "the index is a cache behind one door: its errors are mapped there"),
     "msgpack": (("layerstore.format.canonical",), "only its canonical form may be read or written"),
-    "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
-    "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
+    "xxhash": (("layerstore.hashing",), "the checksums of the format are defined once"),
+    "isal": (("layerstore.hashing",), "the checksums of the format are defined once"),
     "numpy": (
         (
             "layerstore.numbers.",
@@ -188,11 +193,11 @@ WHY_LAZY = "heavy libraries are imported inside the functions that need them: `i
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}
 WHY_NO_PICKLE = "a pickle can execute anything: zero3/pt reads .pt files itself, inertly, with no fallback"
 
-# Modules that touch files themselves, and why each may. All others go through storage/files.py.
+# Modules that touch files themselves, and why each may. All others go through disk/files.py.
 OWN_FILES = {
-    "layerstore.storage.files": "it is the seam",
-    "layerstore.storage.handles": "its open files",
-    "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
+    "layerstore.disk.files": "it is the seam",
+    "layerstore.disk.handles": "its open files",
+    "layerstore.disk.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.lmdb_file": "it looks at LMDB's files, and gives them blocks, before LMDB has them",
     "layerstore.storage.index": "LMDB owns its folder",
     "layerstore.storage.repository": "it asks where temporary files go, and touches none",
@@ -203,7 +208,7 @@ OWN_FILES = {
     "layerstore.threads": "it asks for memory, not for a file",
 }
 WHY_SEAM = (
-    "storage/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "
+    "disk/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "
     "nor can tests inject faults into it"
 )
 # What the command line and the demo write is no part of the store.
@@ -373,7 +378,7 @@ def calls() -> Iterator[tuple[Module, ast.Call]]:
 
 def test_every_room_has_a_floor() -> None:
     """A new room is given its floor here before anybody moves in."""
-    assert {"layerstore.errors", "layerstore.storage.files", "layerstore.cli", "layerstore.migrations"} <= NAMES
+    assert {"layerstore.errors", "layerstore.disk.files", "layerstore.cli", "layerstore.migrations"} <= NAMES
     report(
         (f"{module.name} is on no floor" for module in MODULES if module.room not in FLOORS),
         "the plan of the house is drawn before it is built: design, section 7",
@@ -576,7 +581,7 @@ def test_nothing_evaluates_code() -> None:
 
 
 def test_only_the_seam_touches_files() -> None:
-    """Opening and changing files is left to storage/files.py and the few that say here why they may."""
+    """Opening and changing files is left to disk/files.py and the few that say here why they may."""
     report(
         (
             f"{module.at(node)}: {module.name} calls {ast.unparse(node.func)}"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import LayoutMismatch, Unsupported
-from layerstore.format import frame
+from layerstore.framing import frame
 from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
 from layerstore.slices import Slices, slice_length, valid_elements
 

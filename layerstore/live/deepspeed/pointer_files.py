@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from layerstore.compose import Composition, compose_latest
+from layerstore.disk import Files
 from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.filenames import LATEST, MODEL_STATES, TRAINER_STATE
 from layerstore.format import Plain, from_plain, to_plain
@@ -25,7 +26,7 @@ from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
 from layerstore.shards import RankStates, plan_ranks
-from layerstore.storage import Files, RunView
+from layerstore.storage import RunView
 from layerstore.store import Store, StrPath
 from layerstore.tree import Tree
 from layerstore.zero3 import Pointer, pointer_bytes

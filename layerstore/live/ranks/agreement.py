@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.format import object_id
+from layerstore.hashing import object_id
 from layerstore.live.ranks.exchange import TEXT_BYTES_MAX, Exchange
 from layerstore.policy import Policy, is_ours
 from layerstore.storage import Repository

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from layerstore import errors
+from layerstore.disk import pauses
 from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.live.log import LOG
-from layerstore.storage import pauses
 
 if TYPE_CHECKING:
     import torch

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, NoStore
 from layerstore.layout import is_url, layout_at
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage import Files
 from layerstore.store import Store, StrPath, as_store, init
 
 _RUNS_SHOWN_MAX = 10

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, Unsupported
-from layerstore.format import crc32 as crc32_of
+from layerstore.hashing import crc32 as crc32_of
 from layerstore.limits import NUMBER_MAX, PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.source import OpenedSource, damaged, open_source, untrusted
 from layerstore.tree import Located, Storage, Tree

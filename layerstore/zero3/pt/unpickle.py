@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import digest
+from layerstore.hashing import digest
 from layerstore.limits import (
     DCP_METADATA_BYTES_MAX,
     DCP_METADATA_OBJECTS_MAX,

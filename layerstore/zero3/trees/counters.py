@@ -6,7 +6,7 @@ import math
 from struct import Struct
 
 from layerstore.errors import LayoutMismatch
-from layerstore.format import crc32
+from layerstore.hashing import crc32
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.source import damaged, open_source
 from layerstore.tree import Located, Tensor, Tree, with_content

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from layerstore.demo.launch import run_ranks
-from layerstore.storage.files import mount_of
+from layerstore.disk.files import mount_of
 from tests.bench.peers.compose import compose_all
 from tests.bench.peers.page import write
 from tests.bench.peers.plots import draw

@@ -12,12 +12,13 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.compose import Composition
+from layerstore.disk import handles
 from layerstore.errors import Conflict, StorageIO
 from layerstore.history import Place
 from layerstore.live.ranks.attempt import AttemptLock, place_resumed
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
-from layerstore.storage import RunView, handles
+from layerstore.storage import RunView
 from tests.generated import generate
 
 RUN = "sft"

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from layerstore.disk.files import Files
+from layerstore.disk.handles import NewFile
 from layerstore.limits import SYNCING_MAX, SYNCS_AT_ONCE
-from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile
 from layerstore.threads import Threads
 
 Item = TypeVar("Item")

@@ -20,9 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, StorageIO
-from layerstore.limits import LATE_SECONDS, NOT_LATE_SECONDS
-from layerstore.storage.handles import (
+from layerstore.disk.handles import (
     LOG,
     READ_FLAGS,
     Hook,
@@ -34,6 +32,8 @@ from layerstore.storage.handles import (
     pauses,
     rename_exclusive,
 )
+from layerstore.errors import IntegrityError, StorageIO
+from layerstore.limits import LATE_SECONDS, NOT_LATE_SECONDS
 
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}

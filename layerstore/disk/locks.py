@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from layerstore.disk.files import network_filesystem
+from layerstore.disk.handles import mapped_errors
 from layerstore.errors import InvalidInput, Locked
-from layerstore.format import parse_json
+from layerstore.json_text import parse_json
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS
 from layerstore.redact import redacted
-from layerstore.storage.files import network_filesystem
-from layerstore.storage.handles import mapped_errors
 from layerstore.threads import start
 
 _POLL_SECONDS = 0.05

@@ -1,0 +1,29 @@
+"""The disk: the only room that opens and changes files, and its locks."""
+
+from layerstore.disk.files import Files, Mount, WeakDurability, mount_of, network_filesystem
+from layerstore.disk.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook, pauses
+from layerstore.disk.locks import HeldLock, alone, host_name, hosts_seen, lock, open_lock_file, try_flock
+from layerstore.disk.syncing import Syncing
+
+__all__ = [
+    "Files",
+    "HeldLock",
+    "Hook",
+    "Mount",
+    "NewFile",
+    "OpenFile",
+    "Stream",
+    "Syncing",
+    "WeakDurability",
+    "alone",
+    "host_name",
+    "hosts_seen",
+    "lock",
+    "mapped_errors",
+    "mount_of",
+    "network_filesystem",
+    "no_hook",
+    "open_lock_file",
+    "pauses",
+    "try_flock",
+]
