@@ -1,7 +1,6 @@
 """``layerstore compose``: a ZeRO checkpoint, or a folder for another library, from stored layers."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,25 +14,25 @@ from layerstore.cli.options import (
     StorePath,
     Table,
     chosen_reference,
-    one_of,
     opened,
     with_options,
 )
 from layerstore.cli.policy import choices, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
-from layerstore.dtypes import DTypeName
 from layerstore.errors import InvalidInput
+from layerstore.formats import FORMATS, chosen_format
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
+from layerstore.setting import settings_of
 from layerstore.units import size
 
 if TYPE_CHECKING:
     from layerstore import Composite, Store
-    from layerstore.assemble import Exported, ExportPlan
+    from layerstore.assemble import Exported
     from layerstore.delta import DeltaWritten
+    from layerstore.formats import Format, Plan
     from layerstore.policy import Policy
-    from layerstore.shards import Written
 
 ABOUT = About("Restore", store="reads", elsewhere=("export", "extract", "get", "load", "merge", "restore", "resume"))
 
@@ -72,24 +71,6 @@ RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead
 Step = Annotated[
     int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.", rich_help_panel=_SOURCE)
 ]
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="W", min=1, help="For how many ranks. [default: as many as the base has]", rich_help_panel=_OUTPUT
-    ),
-]
-_AdamStep = Literal["unify", "per-layer"]
-_Form = Literal["shards", "zero3", "hf", "dcp", "universal"]
-Format = Annotated[
-    _Form,
-    typer.Option(
-        "--format",
-        metavar=one_of(_Form),
-        help="shards: to resume from, as they were saved; zero3: the same for stage 3, whatever stage saved them; "
-        "hf: weights for from_pretrained; dcp: for PyTorch's FSDP2; universal: DeepSpeed's Universal Checkpoint.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
 WithoutDamaged = Annotated[
     bool,
     typer.Option(
@@ -111,54 +92,33 @@ ForceForeign = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
-_OPTIONS: dict[_Form, tuple[str, ...]] = {
-    "shards": ("world_size", "adam_step", "moments"),
-    "zero3": ("world_size", "adam_step", "moments"),
-    "hf": ("dtype", "max_shard_size", "since", "encoding"),
-    "dcp": ("adam_step",),
-    "universal": (),
-}
-_WHY_NOT: dict[_Form, str] = {
-    "shards": "shards keep the types and the files that were saved",
-    "zero3": "shards keep the types and the files that were saved",
-    "hf": "an export has neither ranks nor an optimizer",
-    "universal": "a universal checkpoint fits any number of ranks, and has one count of updates",
-    "dcp": "a distributed checkpoint fits any number of ranks, and keeps the types that were saved",
-}
-_PLANNERS: "dict[_Form, Callable[[Composite], Callable[..., ExportPlan]]]" = {
-    "hf": lambda composite: composite.plan_export,
-    "dcp": lambda composite: composite.plan_dcp,
-    "universal": lambda composite: composite.plan_universal,
-}
-_WRITERS: "dict[_Form, Callable[[Composite], Callable[..., Written | Exported]]]" = {
-    "shards": lambda composite: composite.write,
-    "hf": lambda composite: composite.export,
-    "dcp": lambda composite: composite.write_dcp,
-    "universal": lambda composite: composite.write_universal,
-}
-_Encoding = Literal["xor", "sparse"]
-_Moments = Literal["base", "fresh"]
-_FORM_OPTIONS: Table = {
-    "adam_step": (
-        _AdamStep,
-        one_of(_AdamStep),
-        "The optimizer's step counters: the base's (unify), or each layer's own. [default: unify]",
-    ),
-    "moments": (
-        _Moments,
-        one_of(_Moments),
-        "The optimizer's moments: the base's, or zero and its counters too. [default: base]",
-    ),
-    "dtype": (DTypeName, one_of(DTypeName), "With hf: the element type. [default: as trained]"),
-    "max_shard_size": (str, "SIZE", "With hf: the largest file. [default: 5GB]"),
-    "since": (str, "REF", "With hf: only what changed since this commit; see apply."),
-    "encoding": (_Encoding, one_of(_Encoding), "With --since: how changes are written. [default: xor]"),
-}
 _AVERAGE: Table = {
     "mean": (str, "SAVES", "Average the masters of these saves: last:10, or sft@800,sft@900:2 with weights."),
     "ema": (float, "B", "Weigh the last saves: each B times the one after it."),
     "mean_layers": (str, "PATTERN", "Average only these layers; the others are REF's."),
 }
+
+
+def _format_options() -> Table:
+    """Return the options of all formats."""
+    table: dict[str, tuple[Any, str, str]] = {}
+    for name in dict.fromkeys(name for of in FORMATS for name in settings_of(of)):
+        having = {of.name: settings_of(of)[name] for of in FORMATS if name in settings_of(of)}
+        setting = next(iter(having.values()))
+        default = f" [default: {setting.default}]" if setting.default else ""
+        table[name] = setting.kind, setting.metavar, f"{', '.join(having)}: {setting.help}.{default}"
+    return table
+
+
+FormatName = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="|".join(of.name for of in FORMATS),
+        help="; ".join(f"{of.name}: {of.about}" for of in FORMATS) + ".",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.", rich_help_panel=_OUTPUT)
 ]
@@ -166,7 +126,7 @@ Out = Annotated[
 
 @with_settings
 @with_options("average", _AVERAGE, panel="Average")
-@with_options("options", _FORM_OPTIONS, panel=_OUTPUT)
+@with_options("options", _format_options(), panel=_OUTPUT)
 def compose(
     ref: Reference = None,
     *,
@@ -177,8 +137,7 @@ def compose(
     settings: Mapping[str, object],
     average: Mapping[str, Any],
     out: Out = None,
-    form: Format = "shards",
-    world_size: WorldSize = None,
+    form: FormatName = "shards",
     options: Mapping[str, Any],
     pin: PinName = None,
     dry_run: DryRun = False,
@@ -206,11 +165,10 @@ def compose(
       layerstore compose sft --mean last:3 --format hf -o mean
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    options = options if world_size is None else {"world_size": world_size, **options}
-    _check(form, options, is_useful=bool(dry_run or out or pin), can_pin=not average)
-    _check_delta(options, has_place=out is not None, dry_run=dry_run)
-    if form == "zero3":
-        form, options = "shards", {"as_zero3": True, **options}
+    into = chosen_format("delta" if form == "hf" and "since" in options else form, options)
+    if not (dry_run or out or pin):
+        hint = f"name a folder with -o DIR, or pass {'' if average else '--pin NAME or '}--dry-run"
+        raise InvalidInput("compose does not know where to write", hint=hint)
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
@@ -218,55 +176,22 @@ def compose(
             say_warning(note)
         composite.check(max_staleness=max_staleness)
         if out is None or dry_run:
+            plan = composite.plan(into)
             if pin is not None and not dry_run:
-                _pin(composite, pin, form=form, options=options)
+                composite.pin(pin)
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
             facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}
-            (_plan_shards if form == "shards" else _plan_export)(
-                composite, form, options, outcome, facts, as_json=as_json
-            )
+            _say_plan(composite, plan, into=into, outcome=outcome, fields=facts, as_json=as_json)
             return
         with shown_progress(as_json=as_json) as progress:
             force_it: bool | Literal["foreign"] = "foreign" if force_foreign else force
-            writer = composite.write_delta if "since" in options else _WRITERS[form](composite)
-            written = writer(out, verify=not no_verify, force=force_it, progress=progress, **options)
-        _say_written(composite, written, adam_step=options.get("adam_step"), as_json=as_json)
+            written = composite.export(out, format=into, verify=not no_verify, force=force_it, progress=progress)
+        _say_written(composite, written, adam_step=getattr(into, "adam_step", None), as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
 
 
-def _pin(composite: "Composite", name: str, *, form: _Form, options: Mapping[str, Any]) -> None:
-    """Pin *composite*, unless it would be refused in that form."""
-    (composite.notes if form == "shards" else _PLANNERS[form](composite))(**options)
-    composite.pin(name)
-
-
 # -- input ---------------------------------------------------------------------------------------------------------
-
-
-def _check(form: _Form, options: Mapping[str, object], *, is_useful: bool, can_pin: bool) -> None:
-    """Raise InvalidInput if one of *options* is for another format than *form*, or there is nothing to do."""
-    for name in options:
-        if name not in _OPTIONS[form]:
-            others = " and ".join(other for other, names in _OPTIONS.items() if name in names)
-            raise InvalidInput(f"--{name.replace('_', '-')} is for --format {others} only", hint=_WHY_NOT[form])
-    if not is_useful:
-        hint = f"name a folder with -o DIR, or pass {'--pin NAME or ' if can_pin else ''}--dry-run"
-        raise InvalidInput("compose does not know where to write", hint=hint)
-
-
-def _check_delta(options: Mapping[str, object], *, has_place: bool, dry_run: bool) -> None:
-    """Raise InvalidInput if options of a delta do not go together."""
-    if "since" not in options:
-        if "encoding" in options:
-            raise InvalidInput("--encoding is of a delta", hint="--since REF says what it starts from")
-        return
-    if "max_shard_size" in options:
-        raise InvalidInput("--since and --max-shard-size were both given", hint="a delta has files of its own size")
-    if dry_run:
-        raise InvalidInput("--since and --dry-run were both given", hint="what changed is known once it is read")
-    if not has_place:
-        raise InvalidInput("--since needs a place to write to", hint="name a folder with -o DIR")
 
 
 def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy":
@@ -332,40 +257,28 @@ def _tell_programs(
     return as_json
 
 
-def _plan_shards(
+def _say_plan(
     composite: "Composite",
-    _form: _Form,
-    options: Mapping[str, Any],
+    plan: "Plan",
+    *,
+    into: "Format",
     outcome: str,
     fields: dict[str, object],
-    *,
     as_json: bool,
 ) -> None:
-    """Print which save each layer comes from."""
-    notes = composite.notes(**options)
-    world_size = options.get("world_size", composite.world_size)
-    stage = 3 if options.get("as_zero3") else composite.stage
-    fields |= {"world_size": world_size, "stage": stage, "bytes_written": 0, "seconds": 0.0}
-    if not _tell_programs(composite, notes, fields, as_json=as_json):
-        _say_layers(composite)
-        say()
-        _say_mixture(composite, adam_step=options.get("adam_step"))
-        base = f"base {shown(composite.name)}, policy {composite.policy}"
-        say_paragraph(f"{base}, {counted(world_size, 'rank')}, ZeRO stage {stage}; {outcome}", indent=2)
+    """Print the files that there would be; of shards, which save each layer comes from."""
+    from layerstore.assemble import ExportPlan
 
-
-def _plan_export(
-    composite: "Composite",
-    form: _Form,
-    options: Mapping[str, Any],
-    outcome: str,
-    fields: dict[str, object],
-    *,
-    as_json: bool,
-) -> None:
-    """Print the files that there would be."""
-    plan = _PLANNERS[form](composite)(**options)
-    fields |= {"format": form, "dtype": plan.dtype, "files": [file.path for file in plan.files]}
+    if not isinstance(plan, ExportPlan):
+        fields |= {"world_size": plan.world_size, "stage": plan.stage, "bytes_written": 0, "seconds": 0.0}
+        if not _tell_programs(composite, plan.notes, fields, as_json=as_json):
+            _say_layers(composite)
+            say()
+            _say_mixture(composite, adam_step=getattr(into, "adam_step", None))
+            base = f"base {shown(composite.name)}, policy {composite.policy}"
+            say_paragraph(f"{base}, {counted(plan.world_size, 'rank')}, ZeRO stage {plan.stage}; {outcome}", indent=2)
+        return
+    fields |= {"format": into.name, "dtype": plan.dtype, "files": [file.path for file in plan.files]}
     fields |= {"bytes_written": 0, "seconds": 0.0}
     if not _tell_programs(composite, plan.notes, fields, as_json=as_json):
         columns = [Column("FILE", folds=True), Column("SIZE", "right")]
@@ -375,36 +288,29 @@ def _plan_export(
         say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
 
 
-def _say_written(
-    composite: "Composite", written: "Written | Exported | DeltaWritten", *, adam_step: str | None, as_json: bool
-) -> None:
+def _say_written(composite: "Composite", written: "Exported", *, adam_step: str | None, as_json: bool) -> None:
     """Say what was written, and how to load it."""
-    from layerstore.assemble import Exported
     from layerstore.delta import DeltaWritten
+    from layerstore.shards import Written
 
     if isinstance(written, DeltaWritten):
         _say_delta(composite, written, as_json=as_json)
         return
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
-    how, folder = "", shown(json.dumps(str(written.out), ensure_ascii=False))  # as Python writes it
-    if isinstance(written, Exported):
-        fields |= {"format": written.format, "dtype": written.dtype, "files": list(written.files)}
-        what = f"{written.dtype}, {counted(len(written.files), 'file')}"
-        how = shown(written.how_to_load)
-    else:
+    if isinstance(written, Written):
         fields |= {"world_size": written.world_size, "stage": written.stage}
         ranks = counted(written.world_size, "rank")
         what = f"{counted(len(composite.layers), 'layer')}, {ranks}, ZeRO stage {written.stage}"
-        load = f"engine.load_checkpoint({folder}), or trainer.train(resume_from_checkpoint={folder})"
-        how = f"resume on {ranks}: {load}"
+    else:
+        fields |= {"format": written.format, "dtype": written.dtype, "files": list(written.files)}
+        what = f"{written.dtype}, {counted(len(written.files), 'file')}"
     if _tell_programs(composite, written.notes, fields, as_json=as_json):
         return
     head = f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, {what}"
     say_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
-    has_optimizer = not isinstance(written, Exported) or written.format != "hf"
-    _say_mixture(composite, has_optimizer=has_optimizer, adam_step=adam_step)
-    if how:
-        say_paragraph(how, indent=2)
+    _say_mixture(composite, has_optimizer=written.format != "hf", adam_step=adam_step)
+    if written.how_to_load:
+        say_paragraph(shown(written.how_to_load), indent=2)
 
 
 def _say_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:

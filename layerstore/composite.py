@@ -9,25 +9,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerstore.arguments import checked
 from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
-from layerstore.assemble import Exported, ExportPlan, Force, execute_export
-from layerstore.compose import Composition, check_members, check_whole, compose_latest, losses_told
-from layerstore.dcp import plan_dcp
-from layerstore.delta import DeltaWritten, Encoding, is_delta, write_delta
+from layerstore.assemble import Exported, Force, Writing
+from layerstore.compose import Composition, check_members, check_whole, losses_told
+from layerstore.delta import is_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
-from layerstore.hf import MAX_SHARD_SIZE, plan_export
-from layerstore.history import Staleness, check_staleness, reference_to, references_to, resolve
+from layerstore.formats import Format, Plan, chosen_format
+from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
 from layerstore.model import Pin, Saving, StrPath
 from layerstore.nearest import ByName
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
-from layerstore.shards import AdamStep, Moments, Written, execute_compose, plan_ranks, plan_universal
+from layerstore.shards import Written
 from layerstore.storage import Repository
 from layerstore.tables import Table, frame, html_table
 from layerstore.units import utc
@@ -194,63 +193,74 @@ class Composite:
         if self._composition.mean is not None:
             raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
 
-    def notes(
-        self,
-        *,
-        world_size: int | None = None,
-        as_zero3: bool = False,
-        adam_step: AdamStep = "unify",
-        moments: Moments = "base",
-    ) -> tuple[str, ...]:
-        """Return what would not carry over, in plain sentences; raises as ``write`` would."""
+    def plan(self, format: str | Format = "shards", **options: Any) -> Plan:  # noqa: A002  # as the option is called
+        """Return what `export` would write in *format*; its ``notes`` say what would not carry over."""
         with losses_told(self._repo, self._composition):
-            return plan_ranks(
-                self._repo,
-                self._composition,
-                world_size=world_size,
-                as_zero3=as_zero3,
-                adam_step=adam_step,
-                moments=moments,
-            ).notes
+            return chosen_format(format, options).plan(self._repo, self._composition)
 
     def write(
         self,
         out: StrPath,
         *,
-        world_size: int | None = None,
-        as_zero3: bool = False,
-        adam_step: AdamStep = "unify",
-        moments: Moments = "base",
         verify: bool = True,
         durable: bool = True,
         force: Force = False,
         progress: Progress | None = None,
+        **options: Any,
     ) -> Written:
         """
-        Write shards to the folder *out*, which appears whole or not at all.
+        Write shards to resume from: `export` with *format* ``shards``.
 
         They are of the ZeRO stage that the base was saved under or, with *as_zero3*, of stage 3. They are for
         *world_size* ranks, by default as many as saved the base; the result's ``notes`` say what does not carry over to
         another number. The optimizer's step counters are the base's or, with *adam_step* ``per-layer``,
         each layer's own, if a param group per layer allows that. With *moments* ``fresh``, the optimizer begins anew:
-        its moments are zero and its counters 0. Every byte read is verified unless *verify* is False;
-        a power cut cannot tear the folder unless *durable* is False. A checkpoint at *out* is replaced only with
-        *force*, and one that layerstore did not write only if that is ``foreign``.
+        its moments are zero and its counters 0.
         """
+        how = Writing(verify=verify, durable=durable, force=force)
+        written = self._export(chosen_format("shards", options), out, how, progress)
+        assert isinstance(written, Written)
+        return written
+
+    def export(
+        self,
+        out: StrPath,
+        *,
+        format: str | Format = "hf",  # noqa: A002  # as the option is called
+        verify: bool = True,
+        durable: bool = True,
+        force: Force = False,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Exported:
+        """
+        Write to the folder *out*, which appears whole or not at all, in *format*, which has *options* of its own.
+
+        - ``hf``: the weights, as Transformers' ``from_pretrained`` loads them. *dtype* is ``bf16``, ``fp16`` or
+          ``fp32``, by default the type in which each parameter is trained; *max_shard_size*, in bytes or as text such
+          as ``"2GiB"``, limits the tensors per file.
+        - ``shards`` and ``zero3``: see `write`.
+        - ``dcp``: a PyTorch distributed checkpoint, the fp32 masters as the model, and the optimizer.
+          ``torch.distributed.checkpoint.load`` reads it on any number of ranks, under the names of ``get_state_dict``.
+          *adam_step* is as in `write`.
+        - ``universal``: DeepSpeed's Universal Checkpoint, which it loads on any number of ranks with
+          ``"checkpoint": {"load_universal": true}``.
+        - ``delta``: what changed in the weights *since* a commit, for a server that holds its export in *dtype*.
+          `layerstore.apply` puts it onto that export, as does SGLang's ``/pull_weights`` with *encoding* ``xor``;
+          ``sparse`` has indices and values.
+
+        Every byte read is verified unless *verify* is False; a power cut cannot tear the folder unless *durable* is
+        False. A folder at *out* is replaced only with *force*, and one that layerstore did not write only if that is
+        ``foreign``.
+        """
+        how = Writing(verify=verify, durable=durable, force=force)
+        return self._export(chosen_format(format, options), out, how, progress)
+
+    def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
+        if into.name != "delta" and is_delta(Path(out)):
+            raise AlreadyExists(f"{out} is a delta, and no export, so it is not replaced", hint="choose another -o")
         with losses_told(self._repo, self._composition):
-            return execute_compose(
-                self._repo,
-                self._composition,
-                Path(out),
-                world_size=world_size,
-                as_zero3=as_zero3,
-                adam_step=adam_step,
-                moments=moments,
-                verify=verify,
-                durable=durable,
-                force=force,
-                progress=progress or Silent(),
-            )
+            return into.write(self._repo, self._composition, Path(out), how, progress or Silent())
 
     def tensors(self, kind: TensorKind = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
         """
@@ -277,121 +287,3 @@ class Composite:
             versions = check_members(self._repo, self._composition)
             slices = self._composition.slices(self._repo, versions)
         return make_state_dict(self._repo, versions, slices, dtype=dtype, verify=verify)
-
-    def plan_export(self, *, dtype: DTypeName | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
-        """Return what `export` would write, without writing it."""
-        with losses_told(self._repo, self._composition):
-            return plan_export(self._repo, self._composition, dtype=dtype, max_shard_size=max_shard_size)
-
-    def export(
-        self,
-        out: StrPath,
-        *,
-        dtype: DTypeName | None = None,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        verify: bool = True,
-        durable: bool = True,
-        force: Force = False,
-        progress: Progress | None = None,
-    ) -> Exported:
-        """
-        Write the weights to the folder *out*, in the form that Transformers' ``from_pretrained`` loads.
-
-        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the type in which each parameter is trained.
-        *max_shard_size*, in bytes or as text such as ``"2GiB"``, limits the tensors per file, except that a larger
-        tensor gets its own file. The optimizer's objects are not touched. Everything else is as in `write`.
-        """
-        plan = self.plan_export(dtype=dtype, max_shard_size=max_shard_size)
-        with losses_told(self._repo, self._composition):
-            return self._export(plan, out, verify=verify, durable=durable, force=force, progress=progress)
-
-    def _export(
-        self, plan: ExportPlan, out: StrPath, *, verify: bool, durable: bool, force: Force, progress: Progress | None
-    ) -> Exported:
-        out = Path(out)
-        if is_delta(out):
-            raise AlreadyExists(f"{out} is a delta, and no export, so it is not replaced", hint="choose another -o")
-        return execute_export(
-            self._repo, plan, out, verify=verify, durable=durable, force=force, progress=progress or Silent()
-        )
-
-    def plan_dcp(self, *, adam_step: AdamStep = "unify") -> ExportPlan:
-        """Return what `write_dcp` would write, without writing it."""
-        with losses_told(self._repo, self._composition):
-            return plan_dcp(self._repo, self._composition, adam_step=adam_step)
-
-    def write_dcp(
-        self,
-        out: StrPath,
-        *,
-        adam_step: AdamStep = "unify",
-        verify: bool = True,
-        durable: bool = True,
-        force: Force = False,
-        progress: Progress | None = None,
-    ) -> Exported:
-        """
-        Write a PyTorch distributed checkpoint to the folder *out*: the fp32 masters as the model, and the optimizer.
-
-        ``torch.distributed.checkpoint.load`` reads it on any number of ranks, under the names of ``get_state_dict``.
-        The optimizer's step counters are the base's or, with *adam_step* ``per-layer``, each layer's own. Everything
-        else is as in `write`.
-        """
-        plan = self.plan_dcp(adam_step=adam_step)
-        with losses_told(self._repo, self._composition):
-            return self._export(plan, out, verify=verify, durable=durable, force=force, progress=progress)
-
-    def plan_universal(self) -> ExportPlan:
-        """Return what `write_universal` would write, without writing it."""
-        with losses_told(self._repo, self._composition):
-            return plan_universal(self._repo, self._composition)
-
-    def write_universal(
-        self,
-        out: StrPath,
-        *,
-        verify: bool = True,
-        durable: bool = True,
-        force: Force = False,
-        progress: Progress | None = None,
-    ) -> Exported:
-        """
-        Write DeepSpeed's Universal Checkpoint to the folder *out*: each parameter's master and moments, whole.
-
-        DeepSpeed loads it on any number of ranks with ``"checkpoint": {"load_universal": true}``. Everything else is as
-        in `write`.
-        """
-        plan = self.plan_universal()
-        with losses_told(self._repo, self._composition):
-            return self._export(plan, out, verify=verify, durable=durable, force=force, progress=progress)
-
-    def write_delta(
-        self,
-        out: StrPath,
-        *,
-        since: str,
-        dtype: DTypeName | None = None,
-        encoding: Encoding = "xor",
-        verify: bool = True,
-        force: Force = False,
-        progress: Progress | None = None,
-    ) -> DeltaWritten:
-        """
-        Write to the folder *out* what changed in the weights *since* a commit, for a server that holds its export.
-
-        `layerstore.apply` puts it onto that export, as does SGLang's ``/pull_weights`` with *encoding* ``xor``;
-        ``sparse`` has indices and values. Everything else is as in `export`.
-        """
-        base = compose_latest(resolve(self._repo, since))
-        with losses_told(self._repo, self._composition):
-            return write_delta(
-                self._repo,
-                self._composition,
-                base,
-                Path(out),
-                dtype=dtype,
-                encoding=encoding,
-                verify=verify,
-                force=force,
-                progress=progress or Silent(),
-            )

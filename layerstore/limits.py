@@ -49,6 +49,9 @@ BLOB_CONTAINERS_MAX = 4_000_000
 # A number in a record or blob is a size, a count, a step, a checksum or a time in nanoseconds; no real one is larger.
 NUMBER_MAX = 2**63 - 1
 
+# Of an export's weights in one file: small enough for every hub and filesystem.
+SHARD_SIZE = "5GB"
+
 # Our own JSON files hold a few names and URLs, and `pushed.json` 36 bytes for each commit and remote.
 OWN_JSON_BYTES_MAX = 1 * MIB
 PUSHED_BYTES_MAX = 64 * MIB

@@ -19,17 +19,9 @@ from layerstore.assemble.assemble import (
     read_stretch,
     whole,
 )
-from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes
-from layerstore.assemble.safetensors import (
-    Run,
-    WeightsFile,
-    WeightTensor,
-    header_of,
-    index_of,
-    weights_file,
-    weights_files,
-)
-from layerstore.assemble.target import Force, appearing, checked_file, checked_target, write_file
+from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes, files_in
+from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
+from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, write_file
 
 __all__ = [
     "Archives",
@@ -43,6 +35,7 @@ __all__ = [
     "Run",
     "WeightTensor",
     "WeightsFile",
+    "Writing",
     "appearing",
     "assembling",
     "checked_file",
@@ -50,8 +43,7 @@ __all__ = [
     "chunks_of",
     "execute_export",
     "export_notes",
-    "header_of",
-    "index_of",
+    "files_in",
     "literal_file",
     "merged",
     "plan_source_file",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerstore.disk import NewFile, OpenFile, Syncing
+from layerstore.assemble.target import Writing
 from layerstore.errors import IntegrityError
 from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
@@ -188,16 +189,15 @@ class _Task:
 def assembling(
     repo: Repository,
     folder: Path,
+    how: Writing,
     *,
-    verify: bool,
-    durable: bool,
     is_export: bool = False,
     has_means: bool = False,
     last: Mapping[str, bytes] | None = None,
     progress: Progress,
 ) -> Iterator["Assembly"]:
     """
-    Yield an `Assembly` that writes files to *folder*; after the body they are complete, and with *durable* on disk.
+    Yield an `Assembly` that writes files to *folder*; after the body they are complete, and as *how* says on disk.
 
     *last* are small files that must not appear before all others are complete, in their order. In an export,
     conversions are the work itself: they get a thread more, count as progress, and new infinities are counted. Means
@@ -205,17 +205,16 @@ def assembling(
     """
     # Hashing fills the memory bus with one thread; where rounding is left, two share it. A mean of ten saves reads
     # twenty times what it writes: with four threads some read while others compute.
-    threads = 4 if has_means else 2 if is_export or not verify else 1
+    threads = 4 if has_means else 2 if is_export or not how.verify else 1
     with (
         Threads(threads, thread_name_prefix="verify") as ahead,
-        closing(Syncing(durable=durable)) as syncing,
+        closing(Syncing(durable=how.durable)) as syncing,
         ExitStack() as stack,
     ):
         assembly = Assembly(
             repo=repo,
             folder=folder,
-            verify=verify,
-            durable=durable,
+            how=how,
             is_export=is_export,
             progress=progress,
             _ahead=ahead,
@@ -229,9 +228,9 @@ def assembling(
             assembly.bytes_written += len(data)
             with repo.files.create(folder / path) as file:
                 file.write_at(0, data)
-                if durable:
+                if how.durable:
                     file.sync()
-        if durable:
+        if how.durable:
             syncing.directories(repo.files, (Path(directory) for directory, _, _ in os.walk(folder)))
 
 
@@ -241,8 +240,7 @@ class Assembly:
 
     repo: Repository
     folder: Path
-    verify: bool
-    durable: bool
+    how: Writing
     is_export: bool
     progress: Progress
     bytes_written: int = 0
@@ -292,7 +290,7 @@ class Assembly:
 
     def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
         """Raise if a tensor of the file *path* was rounded to other bits than when it was saved."""
-        if not self.verify:
+        if not self.how.verify:
             return
         parts = self.converted.get(self.folder / path, {})
         starts = sorted(parts)
@@ -308,7 +306,7 @@ class Assembly:
     def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
         path = self.folder / inside(output.path)
         self.repo.files.make_directories(path.parent)
-        file = stack.enter_context(self.repo.files.create(path, sync_ahead=self.durable))
+        file = stack.enter_context(self.repo.files.create(path, sync_ahead=self.how.durable))
         file.set_size(output.size_bytes)
         for offset, data in _joined(output.literals):
             file.write_at(offset, data)
@@ -338,7 +336,7 @@ class Assembly:
 
     def _prepare(self, repo: Repository, task: _Task) -> None:
         """Verify the objects, and convert what is to be converted while their pages are warm."""
-        unverified = {*task.objects} - self._claimed if self.verify else set()
+        unverified = {*task.objects} - self._claimed if self.how.verify else set()
         self._claimed |= unverified
         if len(task.objects) > 1:
             hashing = Hashing(unverified)

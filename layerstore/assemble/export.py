@@ -12,7 +12,7 @@ from pathlib import Path
 
 from layerstore.assemble.assemble import Assembly, OutputFile, assembling, inside
 from layerstore.assemble.safetensors import WeightsFile
-from layerstore.assemble.target import Force, appearing, checked_target
+from layerstore.assemble.target import Writing, appearing, checked_target
 from layerstore.compose import Composition
 from layerstore.disk import Files
 from layerstore.model import Kind, LayerVersion, RankState
@@ -66,13 +66,13 @@ class ExportPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote."""
+    """What was written, in whatever format."""
 
     run: str
     step: int
     policy: str
     format: str
-    dtype: str
+    dtype: str = "mixed"
     """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
     out: Path
     files: tuple[str, ...]
@@ -81,9 +81,9 @@ class Exported:
     seconds: float
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
-    model_class: str | None
+    model_class: str | None = None
     """The class of Transformers that loads the folder, if its config names one."""
-    how_to_load: str
+    how_to_load: str = ""
     """In a line; empty if that is not known."""
 
     def __repr__(self) -> str:
@@ -95,31 +95,28 @@ def execute_export(
     repo: Repository,
     plan: ExportPlan,
     out: Path,
+    how: Writing,
     *,
-    verify: bool = True,
-    durable: bool = True,
-    force: Force = False,
     reuse: Path | None = None,
     progress: Progress,
 ) -> Exported:
     """
-    Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
+    Write *plan* to the folder *out*, which appears whole or not at all.
 
     Weights files that are named by what is in them are linked, and not written, if the folder *reuse* has them.
 
     Raises:
-        AlreadyExists: *out* is there, and *force* does not allow to replace it.
+        AlreadyExists: *out* is there, and may not be replaced.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
     """
     started = time.monotonic()
-    target = checked_target(repo, out, what="an export", signs=plan.signs, force=force)
+    target = checked_target(repo, out, what="an export", signs=plan.signs, force=how.force)
     with (
         appearing(repo, target, is_older_form=plan.is_older_form) as folder,
         assembling(
             repo,
             folder,
-            verify=verify,
-            durable=durable,
+            how,
             is_export=True,
             has_means=plan.composition.mean is not None,
             progress=progress,
@@ -150,6 +147,11 @@ def execute_export(
         # As Python writes a text, in the usual quotes.
         how_to_load=plan.loading.replace("{folder}", json.dumps(str(target.path), ensure_ascii=False)),
     )
+
+
+def files_in(folder: Path) -> tuple[str, ...]:
+    """Return the files below *folder*, with ``/``, by name."""
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
 
 
 def _link(files: Files, path: Path, other: Path) -> None:

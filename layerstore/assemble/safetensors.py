@@ -5,12 +5,10 @@ Other programs read these files, so their names, their metadata and the order of
 Within that we pad the header and put whole pages first, so that payloads start on pages and can be reflinked.
 """
 
-import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 from layerstore.assemble.assemble import DerivedCheck, OutputFile, merged, whole
 from layerstore.dtypes import by_code
@@ -18,10 +16,8 @@ from layerstore.errors import Unsupported
 from layerstore.filenames import WEIGHTS
 from layerstore.framing import Frame, framed
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
-from layerstore.model import Kind, ObjectContent, SourceFile, TensorSource
+from layerstore.model import Kind, ObjectContent, TensorSource
 from layerstore.slices import Piece, Slices
-from layerstore.source import read_header
-from layerstore.storage import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +139,6 @@ def weights_file(name: str, tensors: Iterable[WeightTensor]) -> WeightsFile:
     return WeightsFile(name=name, tensors=tuple(ordered), frame=frame)
 
 
-def index_of(files: Sequence[WeightsFile]) -> bytes:
-    """Return the index of several *files*."""
-    tensors = [tensor for file in files for tensor in file.tensors]
-    parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.source is TensorSource.PARAMETER)
-    metadata = {"total_parameters": parameters, "total_size": sum(tensor.size_bytes for tensor in tensors)}
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
-
-
 # -- where the bytes of a tensor come from -------------------------------------------------------------------------
 
 
@@ -174,15 +161,3 @@ def _pieces(tensor: WeightTensor, slices: Slices, offset: int) -> Iterator[Piece
                 end=run.start + run.elements,
             )
             offset += run.elements * by_code(tensor.dtype).bytes
-
-
-def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
-    """Return the header of a safetensors file that is kept byte for byte, and the size of the file."""
-    content, path = file.content, Path(file.path)
-    if isinstance(content, bytes):
-        return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
-    begin = whole(content, 0).object_offset
-    repo.objects.verify(content.object)  # it decides what is written, and may not be read again
-    with repo.objects.open(content.object) as source:
-        header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
-    return header, content.size_bytes

@@ -37,6 +37,18 @@ class Target:
     """Whether that is an empty folder."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How a folder is written, whatever its format."""
+
+    verify: bool = True
+    """Whether every byte that is read is checked."""
+    durable: bool = True
+    """Whether a power cut after the end can tear nothing."""
+    force: Force = False
+    """Whether an older one is replaced: one of ours, or a ``foreign`` one, too."""
+
+
 def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: Force) -> Target:
     """
     Check that a folder may be written at *out*, and return its target; *signs* identify an older one as *what*.

@@ -8,7 +8,7 @@ others. A file that a judge has changed is written again.
 from collections.abc import Callable
 from pathlib import Path
 
-from layerstore.assemble import Exported, ExportPlan, WeightTensor, execute_export
+from layerstore.assemble import Exported, ExportPlan, WeightTensor, Writing, execute_export
 from layerstore.compose import Composition, losses_told
 from layerstore.filenames import SUMMARY
 from layerstore.hashing import digest
@@ -47,7 +47,9 @@ class Trials:
                 del self._stamps[name]
         self._repo.files.remove_tree(self.folder)
         with losses_told(self._repo, plan.composition):
-            return execute_export(self._repo, plan, self.folder, durable=False, reuse=self._files, progress=Silent())
+            return execute_export(
+                self._repo, plan, self.folder, Writing(durable=False), reuse=self._files, progress=Silent()
+            )
 
     def keep(self, plan: ExportPlan, role: str) -> None:
         """Keep the weights files of the present trial for later ones, until there is another one of its *role*."""

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from layerstore.assemble import Archives, ExportPlan, OutputFile, export_notes, literal_file, plan_source_file
+from layerstore.assemble import (
+    Archives,
+    ExportPlan,
+    OutputFile,
+    export_notes,
+    literal_file,
+    plan_source_file,
+)
 from layerstore.compose import Composition, check_members
 from layerstore.dcp.metadata import METADATA, Chunk, Entry, KeyPath, metadata_bytes
 from layerstore.dtypes import by_code, dtype_name
@@ -21,7 +28,8 @@ from layerstore.hf import goes_along
 from layerstore.layers import unwrapped
 from layerstore.limits import MIB, PAGE_BYTES
 from layerstore.model import Kind, LayerVersion
-from layerstore.shards import AdamStep, OptimizerState, optimizer_of
+from layerstore.rank_options import AdamStep
+from layerstore.shards import OptimizerState, optimizer_of
 from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
 from layerstore.tree import Storage, Tensor, Tree, new_tensor
@@ -45,7 +53,7 @@ _TRAINER_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
 """Where the HF Trainer looks for the checkpoints of an FSDP training."""
 
 
-def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep = "unify") -> ExportPlan:
+def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep) -> ExportPlan:
     """
     Decide which tensors go into which files; the step counters are the base's, or each layer's own.
 

@@ -9,26 +9,29 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from layerstore.assemble import (
+    Exported,
     ExportPlan,
-    Force,
     OutputFile,
     WeightTensor,
+    Writing,
     appearing,
     checked_target,
+    files_in,
     read_mean,
     read_stretch,
 )
-from layerstore.compose import Composition
-from layerstore.delta.codec import ENCODINGS, Encoding, encode
+from layerstore.compose import Composition, compose_latest
+from layerstore.delta.codec import Encoding, encode
 from layerstore.delta.folder import DeltaWriter, is_delta
-from layerstore.dtypes import by_code
-from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch
+from layerstore.dtypes import DTypeName, by_code
+from layerstore.errors import AlreadyExists, LayoutMismatch
 from layerstore.filenames import SUMMARY, WEIGHTS_INDEX
 from layerstore.hashing import object_id
 from layerstore.hf import CONFIG, plan_export
-from layerstore.history import references_to
+from layerstore.history import references_to, resolve
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.numbers import convert
@@ -42,25 +45,23 @@ _ONE_FILE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaWritten:
+class DeltaWritten(Exported):
     """A delta that was written."""
 
-    run: str
-    step: int
+    _JSON: ClassVar = (
+        "run step since encoding dtype out tensors tensors_changed elements elements_changed bytes_whole bytes_written "
+        "seconds notes"
+    )
+
     since: str
     """The base that it is put onto."""
     encoding: Encoding
-    dtype: str
-    out: Path
     tensors: int
     tensors_changed: int
     elements: int
     elements_changed: int
     bytes_whole: int
     """The size of all weights."""
-    bytes_written: int
-    seconds: float
-    notes: tuple[str, ...]
 
     def __repr__(self) -> str:
         share = f"{self.elements_changed} of {self.elements} elements"
@@ -72,35 +73,32 @@ class DeltaWritten:
 def write_delta(
     repo: Repository,
     composition: Composition,
-    since: Composition,
     out: Path,
+    how: Writing,
     *,
-    dtype: str | None = None,
-    encoding: Encoding = "xor",
-    verify: bool = True,
-    force: Force = False,
+    since: str,
+    dtype: DTypeName | None,
+    encoding: Encoding,
     progress: Progress,
 ) -> DeltaWritten:
     """
-    Write what makes the export of *since* that of *composition*, both with *dtype*, to the folder *out*.
+    Write what makes the export of the commit *since* that of *composition* to the folder *out*.
 
     Raises:
         LayoutMismatch: Their tensors have other names, types or shapes.
-        InvalidInput: There is no such encoding.
     """
     started = time.monotonic()
-    if encoding not in ENCODINGS:
-        raise InvalidInput(f"{encoding!r} is no encoding of a delta", hint=f"choose one of: {', '.join(ENCODINGS)}")
-    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=force)
+    base = compose_latest(resolve(repo, since))
+    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
-    plans = [plan_export(repo, each, dtype=dtype, max_shard_size=_ONE_FILE) for each in (since, composition)]
-    before, called = _names(repo, since, composition)
-    old, new = (_Weights(repo, plan, verify=verify) for plan in plans)
+    plans = [plan_export(repo, each, dtype=dtype, max_shard_size=_ONE_FILE) for each in (base, composition)]
+    before, called = _names(repo, base, composition)
+    old, new = (_Weights(repo, plan, verify=how.verify) for plan in plans)
     _check_alike(old, new, before, called)
     notes = [note for note in plans[1].notes if CONFIG not in note]
-    if composition.base.step == since.base.step:
-        notes.append(f"both are of step {since.base.step}: a reader that compares versions sees no change")
+    if composition.base.step == base.base.step:
+        notes.append(f"both are of step {base.base.step}: a reader that compares versions sees no change")
     progress.start("delta", sum(tensor.size_bytes for tensor in new.tensors.values()))
     changed = elements_changed = 0
     with appearing(repo, target, is_older_form=lambda path: path.suffix == ".safetensors") as folder:
@@ -116,7 +114,7 @@ def write_delta(
             parts, count = encode(name, was, now, dtype=tensor.dtype, encoding=encoding)
             elements_changed += count
             writer.add(name, parts, base=object_id(was), target=object_id(now))
-        writer.finish(version=composition.base.step, base_version=since.base.step, name=called, base_name=before)
+        writer.finish(version=composition.base.step, base_version=base.base.step, name=called, base_name=before)
         facts = {"since": before, "encoding": encoding, "elements_changed": elements_changed}
         summary = composition.summary_file(notes, format="hf", dtype=plans[1].dtype, delta=facts)
         with repo.files.create(folder / SUMMARY) as file:
@@ -126,10 +124,13 @@ def write_delta(
     return DeltaWritten(
         run=composition.base.run,
         step=composition.base.step,
+        policy=composition.policy,
+        format="delta",
         since=before,
         encoding=encoding,
         dtype=plans[1].dtype,
         out=target.path,
+        files=files_in(target.path),
         tensors=len(new.tensors),
         tensors_changed=changed,
         elements=sum(tensor.size_bytes // by_code(tensor.dtype).bytes for tensor in new.tensors.values()),

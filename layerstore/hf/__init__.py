@@ -2,11 +2,10 @@
 
 from layerstore.hf.meta_model import parameter_shapes
 from layerstore.hf.peft import plan_beside
-from layerstore.hf.plan import CONFIG, MAX_SHARD_SIZE, goes_along, plan_export
+from layerstore.hf.plan import CONFIG, goes_along, plan_export
 
 __all__ = [
     "CONFIG",
-    "MAX_SHARD_SIZE",
     "goes_along",
     "parameter_shapes",
     "plan_beside",

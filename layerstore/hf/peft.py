@@ -17,7 +17,6 @@ from layerstore.assemble import (
     OutputFile,
     WeightsFile,
     WeightTensor,
-    header_of,
     merged,
     plan_source_file,
     weights_file,
@@ -30,7 +29,7 @@ from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.slices import Piece, Slices
-from layerstore.source import tensors_in
+from layerstore.source import read_header, tensors_in
 from layerstore.storage import Repository
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -263,3 +262,15 @@ def _tensor(name: str, supplier: str, shape: tuple[int, ...], dtype: str) -> Wei
 
 def _typed(tensor: WeightTensor, dtype: str | None) -> WeightTensor:
     return replace(tensor, dtype=dtype) if dtype and tensor.dtype in FLOATS else tensor
+
+
+def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
+    """Return the header of a safetensors file that is kept byte for byte, and the size of the file."""
+    content, path = file.content, Path(file.path)
+    if isinstance(content, bytes):
+        return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
+    begin = whole(content, 0).object_offset
+    repo.objects.verify(content.object)  # it decides what is written, and may not be read again
+    with repo.objects.open(content.object) as source:
+        header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
+    return header, content.size_bytes

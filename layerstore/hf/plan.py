@@ -6,9 +6,10 @@ A sibling of ``zero3``: an output format plans its files, and ``assemble`` and `
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from layerstore.assemble import (
@@ -17,8 +18,6 @@ from layerstore.assemble import (
     WeightsFile,
     WeightTensor,
     export_notes,
-    header_of,
-    index_of,
     literal_file,
     plan_source_file,
     weights_files,
@@ -27,11 +26,11 @@ from layerstore.compose import Composition, check_members
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
 from layerstore.filenames import SUMMARY, WEIGHTS, WEIGHTS_FILE, WEIGHTS_INDEX
-from layerstore.hf.peft import ADAPTER_CONFIG, configs_of, plan_adapters
+from layerstore.hf.peft import ADAPTER_CONFIG, configs_of, header_of, plan_adapters
 from layerstore.hf.weight_names import ExportTensors, ask_transformers, may_be_renamed, saved_tensors
 from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS
-from layerstore.limits import BLOB_BYTES_MAX
+from layerstore.limits import BLOB_BYTES_MAX, SHARD_SIZE
 from layerstore.model import ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.source import tensors_in
 from layerstore.storage import Repository
@@ -39,8 +38,6 @@ from layerstore.units import size_in_bytes
 from layerstore.zero3.trees import TreeView
 
 CONFIG = "config.json"
-MAX_SHARD_SIZE = "5GB"
-"""The default: small enough for every hub and filesystem."""
 
 # Files for resuming training, or with weights of their own: loading a model does not need them.
 _TRAINING_NAMES = frozenset({"trainer_state.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"})
@@ -54,7 +51,7 @@ def plan_export(
     composition: Composition,
     *,
     dtype: str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    max_shard_size: int | str = SHARD_SIZE,
     file_of: Callable[[WeightTensor], str] | None = None,
 ) -> ExportPlan:
     """
@@ -64,7 +61,6 @@ def plan_export(
     names the file of each tensor, where these are not to be filled in turn.
 
     Raises:
-        InvalidInput: *dtype* is not an element type, or *max_shard_size* not a size.
         LayoutMismatch: A layer has no weights to export.
     """
     started = time.monotonic()
@@ -251,3 +247,12 @@ def _with_dtype(fields: dict[str, object], name: str) -> dict[str, object]:
         else:
             made[key] = value
     return made
+
+
+def index_of(files: Sequence[WeightsFile]) -> bytes:
+    """Return the index of several *files*."""
+    tensors = [tensor for file in files for tensor in file.tensors]
+    parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.source is TensorSource.PARAMETER)
+    metadata = {"total_parameters": parameters, "total_size": sum(tensor.size_bytes for tensor in tensors)}
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"

@@ -21,7 +21,7 @@ from layerstore.live.deepspeed import ENGINE_KEYS, Loaded, ZeroEngine, checkpoin
 from layerstore.live.engine import read_random_state, set_random_state
 from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
 from layerstore.policy import Policy
-from layerstore.shards import AdamStep
+from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3.trees import TreeView
 

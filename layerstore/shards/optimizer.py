@@ -10,7 +10,8 @@ from layerstore.compose import Composition
 from layerstore.errors import LayoutMismatch
 from layerstore.history import references_to
 from layerstore.model import FlatContent, LayerEntry, LayerVersion, RankState
-from layerstore.shards.ranks import AdamStep, check_adam_step, check_has_moments
+from layerstore.rank_options import AdamStep
+from layerstore.shards.ranks import check_has_moments
 from layerstore.storage import Repository
 from layerstore.tree import Size, Storage, Tensor, Tree
 from layerstore.zero3.reshard import as_stage_3
@@ -85,7 +86,6 @@ def optimizer_of(
     Raises:
         LayoutMismatch: The base has no moments, or moments that cannot be had for each parameter.
     """
-    check_adam_step(adam_step)
     check_has_moments(composition.base)
     kept = undivided(state)
     if kept:

@@ -7,14 +7,13 @@ many. Notes say what does not carry over.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from layerstore.compose import Composition, check_members, check_whole
-from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.errors import LayoutMismatch
 from layerstore.filenames import RANDOM_STATE
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.limits import RANKS_MAX
 from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState
+from layerstore.rank_options import RankOptions
 from layerstore.shards.notes import buffer_notes, gathered_notes, moments_notes, notes_of_states
 from layerstore.slices import Slices
 from layerstore.storage import Repository
@@ -29,11 +28,6 @@ from layerstore.zero3.trees import (
     sub_group_shapes,
     with_optimizer,
 )
-
-Moments = Literal["base", "fresh"]
-MOMENTS: tuple[Moments, ...] = ("base", "fresh")
-AdamStep = Literal["unify", "per-layer"]
-ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")
 
 _UNIFY = "compose with --adam-step unify, or train with a param group per layer"
 
@@ -60,6 +54,8 @@ class RankStates:
     repo: Repository
     base: CommitRecord
     world_size: int
+    stage: int
+    """The ZeRO stage."""
     versions: list[LayerVersion]
     """The versions of the composite's layers, in their order."""
     slices: Slices
@@ -93,40 +89,28 @@ class RankStates:
 def plan_ranks(
     repo: Repository,
     composition: Composition,
-    *,
-    world_size: int | None = None,
-    as_zero3: bool = False,
-    adam_step: AdamStep = "unify",
-    moments: Moments = "base",
+    asked: RankOptions,
 ) -> RankStates:
     """
-    Plan *composition* for *world_size* ranks, by default for as many as its base has.
-
-    With *as_zero3* its states are those of stage 3 even if it was saved under stage 1 or 2.
+    Plan *composition* for the ranks of *asked*.
 
     Raises:
-        InvalidInput: *world_size* or *adam_step* has an invalid value.
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
             the layers of one have different counters.
     """
-    base = composition.base
-    count = base.world_size if world_size is None else world_size
-    if not 1 <= count <= RANKS_MAX:
-        raise InvalidInput(f"a checkpoint cannot have {count} ranks", hint=f"choose a world size of 1 to {RANKS_MAX:,}")
-    if moments not in MOMENTS:
-        raise InvalidInput(f"moments cannot be {moments!r}", hint=f"choose one of: {', '.join(MOMENTS)}")
-    if moments == "base":
+    base, is_fresh = composition.base, asked.moments == "fresh"
+    count = base.world_size if asked.world_size is None else asked.world_size
+    if not is_fresh:
         check_has_moments(base)
-    is_converted = as_zero3 and base.stage != STAGE_3
-    check_whole(repo, composition, world_size=world_size, is_converted=is_converted)
+    is_converted = asked.as_zero3 and base.stage != STAGE_3
+    check_whole(repo, composition, world_size=asked.world_size, is_converted=is_converted)
     versions = check_members(repo, composition)
     slices = composition.slices(repo, versions)
-    check_adam_step(adam_step)
     first = repo.state(base.states[0])
-    if moments == "fresh":
+    if is_fresh:
         _check_fresh(first)
     notes = [*filter(None, [composition.mixture]), *buffer_notes(slices, count)]
-    notes += moments_notes(composition, is_fresh=moments == "fresh")
+    notes += moments_notes(composition, is_fresh=is_fresh)
     notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
     adapted = _adapter(base, first, world_size=count, is_converted=is_converted)
     if count != base.world_size:
@@ -134,14 +118,10 @@ def plan_ranks(
     if is_converted:
         notes.append(conversion_note(first))
     steps: dict[str, tuple[str, int | None]] | None = None
-    if moments == "fresh" and adam_step == "per-layer":
-        raise InvalidInput(
-            "fresh moments have no steps of their own", hint="leave --adam-step out: the optimizer counts from 0"
-        )
-    if moments == "fresh" or adam_step == "per-layer":
+    if is_fresh or asked.adam_step == "per-layer":
         layers = zip(composition.layers, versions, strict=True)
         steps = {
-            of.name: (entry.layer, 0 if moments == "fresh" else entry.optimizer_step)
+            of.name: (entry.layer, 0 if is_fresh else entry.optimizer_step)
             for entry, version in layers
             for of in version.parameters
         }
@@ -149,12 +129,13 @@ def plan_ranks(
         repo=repo,
         base=base,
         world_size=count,
+        stage=STAGE_3 if asked.as_zero3 else base.stage,
         versions=versions,
         slices=slices,
         adapted=adapted,
         steps=steps,
         notes=tuple(notes),
-        has_moments=moments == "base",
+        has_moments=not is_fresh,
     )
     if steps is not None or adapted is not None:
         states.state(0)  # raises before anything is written if the layers of a sub-group disagree
@@ -183,12 +164,6 @@ def check_has_moments(base: CommitRecord) -> None:
             f"{base.run}@{base.step} has no optimizer moments any more: a collection has dropped them",
             hint="its weights are there: --format hf exports them, --moments fresh starts anew; or take a newer step",
         )
-
-
-def check_adam_step(adam_step: AdamStep) -> None:
-    """Raise InvalidInput unless it is one."""
-    if adam_step not in ADAM_STEPS:
-        raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
 
 
 def _check_fresh(state: RankState) -> None:

@@ -20,6 +20,7 @@ from layerstore.history import references_to
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind, Parameter, RankState
 from layerstore.numbers import can_convert
+from layerstore.rank_options import RankOptions
 from layerstore.shards.notes import buffer_notes
 from layerstore.shards.optimizer import OptimizerState, optimizer_of
 from layerstore.shards.ranks import plan_ranks
@@ -49,7 +50,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     """
     started = time.monotonic()
     base = composition.base
-    ranks = plan_ranks(repo, composition, world_size=1, as_zero3=True)
+    ranks = plan_ranks(repo, composition, RankOptions(world_size=1, as_zero3=True))
     slices, state = ranks.slices, ranks.state(0)
     base_state = repo.state(base.states[0])
     optimizer = optimizer_of(repo, composition, ranks.versions, base_state, adam_step="unify")

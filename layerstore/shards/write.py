@@ -7,6 +7,7 @@ fills the memory of a rank with the same bytes, without files.
 """
 
 import itertools
+import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,14 @@ from layerstore.assemble import (
     Archives,
     Assembly,
     DerivedCheck,
-    Force,
+    Exported,
     OutputFile,
+    Writing,
     appearing,
     assembling,
     checked_target,
     chunks_of,
+    files_in,
     merged,
     read_stretch,
     whole,
@@ -49,31 +52,24 @@ from layerstore.model import (
 )
 from layerstore.numbers import convert
 from layerstore.progress import Progress, Silent
-from layerstore.shards.ranks import AdamStep, Moments, RankStates, plan_ranks
+from layerstore.rank_options import AdamStep, RankOptions
+from layerstore.shards.ranks import RankStates, plan_ranks
 from layerstore.shares import cut
 from layerstore.slices import Piece, Slices, StoredSlice, slice_length, valid_elements
 from layerstore.storage import Repository, Stretch
 from layerstore.tree import Storage
 from layerstore.units import size
 from layerstore.zero3.pt import WrittenPickles
-from layerstore.zero3.trees import STAGE_3, sharding_in
+from layerstore.zero3.trees import sharding_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The result of a compose."""
+class Written(Exported):
+    """The shards that were written; their notes say what does not carry over to this number of ranks."""
 
-    run: str
-    step: int
-    policy: str
     world_size: int
     stage: int
     """The ZeRO stage."""
-    out: Path
-    bytes_written: int
-    seconds: float
-    notes: tuple[str, ...]
-    """What does not carry over to this world size, in plain sentences."""
 
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -84,56 +80,40 @@ def execute_compose(
     repo: Repository,
     composition: Composition,
     out: Path,
+    asked: RankOptions,
+    how: Writing,
     *,
-    world_size: int | None = None,
-    adam_step: AdamStep = "unify",
-    moments: Moments = "base",
-    as_zero3: bool = False,
-    verify: bool = True,
-    durable: bool = True,
-    force: Force = False,
     progress: Progress,
 ) -> Written:
     """
-    Write *composition* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
+    Write *composition* to the folder *out*, which appears whole or not at all.
 
     Raises:
-        AlreadyExists: *out* is there, and *force* does not allow to replace it.
+        AlreadyExists: *out* is there, and may not be replaced.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
-        LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to *world_size* ranks.
+        LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to this number of ranks.
     """
     started = time.monotonic()
     base, tag = composition.base, composition.base.layout.tag
-    target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=force)
-    ranks = plan_ranks(
-        repo, composition, world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, moments=moments
-    )
-    summary = composition.summary_file(ranks.notes, world_size=ranks.world_size, adam_step=adam_step, moments=moments)
+    target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=how.force)
+    ranks = plan_ranks(repo, composition, asked)
+    facts = {"world_size": ranks.world_size, "adam_step": asked.adam_step, "moments": asked.moments}
+    summary = composition.summary_file(ranks.notes, **facts)
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
         assembling(
             repo,
             partial,
-            verify=verify,
-            durable=durable,
+            how,
             has_means=composition.mean is not None,
             last=last,
             progress=progress,
         ) as assembly,
     ):
-        asked = _Asked(
-            composition=composition,
-            folder=partial,
-            world_size=world_size,
-            as_zero3=as_zero3,
-            adam_step=adam_step,
-            moments=moments,
-            verify=verify,
-            durable=durable,
-        )
+        work = _Work(composition=composition, folder=partial, asked=asked, how=how)
         mine, *theirs = _shares(ranks, count=repo.shares.count)
-        with repo.shares.asked(repo, write_share, [(asked, part) for part in theirs]) as answers:
+        with repo.shares.asked(repo, write_share, [(work, part) for part in theirs]) as answers:
             _assemble(assembly, ranks, mine, own=composition.own_parameters(ranks.versions), is_lead=True)
             assembly.bytes_written += sum(answers())
     return Written(
@@ -141,52 +121,49 @@ def execute_compose(
         step=base.step,
         policy=composition.policy,
         world_size=ranks.world_size,
-        stage=STAGE_3 if as_zero3 else base.stage,
+        stage=ranks.stage,
+        format="zero3" if asked.as_zero3 else "shards",
         out=target.path,
+        files=files_in(target.path),
         bytes_written=assembly.bytes_written,
         seconds=time.monotonic() - started,
         notes=ranks.notes,
+        how_to_load=_how_to_load(ranks.world_size, target.path),
     )
 
 
+def _how_to_load(ranks: int, folder: Path) -> str:
+    named = json.dumps(str(folder), ensure_ascii=False)  # as Python writes it
+    load = f"engine.load_checkpoint({named}), or trainer.train(resume_from_checkpoint={named})"
+    return f"resume on {ranks} rank{'' if ranks == 1 else 's'}: {load}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Work:
     """What another process needs to know to write some ranks' files."""
 
     composition: Composition
     folder: Path
-    world_size: int | None
-    as_zero3: bool
-    adam_step: AdamStep
-    moments: Moments
-    verify: bool
-    durable: bool
+    asked: RankOptions
+    how: Writing
 
 
 @contextmanager
-def write_share(repo: Repository, part: tuple[_Asked, range]) -> Iterator[int]:
+def write_share(repo: Repository, part: tuple[_Work, range]) -> Iterator[int]:
     """Write the files of some ranks for the leading process; yield their size."""
-    asked, mine = part
-    ranks = plan_ranks(
-        repo,
-        asked.composition,
-        world_size=asked.world_size,
-        as_zero3=asked.as_zero3,
-        adam_step=asked.adam_step,
-        moments=asked.moments,
-    )
-    own = asked.composition.own_parameters(ranks.versions)
-    if not repo.files.is_directory(asked.folder):
+    work, mine = part
+    ranks = plan_ranks(repo, work.composition, work.asked)
+    own = work.composition.own_parameters(ranks.versions)
+    if not repo.files.is_directory(work.folder):
         raise InvalidInput(
-            f"{asked.folder}, which the first process has made, is not there on {platform.node()}",
+            f"{work.folder}, which the first process has made, is not there on {platform.node()}",
             hint="choose a folder with -o that all hosts see",
         )
     with assembling(
         repo,
-        asked.folder,
-        verify=asked.verify,
-        durable=asked.durable,
-        has_means=asked.composition.mean is not None,
+        work.folder,
+        work.how,
+        has_means=work.composition.mean is not None,
         progress=Silent(),
     ) as assembly:
         _assemble(assembly, ranks, mine, own=own, is_lead=False)
@@ -369,7 +346,8 @@ class RankLoad:
         adam_step: AdamStep = "unify",
     ) -> None:
         """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
-        ranks = plan_ranks(repo, composition, world_size=world_size, as_zero3=as_zero3, adam_step=adam_step)
+        asked = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step)
+        ranks = plan_ranks(repo, composition, asked)
         self.state = ranks.state(rank)
         self.notes = ranks.notes
         """What does not carry over to this number of ranks."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import layerstore
 from layerstore import Store
-from layerstore.delta import ENCODINGS
+from layerstore.delta import ENCODINGS, DeltaWritten
 from tests.bench.averages import llama_config
 from tests.bench.generate import generate_size
 
@@ -32,7 +32,7 @@ def run(folder: Path, *, gb: float) -> None:
     source = generate_size(folder / "run" / "checkpoint-1", gb, layout="raw", step=1)
     with layerstore.init(folder / "store") as store:
         store.ingest(source, run=_RUN)
-        store.compose(f"{_RUN}@1").write_dcp(folder / "first")
+        store.compose(f"{_RUN}@1").export(folder / "first", format="dcp")
         head = f"{'rate':>7}{'steps':>6}{'changed':>10}{'encoding':>11}{'size':>11}"
         print(f"{head}{'of whole':>10}{'write':>9}{'apply':>9}", flush=True)
         for rate in RATES:
@@ -50,7 +50,10 @@ def _deltas(store: Store, folder: Path, rate: float, steps: int) -> None:
     for encoding in ENCODINGS:
         shutil.rmtree(folder / "delta", ignore_errors=True)
         shutil.copytree(folder / "base", folder / "put on", dirs_exist_ok=True)
-        written = store.compose(target).write_delta(folder / "delta", since=base, dtype="bf16", encoding=encoding)
+        written = store.compose(target).export(
+            folder / "delta", since=base, dtype="bf16", encoding=encoding, format="delta"
+        )
+        assert isinstance(written, DeltaWritten)
         started = time.monotonic()
         layerstore.apply(folder / "delta", folder / "put on")
         seconds = time.monotonic() - started

@@ -106,7 +106,7 @@ class Workplace:
     def _to_pytorch(self) -> list[Contender]:
         """To a distributed checkpoint, and back onto the commit that it is of."""
         assert self._store is not None
-        self._store.compose(RUN).write_dcp(self._dcp)
+        self._store.compose(RUN).export(self._dcp, format="dcp")
         return [
             Contender("compose --format dcp", self._write_dcp, self._clear),
             Contender("ingest --onto, of known bytes", self._ingest_dcp, self._clear),
@@ -138,7 +138,7 @@ class Workplace:
 
     def _write_dcp(self) -> None:
         assert self._store is not None
-        self._store.compose(RUN).write_dcp(self._out)
+        self._store.compose(RUN).export(self._out, format="dcp")
 
     def _ingest_dcp(self) -> None:
         assert self._store is not None
@@ -146,7 +146,7 @@ class Workplace:
 
     def _write_universal(self) -> None:
         assert self._store is not None
-        self._store.compose(RUN).write_universal(self._out)
+        self._store.compose(RUN).export(self._out, format="universal")
 
     def _convert(self) -> None:
         """Convert the checkpoint itself, with as many processes as there are processors."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.assemble import ExportPlan
 from layerstore.bisect import Judged, Trial, command_judge
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, Locked
 from tests.unit.checkpoints import checkpoint, snapshot
@@ -70,8 +71,9 @@ def test_the_step_and_the_layer_are_found(store: Store, tmp_path: Path) -> None:
     assert told == list(found.trials)
     assert {path.name for path in (tmp_path / "b").iterdir()} == {"log.jsonl", "lock"}
     assert snapshot(store) == before
-    whole = store.compose("sft@1").plan_export().size_bytes
-    assert all(trial.bytes_written < 0.9 * whole for trial in found.trials if "layer" in trial.asked)
+    whole = store.compose("sft@1").plan("hf")
+    assert isinstance(whole, ExportPlan)
+    assert all(trial.bytes_written < 0.9 * whole.size_bytes for trial in found.trials if "layer" in trial.asked)
 
 
 def test_layers_that_act_only_together_are_found(store: Store, tmp_path: Path) -> None:

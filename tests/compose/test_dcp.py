@@ -55,7 +55,7 @@ def stored(store: Store, source: Path) -> Store:
 @pytest.fixture
 def folder(stored: Store, tmp_path: Path) -> Path:
     """Return it as a distributed checkpoint."""
-    return stored.compose("sft").write_dcp(tmp_path / "dcp").out
+    return stored.compose("sft").export(tmp_path / "dcp", format="dcp").out
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -64,7 +64,7 @@ def test_torch_loads_what_was_saved(store: Store, tmp_path: Path, shape: dict[st
     source = checkpoint(tmp_path, **shape)
     store.ingest(source)
 
-    exported = store.compose("sft").write_dcp(tmp_path / "dcp")
+    exported = store.compose("sft").export(tmp_path / "dcp", format="dcp")
 
     tag = source / (source / "latest").read_text()
     found = loaded(exported.out)
@@ -99,8 +99,8 @@ def test_a_mixture_is_a_distributed_checkpoint_too(stored: Store, tmp_path: Path
     stored.ingest(checkpoint(tmp_path, step=4, seed=4))
     composite = mixed(stored, "sft@4", "sft@2")
 
-    together = loaded(composite.write_dcp(tmp_path / "together").out)
-    apart = loaded(composite.write_dcp(tmp_path / "apart", adam_step="per-layer").out)
+    together = loaded(composite.export(tmp_path / "together", format="dcp").out)
+    apart = loaded(composite.export(tmp_path / "apart", format="dcp", adam_step="per-layer").out)
 
     older = stored.compose("sft@2").tensors("optimizer", state="exp_avg")
     name = next(name for name in older if "layers" in name)
@@ -112,10 +112,10 @@ def test_a_mixture_is_a_distributed_checkpoint_too(stored: Store, tmp_path: Path
 
 def test_large_tensors_lie_in_chunks_of_rows(stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no rank has to take more into memory than it needs."""
-    whole = loaded(stored.compose("sft").write_dcp(tmp_path / "whole").out)
+    whole = loaded(stored.compose("sft").export(tmp_path / "whole", format="dcp").out)
     monkeypatch.setattr(dcp, "_CHUNK_BYTES", 200)
 
-    exported = stored.compose("sft").write_dcp(tmp_path / "cut")
+    exported = stored.compose("sft").export(tmp_path / "cut", format="dcp")
 
     entries = Folder(exported.out).entries
     assert max(len(entry.chunks) for entry in entries.values()) > 2
@@ -126,7 +126,7 @@ def test_large_tensors_lie_in_chunks_of_rows(stored: Store, tmp_path: Path, monk
 
 def test_equal_composites_are_equal_bytes(stored: Store, folder: Path, tmp_path: Path) -> None:
     """Nothing in it depends on when or where it was written."""
-    again = stored.compose("sft").write_dcp(tmp_path / "again").out
+    again = stored.compose("sft").export(tmp_path / "again", format="dcp").out
 
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
@@ -141,7 +141,7 @@ def test_a_damaged_object_leaves_no_folder(stored: Store, tmp_path: Path) -> Non
     path.write_bytes(data)
 
     with pytest.raises(IntegrityError):
-        stored.compose("sft").write_dcp(tmp_path / "out")
+        stored.compose("sft").export(tmp_path / "out", format="dcp")
 
     assert not (tmp_path / "out").exists()
 
@@ -514,4 +514,4 @@ def test_moments_that_were_dropped_cannot_be_written(stored: Store, tmp_path: Pa
     stored.gc(Keep(last=8, drop_optimizer_older_than=3), grace_seconds=0)
 
     with pytest.raises(LayoutMismatch, match="no optimizer moments any more"):
-        stored.compose("sft@2").write_dcp(tmp_path / "out")
+        stored.compose("sft@2").export(tmp_path / "out", format="dcp")

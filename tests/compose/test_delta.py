@@ -45,7 +45,9 @@ def export(store: Store, ref: str, out: Path, **options: Any) -> Path:
 
 def delta(store: Store, out: Path, *, ref: str = "moved", **options: Any) -> DeltaWritten:
     """Return the delta from the first save."""
-    return store.compose(ref).write_delta(out, since="sft@2", **{"dtype": "bf16", **options})
+    written = store.compose(ref).export(out, format="delta", since="sft@2", **{"dtype": "bf16", **options})
+    assert isinstance(written, DeltaWritten)
+    return written
 
 
 @each_encoding
@@ -131,7 +133,7 @@ def test_equal_weights_are_an_empty_delta(store: Store, tmp_path: Path) -> None:
 def test_a_missed_delta_is_told(store: Store, tmp_path: Path) -> None:
     """Even if the next one changes other tensors: those that it leaves are compared too."""
     base = export(store, "sft@2", tmp_path / "base")
-    second = store.compose("sft@4").write_delta(tmp_path / "second", since="moved", dtype="bf16")
+    second = store.compose("sft@4").export(tmp_path / "second", format="delta", since="moved", dtype="bf16")
     assert not weights_in(second.out).keys() & weights_in(delta(store, tmp_path / "first").out).keys()
 
     with pytest.raises(
@@ -148,7 +150,7 @@ def test_an_average_has_a_delta_too(store: Store, tmp_path: Path) -> None:
     """As every composite that can be exported."""
     mean = store.average("sft@2,sft@4")
     base = export(store, "sft@2", tmp_path / "base")
-    written = mean.write_delta(tmp_path / "delta", since="sft@2", dtype="bf16")
+    written = mean.export(tmp_path / "delta", format="delta", since="sft@2", dtype="bf16")
 
     layerstore.apply(written.out, base)
 

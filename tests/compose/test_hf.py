@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from layerstore import Composite, Store
-from layerstore.assemble import assemble
+from layerstore.assemble import ExportPlan, assemble
 from layerstore.dtypes import DTypeName
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.hf.plan import config_with_dtype, goes_along, parse_config
@@ -332,7 +332,8 @@ def test_a_plan_writes_nothing_and_tells_every_file(store: Store, tmp_path: Path
     composite = store.compose("sft")
     neighbours = sorted(tmp_path.iterdir())
 
-    plan = composite.plan_export(max_shard_size="2KB")
+    plan = composite.plan("hf", max_shard_size="2KB")
+    assert isinstance(plan, ExportPlan)
 
     assert neighbours == sorted(tmp_path.iterdir())
     exported = composite.export(tmp_path / "out", max_shard_size="2KB")

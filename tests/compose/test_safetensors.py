@@ -8,7 +8,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.assemble.safetensors import WeightTensor, index_of, weights_files
+from layerstore.assemble.safetensors import WeightTensor, weights_files
+from layerstore.hf.plan import index_of
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import TensorSource
 

@@ -155,7 +155,7 @@ def test_the_bases_own_size_changes_nothing(store: Store, tmp_path: Path) -> Non
     by_default, asked = composite.write(tmp_path / "a"), composite.write(tmp_path / "b", world_size=2)
 
     assert digests(by_default.out) == digests(asked.out)
-    assert () == by_default.notes == asked.notes == composite.notes()
+    assert () == by_default.notes == asked.notes == composite.plan().notes
     assert (by_default.out / "rng_state_1.pth").exists()
 
 
@@ -230,13 +230,13 @@ def test_random_states_are_left_out_and_named(store: Store, tmp_path: Path) -> N
 def test_the_factor_of_the_global_batch_is_noted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where DeepSpeed was given a path instead of a config, which a note of its own says."""
     store.ingest(odd_checkpoint(tmp_path))
-    with_config = store.compose("sft").notes(world_size=3)
+    with_config = store.compose("sft").plan(world_size=3).notes
 
     def with_path(state: Any) -> Any:
         return replace(state, model=replace(state.model, tree={**state.model.tree, "ds_config": "config.json"}))
 
     change_states(monkeypatch, with_path)
-    with_path_only = store.compose("sft").notes(world_size=3)
+    with_path_only = store.compose("sft").plan(world_size=3).notes
 
     assert "with 3 ranks instead of 2 it is 1.5 times what it was" in with_config[-1]
     assert with_config[-1] == with_path_only[-1]
@@ -264,7 +264,7 @@ def test_values_that_differ_between_ranks_are_noted(
     change_states(monkeypatch, with_own_values)
     composite = store.compose("sft")
 
-    noted = [[note for note in composite.notes(world_size=size) if "different" in note] for size in (1, 3)]
+    noted = [[note for note in composite.plan(world_size=size).notes if "different" in note] for size in (1, 3)]
     assert noted == [
         ["the ranks saved different values of 'mine': those of ranks from 1 on are left out"],
         ["the ranks saved different values of 'mine': ranks from 2 on take those of rank 0"],
@@ -393,7 +393,7 @@ def test_a_counter_keeps_its_type_and_an_optimizer_without_one_needs_none(
     layers = tuple(replace(entry, optimizer_step=None) for entry in composite.composition.layers)
 
     with pytest.raises(LayoutMismatch, match="has no optimizer step of its own"):
-        Composite(store.repo, replace(composite.composition, layers=layers)).notes(adam_step="per-layer")
+        Composite(store.repo, replace(composite.composition, layers=layers)).plan(adam_step="per-layer")
 
     with monkeypatch.context() as patch:
         change_trees(patch, lambda _, optimizer: [state.update(step=4) for state in optimizer["state"].values()])

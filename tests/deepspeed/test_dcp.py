@@ -38,7 +38,7 @@ def written(stored: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a distributed checkpoint of each scenario."""
     root = tmp_path_factory.mktemp("dcp")
     for scenario in ROUND_TRIPS:
-        stored.compose(f"{scenario.name}@{RESUME_STEP}").write_dcp(root / scenario.name)
+        stored.compose(f"{scenario.name}@{RESUME_STEP}").export(root / scenario.name, format="dcp")
     return root
 
 

@@ -45,7 +45,7 @@ def written(stored: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for scenario in LOADED:
         out = scenario.save_dir(root, step=RESUME_STEP)
         out.parent.mkdir(parents=True, exist_ok=True)
-        stored.compose(f"{scenario.name}@{RESUME_STEP}").write_universal(out)
+        stored.compose(f"{scenario.name}@{RESUME_STEP}").export(out, format="universal")
     return root
 
 
@@ -117,7 +117,7 @@ def test_frozen_and_tied_parameters_are_in_it(trained: Launch, written: Path) ->
 
 def test_what_deepspeed_would_misplace_is_told(stored: Store, tmp_path: Path) -> None:
     """With what would do instead."""
-    written = stored.compose(f"{DEALT}@{RESUME_STEP}").write_universal(tmp_path / "out")
+    written = stored.compose(f"{DEALT}@{RESUME_STEP}").export(tmp_path / "out", format="universal")
 
     assert "round_robin_gradients" in " ".join(written.notes)
 
@@ -126,7 +126,7 @@ def test_what_deepspeed_would_misplace_is_told(stored: Store, tmp_path: Path) ->
 def test_other_optimizers_are_refused(name: str, kept: str, stored: Store, tmp_path: Path) -> None:
     """In one line that says what would do instead; nothing is written."""
     with pytest.raises(LayoutMismatch, match=f"keeps {kept}.*DeepSpeed's loader") as refused:
-        stored.compose(f"{SCENARIO_OF[name].name}@{RESUME_STEP}").write_universal(tmp_path / "out")
+        stored.compose(f"{SCENARIO_OF[name].name}@{RESUME_STEP}").export(tmp_path / "out", format="universal")
 
     assert "--format shards --world-size N" in str(refused.value.hint)
     assert not (tmp_path / "out").exists()

@@ -14,9 +14,8 @@ import pytest
 
 from layerstore import Store
 from layerstore.compose import compose_latest
+from layerstore.composite import Composite
 from layerstore.history import resolve
-from layerstore.progress import Silent
-from layerstore.shards import execute_compose
 from tests.deepspeed.compare import (
     checkpoint_differences,
     full_tensors,
@@ -178,7 +177,7 @@ def test_layers_of_another_step_keep_their_count_in_the_engine(
     composition = replace(compose_latest(base), layers=layers)
     out = scenario.save_dir(tmp_path / "out", step=RESUME_STEP)
     out.parent.mkdir(parents=True)
-    execute_compose(stored._repo, composition, out, world_size=3, adam_step="per-layer", progress=Silent())
+    Composite(stored._repo, composition).write(out, world_size=3, adam_step="per-layer")
 
     launch = cached_launch(
         launch_cache, "training", *ONE_STEP, resume_from=tmp_path / "out", names=[scenario.name], world_size=3

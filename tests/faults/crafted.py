@@ -101,13 +101,13 @@ def _of_store(store: Store, ref: str, out: Path) -> dict[str, Callable[[], objec
 
 def _of_composite(made: Composite, ref: str, out: Path) -> dict[str, Callable[[], object]]:
     return {
-        "summary": lambda: (repr(made), made.layers, made.staleness, made.summary(), made.name, made.notes()),
+        "summary": lambda: (repr(made), made.layers, made.staleness, made.summary(), made.name, made.plan().notes),
         "write": lambda: made.write(out / "written", durable=False),
         "resize": lambda: made.write(out / "resized", world_size=3, durable=False),
         "export": lambda: made.export(out / "exported", durable=False),
-        "dcp": lambda: made.write_dcp(out / "dcp", durable=False),
-        "universal": lambda: made.write_universal(out / "universal", durable=False),
-        "delta": lambda: made.write_delta(out / "delta", since=ref),
+        "dcp": lambda: made.export(out / "dcp", durable=False, format="dcp"),
+        "universal": lambda: made.export(out / "universal", durable=False, format="universal"),
+        "delta": lambda: made.export(out / "delta", format="delta", since=ref),
         "masters": lambda: [each.tobytes() for each in made.tensors().values()],
         "moments": lambda: [each.tobytes() for each in made.tensors("optimizer").values()],
     }

@@ -52,7 +52,7 @@ def test_reports_are_one_readable_line(store: Store, tmp_path: Path) -> None:
         "Verdict": repr(store.verify()),
         "Diff": repr(diff),
         "Diagnosis": repr(layerstore.doctor(tmp_path / "store")),
-        "ExportPlan": repr(composite.plan_export()),
+        "ExportPlan": repr(composite.plan("hf")),
         "Staleness": repr(composite.staleness),
         "GcOutcome": repr(store.gc(dry_run=True)),
     }

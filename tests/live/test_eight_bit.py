@@ -78,7 +78,7 @@ def test_composites_of_several_saves_or_for_other_ranks_are_refused(
     _, folder = trained
     with Store(folder / "store") as store:
         mixed = store.compose(f"{RUN}@4", policy="parity")
-        for refused in (mixed.notes, lambda: mixed.write(tmp_path / "mixed"), lambda: mixed.pin("mixed")):
+        for refused in (mixed.plan, lambda: mixed.write(tmp_path / "mixed"), lambda: mixed.pin("mixed")):
             with pytest.raises(LayoutMismatch, match=WHOLE_ONLY) as raised:
                 refused()
             assert "--policy exact at world size 2" in str(raised.value.hint)

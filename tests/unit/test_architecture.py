@@ -36,6 +36,8 @@ FLOORS = {
     "layers": 0,
     "nearest": 0,
     "progress": 0,
+    "rank_options": 0,
+    "setting": 0,
     "redact": 0,
     "shares": 0,
     "tables": 0,
@@ -69,14 +71,15 @@ FLOORS = {
     "bisect": 11,
     "inspect": 13,  # a report plans a collection, and composes
     "remote": 13,  # collecting a remote follows the same retention
-    "composite": 14,
-    "store": 15,
-    "live": 16,
-    "demo": 16,
-    "transformers": 17,
-    "": 17,  # layerstore/__init__.py, the front door
-    "cli": 18,
-    "migrations": 18,
+    "formats": 14,
+    "composite": 15,
+    "store": 16,
+    "live": 17,
+    "demo": 17,
+    "transformers": 18,
+    "": 18,  # layerstore/__init__.py, the front door
+    "cli": 19,
+    "migrations": 19,
 }
 # Rooms that others import from ``__init__`` alone. A room is added once that holds.
 DOORS = {
@@ -94,6 +97,7 @@ DOORS = {
     "dcp",
     "delta",
     "disk",
+    "formats",
     "demo",
     "format",
     "gc",

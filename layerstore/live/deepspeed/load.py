@@ -18,7 +18,8 @@ from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
 from layerstore.live.deepspeed.capture import SavedStates
 from layerstore.live.deepspeed.engine import ZeroEngine
 from layerstore.live.engine import Maker, bytes_of, empty, revive
-from layerstore.shards import AdamStep, RankLoad
+from layerstore.rank_options import AdamStep
+from layerstore.shards import RankLoad
 from layerstore.store import Store
 from layerstore.tree import Storage
 from layerstore.zero3.trees import STAGE_3

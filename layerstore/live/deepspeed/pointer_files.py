@@ -25,6 +25,7 @@ from layerstore.live.saver import Saver
 from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
+from layerstore.rank_options import RankOptions
 from layerstore.shards import RankStates, plan_ranks
 from layerstore.storage import RunView
 from layerstore.store import Store, StrPath
@@ -175,7 +176,7 @@ def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, P
 def _written(store: Store, composition: Composition, pointer: Pointer, folder: StrPath | None) -> str:
     """Write this rank's folder; return its path."""
     repo, layout = store.repo, composition.base.layout
-    ranks = plan_ranks(repo, composition, world_size=_world_size())
+    ranks = plan_ranks(repo, composition, RankOptions(world_size=_world_size()))
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
     target = lasting_scratch() if folder is None else Path(folder)

@@ -1,0 +1,44 @@
+"""
+The output formats of composites: a class for each, in a file of its name, whose fields are its options.
+
+To make one is cheap: what writes it is imported when it is planned or written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from layerstore.errors import InvalidInput
+from layerstore.formats.dcp import Dcp
+from layerstore.formats.delta import Delta
+from layerstore.formats.format import Format, Plan
+from layerstore.formats.hf import HuggingFace
+from layerstore.formats.shards import Shards, Zero3
+from layerstore.formats.universal import Universal
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.setting import options_of
+
+__all__ = ["FORMATS", "Format", "Plan", "chosen_format"]
+
+FORMATS: tuple[type[Format], ...] = (Shards, Zero3, HuggingFace, Dcp, Universal, Delta)
+"""All formats, in the order of ``--help``."""
+
+
+def chosen_format(name: "str | Format", options: Mapping[str, Any]) -> Format:
+    """Return the format *name* with its *options*; raises InvalidInput if there is none, or it has no such option."""
+    if not isinstance(name, str):
+        return cast(Format, replace(cast(Any, name), **options))
+    found = next((of for of in FORMATS if of.name == name), None)
+    if found is None:
+        names = [of.name for of in FORMATS]
+        raise InvalidInput(
+            f"there is no format {name!r}",
+            hint=did_you_mean(nearest(name, names), else_=f"formats: {', '.join(names)}"),
+        )
+    own = options_of(found)
+    for option in options.keys() - own:
+        having = ", ".join(of.name for of in FORMATS if option in options_of(of))
+        else_ = f"{having} has it" if having else f"its options: {', '.join(own) or 'none'}"
+        hint = did_you_mean(nearest(option, own), else_=else_)
+        raise InvalidInput(f"format {name} has no option {option}", hint=hint)
+    return found(**options)

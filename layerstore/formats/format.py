@@ -1,0 +1,46 @@
+"""What every output format is."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, Union
+
+if TYPE_CHECKING:
+    from layerstore.assemble import Exported, ExportPlan, Writing
+    from layerstore.compose import Composition
+    from layerstore.progress import Progress
+    from layerstore.shards import RankStates
+    from layerstore.storage import Repository
+
+Plan: TypeAlias = Union["ExportPlan", "RankStates"]
+"""What would be written: files, or the states of ranks."""
+
+
+class Format(Protocol):
+    """An output format, with its options."""
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    """What it is for, in the list of formats."""
+
+    def plan(self, repo: "Repository", composition: "Composition") -> Plan:
+        """Return what would be written, without writing it."""
+
+    def write(
+        self, repo: "Repository", composition: "Composition", out: Path, how: "Writing", progress: "Progress"
+    ) -> "Exported":
+        """Write *composition* to the folder *out*, which appears whole or not at all."""
+
+
+class Files:
+    """A format whose plan is its files."""
+
+    def plan(self, repo: "Repository", composition: "Composition") -> "ExportPlan":
+        """Return what would be written, without writing it."""
+        raise NotImplementedError
+
+    def write(
+        self, repo: "Repository", composition: "Composition", out: Path, how: "Writing", progress: "Progress"
+    ) -> "Exported":
+        """Write *composition* to the folder *out*, which appears whole or not at all."""
+        from layerstore.assemble import execute_export
+
+        return execute_export(repo, self.plan(repo, composition), out, how, progress=progress)

@@ -1,0 +1,70 @@
+"""
+What a setting, of a policy or an output format, says about itself, beside its field.
+
+    every: Annotated[int, Setting("a turn at every Nth save", metavar="N")] = 5
+
+From that come the options of the command line, ``filter:every=10`` as text, and the guide's table.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from layerstore.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting; what its field's type and default say is filled in by `settings_of`."""
+
+    help: str
+    metavar: str = ""
+    """Stands for a value in ``--help``; for a Literal, its words do."""
+    read: Callable[[str], object] | None = None
+    """Makes a value from text, or raises InvalidInput, where the field's type alone does not."""
+    default: str = ""
+    """In words, where the field's own default does not say it."""
+    kind: Any = str
+    """What the command line takes: a number, one of a Literal's words, or text."""
+
+    def value(self, given: object) -> object:
+        """Return what *given* means if it is text; what is no number is left to the policy's own check."""
+        if not isinstance(given, str):
+            return given
+        if self.read is not None:
+            return self.read(given)
+        with suppress(ValueError):
+            return self.kind(given) if self.kind in {int, float} else given
+        return given
+
+
+def check_choices(of: object) -> None:
+    """Raise InvalidInput if a field of *of*, a dataclass, that takes one of a Literal's words has another."""
+    for name, setting in settings_of(type(of)).items():
+        value, words = getattr(of, name), get_args(setting.kind)
+        if words and value is not None and value not in words:
+            raise InvalidInput(f"{name} cannot be {value!r}", hint=f"choose one of: {', '.join(words)}")
+
+
+def options_of(of: type) -> frozenset[str]:
+    """Return the names of all that *of*, a dataclass, is made of."""
+    return frozenset(field.name for field in fields(of))
+
+
+def settings_of(of: object) -> dict[str, Setting]:
+    """Return the settings of *of*, a class, by name; none if its fields do not say any."""
+    own = fields(of) if isinstance(of, type) and is_dataclass(of) else ()
+    return {field.name: _completed(field) for field in own if get_origin(field.type) is Annotated}
+
+
+def _completed(field: Field[Any]) -> Setting:
+    of, setting = get_args(field.type)
+    assert isinstance(setting, Setting)
+    kind = of if get_origin(of) is Literal else (get_args(of) or (of,))[0]  # without None
+    return replace(
+        setting,
+        kind=str if setting.read else kind,
+        metavar=setting.metavar or "|".join(get_args(kind)),
+        default=setting.default or ("" if field.default is MISSING else str(field.default)),
+    )
