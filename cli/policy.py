@@ -33,7 +33,8 @@ with_rules = with_options("rules", _RULES, panel="What to keep")
 
 def with_settings(command: Command) -> Command:
     """Replace a command's parameter *settings* by those of policies, and {policies} in its help by all policies."""
-    from layerstore.policy import OURS, settings_of
+    from layerstore.policy import OURS
+    from layerstore.setting import settings_of
 
     table: dict[str, tuple[Any, str, str]] = {}
     for policy in OURS:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from layerstore.arguments import checked
 from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
@@ -193,7 +193,7 @@ class Composite:
         if self._composition.mean is not None:
             raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
 
-    def plan(self, format: str | Format = "shards", **options: Any) -> Plan:  # noqa: A002  # as the option is called
+    def plan(self, format: str | Format = "shards", **options: object) -> Plan:  # noqa: A002  # as the option is called
         """Return what `export` would write in *format*; its ``notes`` say what would not carry over."""
         with losses_told(self._repo, self._composition):
             return chosen_format(format, options).plan(self._repo, self._composition)
@@ -206,7 +206,7 @@ class Composite:
         durable: bool = True,
         force: Force = False,
         progress: Progress | None = None,
-        **options: Any,
+        **options: object,
     ) -> Written:
         """
         Write shards to resume from: `export` with *format* ``shards``.
@@ -231,7 +231,7 @@ class Composite:
         durable: bool = True,
         force: Force = False,
         progress: Progress | None = None,
-        **options: Any,
+        **options: object,
     ) -> Exported:
         """
         Write to the folder *out*, which appears whole or not at all, in *format*, which has *options* of its own.

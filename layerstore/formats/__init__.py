@@ -38,7 +38,7 @@ def chosen_format(name: "str | Format", options: Mapping[str, Any]) -> Format:
     own = options_of(found)
     for option in options.keys() - own:
         having = ", ".join(of.name for of in FORMATS if option in options_of(of))
-        else_ = f"{having} has it" if having else f"its options: {', '.join(own) or 'none'}"
+        else_ = f"it is an option of {having}" if having else f"its options: {', '.join(own) or 'none'}"
         hint = did_you_mean(nearest(option, own), else_=else_)
         raise InvalidInput(f"format {name} has no option {option}", hint=hint)
     return found(**options)

@@ -1,7 +1,7 @@
 """What every output format is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, Union
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, Union, runtime_checkable
 
 if TYPE_CHECKING:
     from layerstore.assemble import Exported, ExportPlan, Writing
@@ -14,6 +14,7 @@ Plan: TypeAlias = Union["ExportPlan", "RankStates"]
 """What would be written: files, or the states of ranks."""
 
 
+@runtime_checkable
 class Format(Protocol):
     """An output format, with its options."""
 

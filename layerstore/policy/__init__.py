@@ -17,7 +17,6 @@ from layerstore.policy.registry import (
     policy_named,
 )
 from layerstore.policy.replay import replay_policy
-from layerstore.policy.setting import settings_of
 
 __all__ = [
     "EXACT",
@@ -43,5 +42,4 @@ __all__ = [
     "names",
     "policy_named",
     "replay_policy",
-    "settings_of",
 ]

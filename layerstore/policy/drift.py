@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
 from layerstore.policy.due import Save
-from layerstore.policy.setting import Setting
+from layerstore.setting import Setting
 from layerstore.tree import Tree
 from layerstore.units import size_in_bytes
 

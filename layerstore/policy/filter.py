@@ -13,7 +13,7 @@ from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
 from layerstore.policy.anatomy import anatomy, norms
 from layerstore.policy.due import Save
-from layerstore.policy.setting import Setting
+from layerstore.setting import Setting
 from layerstore.tree import Tree
 
 

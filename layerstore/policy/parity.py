@@ -8,7 +8,7 @@ from layerstore.arguments import check_fields
 from layerstore.layers import block_index
 from layerstore.policy.anatomy import anatomy
 from layerstore.policy.due import Save
-from layerstore.policy.setting import Setting
+from layerstore.setting import Setting
 from layerstore.tree import Tree
 
 

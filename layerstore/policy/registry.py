@@ -8,7 +8,7 @@ from layerstore.policy.drift import Drift
 from layerstore.policy.due import Latest, OwnPolicy, Policy
 from layerstore.policy.filter import Filter
 from layerstore.policy.parity import Parity
-from layerstore.policy.setting import settings_of
+from layerstore.setting import settings_of
 
 ENTRY_POINTS = "layerstore.policies"
 """The entry point group of installed policies: a name, and a callable that makes the policy."""

@@ -74,7 +74,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ("layerstore pin new b", ["best"]),
         ("layerstore pin --delete ", ["best"]),
         ("layerstore compose --policy ", ["drift", "exact", "filter", "full", "latest", "parity"]),
-        ("layerstore compose --format ", ["shards", "zero3", "hf", "dcp", "universal"]),
+        ("layerstore compose --format ", ["shards", "zero3", "hf", "dcp", "universal", "delta"]),
         ("layerstore compose --run ", ["sft"]),
         ("layerstore compose --run sft --step ", ["4", "2"]),
         ("layerstore compose --step 4", ["4"]),

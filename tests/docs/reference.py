@@ -22,7 +22,8 @@ from layerstore import errors
 from layerstore.cli import app as cli
 from layerstore.cli.commands import COMMANDS
 from layerstore.cli.help import OTHERS, heading, help_record
-from layerstore.policy import LATEST, OURS, Latest, settings_of
+from layerstore.policy import LATEST, OURS, Latest
+from layerstore.setting import settings_of
 from tests.docs import python_api, python_pages
 from tests.docs.pages import DOCS, GENERATED
 from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS

@@ -31,7 +31,7 @@ SUSPENDED = """
 import json, os, signal, sys
 import layerstore
 from layerstore import Keep, Store
-from layerstore.storage import locks
+from layerstore.disk import locks
 locks.network_filesystem = lambda path: "nfs4"
 locks.LEASE_SECONDS, locks.LEASE_RENEWED_SECONDS = 0.5, 0.1
 stopped = []

@@ -97,7 +97,7 @@ def test_a_push_sends_what_is_due(store: Store, wire: Wire, url: str, tmp_path: 
 _RANK = """
 import sys
 import layerstore
-from layerstore.compose import RankLoad
+from layerstore.shards import RankLoad
 from layerstore.dtypes import by_code
 from layerstore.zero3.pt import layout_pt
 

@@ -33,7 +33,7 @@ import sys
 import threading
 from pathlib import Path
 from layerstore.errors import Locked
-from layerstore.storage import locks
+from layerstore.disk import locks
 locks.LEASE_SECONDS, locks.LEASE_RENEWED_SECONDS = {GOOD_FOR}, {RENEWED}
 locks.network_filesystem = lambda path: "nfs4"
 with locks.lock(Path(sys.argv[1]), what="it", deadline_seconds=1) as hold:

@@ -21,7 +21,7 @@ from typing import Annotated, ClassVar, Literal
 
 from layerstore.arguments import check_fields
 from layerstore.policy.due import Save
-from layerstore.policy.setting import Setting
+from layerstore.setting import Setting
 from layerstore.tree import Tree
 
 
@@ -78,6 +78,48 @@ def greet(
     say(f"hello {run}")
 '''
 
+FORMAT = '''
+"""``census``: how many layers there are."""
+
+import time
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from layerstore.arguments import check_fields
+from layerstore.formats.format import Files
+from layerstore.setting import Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census(Files):
+    """In a file of one line."""
+
+    name: ClassVar[str] = "census"
+    about: ClassVar[str] = "how many layers there are"
+
+    unit: Annotated[str, Setting("what is counted", metavar="WORD")] = "layers"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def plan(self, repo, composition):
+        """Return its only file."""
+        from layerstore.assemble import ExportPlan, literal_file
+
+        text = f"{len(composition.layers)} {self.unit}"
+        return ExportPlan(
+            composition=composition,
+            format=self.name,
+            dtype="mixed",
+            files=(literal_file("census.txt", text.encode()),),
+            notes=(),
+            seconds=0.0,
+            signs=("census.txt",),
+            is_older_form=lambda path: path.name == "census.txt",
+            loading="read {folder}",
+        )
+'''
+
 Said = Callable[..., str]
 
 
@@ -90,7 +132,7 @@ def listed(path: Path, name: str, *, behind: str) -> None:
 
 @pytest.fixture(scope="module")
 def say(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """Return the command line of a copy of the project with a policy and a command more, where there is a run."""
+    """Return the command line of a copy of the project with one more of each, where there is a run."""
     root, folder = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("run")
     library = Path(shutil.copytree(ROOT / "layerstore", root / "layerstore"))  # with its two links as folders
     (library / "policy" / "tides.py").write_text(POLICY)
@@ -99,6 +141,12 @@ def say(tmp_path_factory: pytest.TempPathFactory) -> Said:
     listed(registry, ", Tides", behind="Filter, Drift")
     (library / "cli" / "greet.py").write_text(COMMAND)
     listed(library / "cli" / "commands.py", ', "greet"', behind='"bisect"')
+    (library / "formats" / "census.py").write_text(FORMAT)
+    formats = library / "formats" / "__init__.py"
+    listed(
+        formats, "\nfrom layerstore.formats.census import Census", behind="from layerstore.errors import InvalidInput"
+    )
+    listed(formats, ", Census", behind="Universal, Delta")
     plain = {name: value for name, value in os.environ.items() if not name.startswith("LAYERSTORE_")}
 
     def said(*words: object, **more: str) -> str:
@@ -160,3 +208,20 @@ def test_a_command_is_one_file_and_one_name(say: Said) -> None:
     assert completed(say, "layerstore greet ") == ["sft"]
     assert say("greet", "sft", "--quiet") == "hello sft\n"
     assert "did you mean greet?" in say("salute")
+
+
+def test_an_output_format_is_one_file_and_one_name(say: Said, tmp_path: Path) -> None:
+    """It is in the help with its option, completed, planned and written; other formats do not have its option."""
+    out = tmp_path / "out"
+    help_text = " ".join(say("compose", "--help").split())
+    planned = json.loads(say("compose", "--format", "census", "--dry-run", "--json").splitlines()[-1])
+    written = say("compose", "--format", "census", "--unit", "of them", "-o", out)
+
+    assert "shards|zero3|hf|dcp|universal|delta|census" in help_text
+    assert "census: how many layers there are" in help_text
+    assert "--unit WORD census: what is counted. [default: layers]" in help_text
+    assert completed(say, "layerstore compose --format ce") == ["census"]
+    assert (planned["format"], planned["files"]) == ("census", ["census.txt"])
+    assert (out / "census.txt").read_text().endswith(" of them")
+    assert f'read "{out}"' in " ".join(written.split())
+    assert "format hf has no option unit" in say("compose", "--format", "hf", "--unit", "x", "-o", tmp_path / "hf")
