@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
 from layerstore.limits import RANKS_MAX
-from layerstore.setting import Setting, check_choices
+from layerstore.setting import Setting
 
 Moments = Literal["base", "fresh"]
 AdamStep = Literal["unify", "per-layer"]
@@ -27,7 +27,6 @@ class RankOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_choices(self)
         if self.world_size is not None and not 1 <= self.world_size <= RANKS_MAX:
             raise InvalidInput(
                 f"a checkpoint cannot have {self.world_size} ranks", hint=f"choose a world size of 1 to {RANKS_MAX:,}"

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from layerstore.errors import InvalidInput
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -37,14 +35,6 @@ class Setting:
         with suppress(ValueError):
             return self.kind(given) if self.kind in {int, float} else given
         return given
-
-
-def check_choices(of: object) -> None:
-    """Raise InvalidInput if a field of *of*, a dataclass, that takes one of a Literal's words has another."""
-    for name, setting in settings_of(type(of)).items():
-        value, words = getattr(of, name), get_args(setting.kind)
-        if words and value is not None and value not in words:
-            raise InvalidInput(f"{name} cannot be {value!r}", hint=f"choose one of: {', '.join(words)}")
 
 
 def options_of(of: type) -> frozenset[str]:

@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.assemble.target import Writing
+from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
 from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar
 from layerstore.arguments import check_fields
 from layerstore.formats.format import Files
 from layerstore.rank_options import AdamSteps
-from layerstore.setting import check_choices
 
 if TYPE_CHECKING:
     from layerstore.assemble import ExportPlan
@@ -25,7 +24,6 @@ class Dcp(Files):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_choices(self)
 
     def plan(self, repo: "Repository", composition: "Composition") -> "ExportPlan":
         """Return what would be written, without writing it."""

@@ -9,7 +9,7 @@ from layerstore.dtypes import dtype_code
 from layerstore.errors import InvalidInput
 from layerstore.formats.format import Plan
 from layerstore.formats.hf import WeightType
-from layerstore.setting import Setting, check_choices
+from layerstore.setting import Setting
 
 if TYPE_CHECKING:
     from layerstore.assemble import Exported, Writing
@@ -31,7 +31,6 @@ class Delta:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_choices(self)
         dtype_code(self.dtype)
         if self.since is None:
             raise InvalidInput("a delta is since a commit, and none was given", hint="say which: since, or --since REF")

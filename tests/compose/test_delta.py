@@ -303,7 +303,7 @@ def test_a_delta_and_an_export_do_not_replace_each_other(store: Store, tmp_path:
 
 def test_an_unknown_encoding_is_refused(store: Store, tmp_path: Path) -> None:
     """With those that there are."""
-    with pytest.raises(InvalidInput, match="encoding cannot be 'gap'"):
+    with pytest.raises(InvalidInput, match="encoding is 'gap', but must be 'xor' or 'sparse'"):
         delta(store, tmp_path / "delta", encoding="gap")
 
 
