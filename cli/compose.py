@@ -100,8 +100,10 @@ _AVERAGE: Table = {
 
 
 def _format_options() -> Table:
-    """Return the options of all formats."""
-    table: dict[str, tuple[Any, str, str]] = {}
+    """Return what chooses the format, and the options of all formats."""
+    names = tuple(of.name for of in FORMATS)
+    what = "; ".join(f"{of.name}: {of.about}" for of in FORMATS)
+    table: dict[str, tuple[Any, str, str]] = {"format": (Literal[names], "|".join(names), f"{what}. [default: shards]")}
     for name in dict.fromkeys(name for of in FORMATS for name in settings_of(of)):
         having = {of.name: settings_of(of)[name] for of in FORMATS if name in settings_of(of)}
         setting = next(iter(having.values()))
@@ -110,15 +112,6 @@ def _format_options() -> Table:
     return table
 
 
-FormatName = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        metavar="|".join(of.name for of in FORMATS),
-        help="; ".join(f"{of.name}: {of.about}" for of in FORMATS) + ".",
-        rich_help_panel=_OUTPUT,
-    ),
-]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.", rich_help_panel=_OUTPUT)
 ]
@@ -137,7 +130,6 @@ def compose(
     settings: Mapping[str, object],
     average: Mapping[str, Any],
     out: Out = None,
-    form: FormatName = "shards",
     options: Mapping[str, Any],
     pin: PinName = None,
     dry_run: DryRun = False,
@@ -165,7 +157,7 @@ def compose(
       layerstore compose sft --mean last:3 --format hf -o mean
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    into = chosen_format("delta" if form == "hf" and "since" in options else form, options)
+    into = _format(**options)
     if not (dry_run or out or pin):
         hint = f"name a folder with -o DIR, or pass {'' if average else '--pin NAME or '}--dry-run"
         raise InvalidInput("compose does not know where to write", hint=hint)
@@ -189,6 +181,10 @@ def compose(
         _say_written(composite, written, adam_step=getattr(into, "adam_step", None), as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
+
+
+def _format(*, format: str = "shards", **options: object) -> "Format":  # noqa: A002  # as the option is called
+    return chosen_format("delta" if format == "hf" and "since" in options else format, options)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------

@@ -83,8 +83,8 @@ MISTAKES = [
     Mistake(
         "compose --format safetensors -o out",
         2,
-        "there is no format 'safetensors'",
-        "shards, zero3, hf",
+        "'safetensors' is not one of 'shards', 'zero3', 'hf'",
+        "compose --help",
     ),
     Mistake("verify --read-data-subset 200%", 2, "'200%' is no sample", "10%"),
 ]

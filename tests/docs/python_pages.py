@@ -73,7 +73,17 @@ TOPICS = (
         "composing.md",
         "Composing",
         "compose a checkpoint, export weights, read tensors, average saves, find what went bad",
-        ("Store.compose", "Store.average", "Composite", "apply", "Tensors", "Store.bisect", "Judged"),
+        (
+            "Store.compose",
+            "Store.average",
+            "Composite",
+            "ExportPlan",
+            "apply",
+            "DeltaWritten",
+            "Tensors",
+            "Store.bisect",
+            "Judged",
+        ),
     ),
     Topic(
         "checking.md",

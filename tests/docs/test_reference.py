@@ -53,7 +53,7 @@ def test_words_to_choose_from_are_those_that_are_taken() -> None:
                 taken[place] = words
 
     assert said == taken
-    assert taken["compose form"] == ["shards", "zero3", "hf", "dcp", "universal"]
+    assert taken["compose format"] == ["shards", "zero3", "hf", "dcp", "universal", "delta"]
 
 
 def headings() -> list[str]:
