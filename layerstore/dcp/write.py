@@ -29,10 +29,11 @@ from layerstore.layers import unwrapped
 from layerstore.limits import MIB, PAGE_BYTES
 from layerstore.model import Kind, LayerVersion
 from layerstore.rank_options import AdamStep
-from layerstore.shards import OptimizerState, optimizer_of
+from layerstore.shards import plan_optimizer
 from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
 from layerstore.tree import Storage, Tensor, Tree, new_tensor
+from layerstore.zero3.reshard import OptimizerState
 
 _CHUNK_BYTES = 256 * MIB
 """A reader takes whole chunks into memory, of which each rank needs a part."""
@@ -64,7 +65,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     base = composition.base
     versions = check_members(repo, composition)
     slices, state = composition.slices(repo, versions), repo.state(base.states[0])
-    optimizer = optimizer_of(repo, composition, versions, state, adam_step=adam_step)
+    optimizer = plan_optimizer(repo, composition, versions, adam_step=adam_step)
     notes = [*filter(None, [composition.mixture]), *optimizer.notes, *export_notes(state, versions, slices)]
     writer = _Writer(slices)
     files = [writer.data_file(number, version, optimizer) for number, version in enumerate(versions)]

@@ -12,13 +12,22 @@ from layerstore.compose import Composition, check_members, check_whole
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import RANDOM_STATE
 from layerstore.format import WITHOUT_MOMENTS
+from layerstore.history import references_to
 from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState
-from layerstore.rank_options import RankOptions
+from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.shards.notes import buffer_notes, gathered_notes, moments_notes, notes_of_states
 from layerstore.slices import Slices
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, changed
-from layerstore.zero3.reshard import as_stage_3, conversion_note, plan_sub_groups, regrouped, repartitioned
+from layerstore.zero3.reshard import (
+    OptimizerState,
+    as_stage_3,
+    conversion_note,
+    optimizer_of,
+    plan_sub_groups,
+    regrouped,
+    repartitioned,
+)
 from layerstore.zero3.trees import (
     STAGE_3,
     STEP,
@@ -26,6 +35,7 @@ from layerstore.zero3.trees import (
     counter_like,
     inner_optimizer,
     sub_group_shapes,
+    undivided,
     with_optimizer,
 )
 
@@ -155,6 +165,33 @@ def _adapter(
         return lambda state, rank: repartitioned(state, rank=rank, world_size=world_size)
     groups = plan_sub_groups(first, world_size=world_size)
     return lambda state, rank: regrouped(state, groups, rank=rank, world_size=world_size)
+
+
+def plan_optimizer(
+    repo: Repository, composition: Composition, versions: Sequence[LayerVersion], *, adam_step: AdamStep
+) -> OptimizerState:
+    """
+    Return the optimizer of *composition*, parameter by parameter; *versions* are those of its layers.
+
+    Raises:
+        LayoutMismatch: The base has no moments, or moments that cannot be had for each parameter.
+    """
+    base = composition.base
+    check_has_moments(base)
+    state = repo.state(base.states[0])
+    kept = undivided(state)
+    if kept:
+        [called] = references_to(repo, [base])
+        raise LayoutMismatch(f"the optimizer of {called} keeps {kept}, which cannot be cut into parameters")
+    if base.stage != STAGE_3:
+        state = as_stage_3(state)  # groups in the order that the optimizer was given
+    layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
+    entries = {of.name: entry for entry, version in layers for of in version.parameters}
+    optimizer = optimizer_of(state, versions, entries=entries)
+    if composition.mean is None:
+        return optimizer
+    note = f"the optimizer's moments are those of {base.run}@{base.step}, not averaged"
+    return replace(optimizer, notes=(*optimizer.notes, note))
 
 
 def check_has_moments(base: CommitRecord) -> None:

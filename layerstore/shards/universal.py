@@ -22,12 +22,12 @@ from layerstore.model import Kind, Parameter, RankState
 from layerstore.numbers import can_convert
 from layerstore.rank_options import RankOptions
 from layerstore.shards.notes import buffer_notes
-from layerstore.shards.optimizer import OptimizerState, optimizer_of
-from layerstore.shards.ranks import plan_ranks
+from layerstore.shards.ranks import plan_optimizer, plan_ranks
 from layerstore.shards.write import plan_model_states
 from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
 from layerstore.tree import Storage, Tree, new_tensor
+from layerstore.zero3.reshard import OptimizerState
 from layerstore.zero3.trees import STEP, TreeView, inner_optimizer, is_dealt, outer_optimizer
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -53,7 +53,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     ranks = plan_ranks(repo, composition, RankOptions(world_size=1, as_zero3=True))
     slices, state = ranks.slices, ranks.state(0)
     base_state = repo.state(base.states[0])
-    optimizer = optimizer_of(repo, composition, ranks.versions, base_state, adam_step="unify")
+    optimizer = plan_optimizer(repo, composition, ranks.versions, adam_step="unify")
     _check_adam(repo, composition, optimizer)
     tag = f"{base.layout.tag}_universal"
     folder = f"{tag}/zero"

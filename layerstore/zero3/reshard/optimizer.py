@@ -1,22 +1,15 @@
 """
-A composite's optimizer, parameter by parameter, as PyTorch keeps it: DeepSpeed keeps one state for each sub-group.
+An optimizer, parameter by parameter, as PyTorch keeps it: DeepSpeed keeps one state for each sub-group.
 """
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerstore.compose import Composition
 from layerstore.errors import LayoutMismatch
-from layerstore.history import references_to
 from layerstore.model import FlatContent, LayerEntry, LayerVersion, RankState
-from layerstore.rank_options import AdamStep
-from layerstore.shards.ranks import check_has_moments
-from layerstore.storage import Repository
 from layerstore.tree import Size, Storage, Tensor, Tree
-from layerstore.zero3.reshard import as_stage_3
 from layerstore.zero3.trees import (
-    STAGE_3,
     STEP,
     TreeView,
     config_of,
@@ -24,7 +17,6 @@ from layerstore.zero3.trees import (
     inner_optimizer,
     members_of,
     sub_group_shapes,
-    undivided,
 )
 
 # What torch's Adam and AdamW keep in each group; DeepSpeed's own have fewer, and a reader asks for all of them.
@@ -73,28 +65,16 @@ class OptimizerState:
 
 
 def optimizer_of(
-    repo: Repository,
-    composition: Composition,
-    versions: Sequence[LayerVersion],
-    state: RankState,
-    *,
-    adam_step: AdamStep,
+    state: RankState, versions: Sequence[LayerVersion], *, entries: Mapping[str, LayerEntry]
 ) -> OptimizerState:
     """
-    Return the optimizer of *composition*, from *state* of the base's first rank.
+    Return the optimizer in *state*, that of a first rank under stage 3; *versions* are those of all layers.
+
+    Each parameter of *entries* has the counter of its layer there, all others that of *state*.
 
     Raises:
-        LayoutMismatch: The base has no moments, or moments that cannot be had for each parameter.
+        LayoutMismatch: A layer has no counter of its own.
     """
-    check_has_moments(composition.base)
-    kept = undivided(state)
-    if kept:
-        [called] = references_to(repo, [composition.base])
-        raise LayoutMismatch(f"the optimizer of {called} keeps {kept}, which cannot be cut into parameters")
-    if composition.base.stage != STAGE_3:
-        state = as_stage_3(state)  # groups in the order that the optimizer was given
-    layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
-    entries = {of.name: entry for entry, version in layers for of in version.parameters}
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     shapes = sub_group_shapes(model)
     is_adam = any(_SECOND_MOMENT in of.mapping() for _, of in inner["state"].children())
@@ -120,10 +100,6 @@ def optimizer_of(
     ):
         notes.append(
             "the base's optimizer does not say whether its weight decay is decoupled: AdamW's is, so it says so"
-        )
-    if composition.mean is not None:
-        notes.append(
-            f"the optimizer's moments are those of {composition.base.run}@{composition.base.step}, not averaged"
         )
     return OptimizerState(
         groups=tuple(groups),
