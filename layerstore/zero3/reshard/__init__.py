@@ -1,13 +1,14 @@
-"""A rank's trees made from layerstore.zero3.reshard.optimizer import OptimizerState, optimizer_of
-from layerstore.zero3.reshard.optimizer import OptimizerState, optimizer_of
-from another's: for other numbers of ranks, and for stage 3."""
+"""A rank's trees made from another's: for other numbers of ranks, for stage 3, and parameter by parameter."""
 
+from layerstore.zero3.reshard.optimizer import OptimizerState, optimizer_of
 from layerstore.zero3.reshard.partitions import as_stage_3, conversion_note, repartitioned
 from layerstore.zero3.reshard.sub_groups import plan_sub_groups, regrouped
 
 __all__ = [
+    "OptimizerState",
     "as_stage_3",
     "conversion_note",
+    "optimizer_of",
     "plan_sub_groups",
     "regrouped",
     "repartitioned",
