@@ -9,16 +9,7 @@ from layerstore.history.needs import (
     objects_of_state,
 )
 from layerstore.history.past import Past, has_shrunk, saved_at, saves_below, view_read_again
-from layerstore.history.place import (
-    Place,
-    place_after,
-    place_at,
-    place_begun,
-    place_free,
-    place_of,
-    reserve,
-    saved_now,
-)
+from layerstore.history.place import Place, reserve, saved_now
 from layerstore.history.pushed import PushedNotice, note_pushed, pushed_to
 from layerstore.history.references import (
     Resolved,
@@ -58,11 +49,6 @@ __all__ = [
     "objects_of_state",
     "only_run",
     "others_in",
-    "place_after",
-    "place_at",
-    "place_begun",
-    "place_free",
-    "place_of",
     "pushed_to",
     "reference_to",
     "references_to",

@@ -47,6 +47,89 @@ class Place:
             supersedes=record.supersedes,
         )
 
+    @classmethod
+    def begun(cls, view: RunView | None) -> Self:
+        """Return the place of a training that starts from scratch, in a new attempt."""
+        return cls(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited={})
+
+    @classmethod
+    def resumed(cls, view: RunView | None, record: CommitRecord, *, of_commit: str, is_as_it_stands: bool) -> "Place":
+        """
+        Return the position of a run resumed from *record*: the commit *of_commit*, or a composite based on it.
+
+        Resumed from the tip of the newest attempt as it stands, that attempt continues; otherwise a new one forks.
+        """
+        newest = None if view is None else next(view.history(view.newest_attempt), None)
+        if view is None or newest is None or newest.id != of_commit or not is_as_it_stands:
+            return _fork(view, record)
+        return cls(
+            attempt=view.newest_attempt,
+            lineage=view.lineage_of(view.newest_attempt),
+            save_number=record.save_number + 1,
+            inherited=_by_layer(record),
+            after=record.step,
+        )
+
+    @classmethod
+    def at_step(
+        cls,
+        repo: Repository,
+        view: RunView | None,
+        step: int,
+        *,
+        rivals: list[RecordRow],
+        rollback: bool,
+        resumed_from: str | None,
+    ) -> "Place":
+        """
+        Return the place of a new commit at *step*: in the newest attempt, or in one that it opens.
+
+        Raises:
+            InvalidInput: *rollback* or *resumed_from* contradicts the run's history.
+        """
+        if resumed_from is not None:
+            return _resumed(repo, view, step=step, ref=resumed_from)
+        if view is None or not view.rows:
+            return cls(attempt=1, lineage=(), save_number=0, inherited={})
+        attempt = view.newest_attempt
+        newest = next(saves_below(view, attempt=attempt, step=step), None)
+        before = None if newest is None else repo.catalog.commit(newest.name).record
+        if rollback:
+            tip = max((row.step for row in view.of_attempt(attempt)), default=step)
+            if step > tip:
+                raise InvalidInput(
+                    f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
+                    hint="leave --rollback out",
+                )
+            return cls.begun(view) if before is None else _fork(view, before, left=attempt)
+        return cls(
+            attempt=attempt,
+            lineage=view.lineage_of(attempt),
+            save_number=0 if before is None else before.save_number + 1,
+            inherited={} if before is None else _by_layer(before),
+            supersedes=tuple(sorted(row.id for row in rivals)),
+        )
+
+    def moved_to(self, view: RunView | None, attempt: int) -> "Place | None":
+        """Return this place in *attempt*; None if that attempt, or a later one, has commits."""
+        if self.attempt == attempt:
+            return self
+        if attempt <= _newest_number(view):
+            return None
+        if view is None or not view.of_attempt(self.attempt):
+            return replace(self, attempt=attempt)
+        assert self.after is not None, "an attempt that continues has a save before this one"
+        fork = Fork(attempt=self.attempt, step=self.after)
+        return replace(self, attempt=attempt, lineage=(fork, *self.lineage))
+
+    def beside(self, view: RunView | None, taken: Collection[int]) -> "Place":
+        """Return this place, or the same in the next free attempt if another job has *taken* its attempt."""
+        if self.attempt not in taken:
+            return self
+        found = self.moved_to(view, 1 + max(_newest_number(view), *taken))
+        assert found is not None, "the attempt is newer than all others"
+        return found
+
     def record(
         self,
         *,
@@ -89,90 +172,6 @@ class Place:
         """Return the save number of each inherited layer that was saved in *run* before this."""
         origins = {layer: entry.origin for layer, entry in self.inherited.items() if entry.origin.run == run}
         return {layer: of.save_number for layer, of in origins.items() if of.save_number < self.save_number}
-
-
-def place_begun(view: RunView | None) -> Place:
-    """Return the place of a training that starts from scratch, in a new attempt."""
-    return Place(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited={})
-
-
-def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, is_as_it_stands: bool) -> Place:
-    """
-    Return the position of a run resumed from *record*: the commit *of_commit*, or a composite based on it.
-
-    Resumed from the tip of the newest attempt as it stands, that attempt continues; otherwise a new one forks.
-    """
-    newest = None if view is None else next(view.history(view.newest_attempt), None)
-    if view is None or newest is None or newest.id != of_commit or not is_as_it_stands:
-        return _fork(view, record)
-    return Place(
-        attempt=view.newest_attempt,
-        lineage=view.lineage_of(view.newest_attempt),
-        save_number=record.save_number + 1,
-        inherited=_by_layer(record),
-        after=record.step,
-    )
-
-
-def place_free(view: RunView | None, place: Place, taken: Collection[int]) -> Place:
-    """Return *place*, or the same in the next free attempt if another job has *taken* its attempt."""
-    if place.attempt not in taken:
-        return place
-    found = place_at(view, place, 1 + max(_newest_number(view), *taken))
-    assert found is not None, "the attempt is newer than all others"
-    return found
-
-
-def place_at(view: RunView | None, place: Place, attempt: int) -> Place | None:
-    """Return *place* moved to *attempt*; None if that attempt, or a later one, has commits."""
-    if place.attempt == attempt:
-        return place
-    if attempt <= _newest_number(view):
-        return None
-    if view is None or not view.of_attempt(place.attempt):
-        return replace(place, attempt=attempt)
-    assert place.after is not None, "an attempt that continues has a save before this one"
-    fork = Fork(attempt=place.attempt, step=place.after)
-    return replace(place, attempt=attempt, lineage=(fork, *place.lineage))
-
-
-def place_of(
-    repo: Repository,
-    view: RunView | None,
-    *,
-    step: int,
-    rivals: list[RecordRow],
-    rollback: bool,
-    resumed_from: str | None,
-) -> Place:
-    """
-    Return the place of a new commit at *step*: in the newest attempt, or in one that it opens.
-
-    Raises:
-        InvalidInput: *rollback* or *resumed_from* contradicts the run's history.
-    """
-    if resumed_from is not None:
-        return _resumed(repo, view, step=step, ref=resumed_from)
-    if view is None or not view.rows:
-        return Place(attempt=1, lineage=(), save_number=0, inherited={})
-    attempt = view.newest_attempt
-    newest = next(saves_below(view, attempt=attempt, step=step), None)
-    before = None if newest is None else repo.catalog.commit(newest.name).record
-    if rollback:
-        tip = max((row.step for row in view.of_attempt(attempt)), default=step)
-        if step > tip:
-            raise InvalidInput(
-                f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
-                hint="leave --rollback out",
-            )
-        return place_begun(view) if before is None else _fork(view, before, left=attempt)
-    return Place(
-        attempt=attempt,
-        lineage=view.lineage_of(attempt),
-        save_number=0 if before is None else before.save_number + 1,
-        inherited={} if before is None else _by_layer(before),
-        supersedes=tuple(sorted(row.id for row in rivals)),
-    )
 
 
 def _newest_number(view: RunView | None) -> int:

@@ -33,8 +33,6 @@ from layerstore.history import (
     Place,
     Resolved,
     has_shrunk,
-    place_free,
-    place_of,
     reserve,
     resolve,
     view_read_again,
@@ -386,7 +384,7 @@ class _Ingest:
         with contextlib.ExitStack() as opened:
             place = self._place(view, replaced_rows)
             if asked.opens_attempt:
-                found = reserve(self.repo, self.run, lambda taken: place_free(view, place, taken))
+                found = reserve(self.repo, self.run, lambda taken: place.beside(view, taken))
                 opened.enter_context(found.lock)
                 place = found.place
             due = frozenset(layer.layer for layer in self.checkpoint.layers)
@@ -412,10 +410,10 @@ class _Ingest:
             return self._outcome(tx, tx.commit(record), content)
 
     def _place(self, view: RunView | None, rivals: list[RecordRow]) -> Place:
-        return place_of(
+        return Place.at_step(
             self.repo,
             view,
-            step=self.checkpoint.step,
+            self.checkpoint.step,
             rivals=rivals,
             rollback=self.asked.rollback,
             resumed_from=self.asked.resumed_from,

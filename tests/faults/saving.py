@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerstore.history import Place, place_after, resolve
+from layerstore.history import Place, resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
 from layerstore.publish.rank_parts import JointCommit, join, parts_of, write_share
 from layerstore.publish.staging import SourceReader
@@ -100,6 +100,6 @@ def begun_after(store: Store, checkpoint: Path, *, half: bool = False, session: 
     """Begin a session that goes on from the newest commit of ``run``, two steps later."""
     base = resolve(store.repo, "run")
     view = store.repo.catalog.find("run")
-    place = place_after(view, base.record, of_commit=base.commit, is_as_it_stands=True)
+    place = Place.resumed(view, base.record, of_commit=base.commit, is_as_it_stands=True)
     session = session or secrets.token_hex(16)
     return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, half=half)

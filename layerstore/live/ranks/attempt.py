@@ -11,7 +11,7 @@ from functools import partial
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict
-from layerstore.history import Place, place_after, place_at, place_begun, place_free, reserve
+from layerstore.history import Place, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
@@ -25,10 +25,10 @@ _TRIES = 10
 def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
     """Return the place of saves after an engine was filled with *composition*; None means from no commit."""
     if composition is None:
-        return place_begun(view)
+        return Place.begun(view)
     base = composition.base
     record = composition.as_resolved().record
-    return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
+    return Place.resumed(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
 
 
 class AttemptLock:
@@ -78,7 +78,7 @@ class AttemptLock:
 
     def _place_at(self, wish: PlaceFinder, attempt: int) -> Place | None:
         view = self._repo.catalog.find(self._run)
-        return place_at(view, wish(view), attempt)
+        return wish(view).moved_to(view, attempt)
 
     def _log_place(self, place: Place) -> None:
         view = self._repo.catalog.find(self._run)
@@ -117,7 +117,7 @@ class AttemptLock:
 
         def placed(taken: Collection[int]) -> Place:
             view = self._repo.catalog.find(self._run)
-            return place_free(view, wish(view), taken)
+            return wish(view).beside(view, taken)
 
         found = reserve(self._repo, self._run, placed, held=self._held)
         lock.push(found.lock)
