@@ -23,7 +23,6 @@ from layerstore.history import (
     references_to,
     saved_at,
     saves_below,
-    staleness_of,
 )
 from layerstore.layers import typed
 from layerstore.model import BlobRef, Buffer, CommitId, CommitRecord, LayerEntry, LayerVersion, Parameter, PolicyUse
@@ -90,7 +89,7 @@ class Composition:
     @property
     def staleness(self) -> Staleness:
         """How old each layer is, seen from the base."""
-        return staleness_of(self.base, self.layers)
+        return Staleness.of(self.base, self.layers)
 
     @property
     def mixture(self) -> str | None:

@@ -22,7 +22,7 @@ from layerstore.history.references import (
     references_to,
     resolve,
 )
-from layerstore.history.staleness import NEVER_EXISTED, Staleness, check_staleness, mixture_of, others_in, staleness_of
+from layerstore.history.staleness import NEVER_EXISTED, Staleness, check_staleness, mixture_of, others_in
 
 __all__ = [
     "METRICS",
@@ -57,6 +57,5 @@ __all__ = [
     "saved_at",
     "saved_now",
     "saves_below",
-    "staleness_of",
     "view_read_again",
 ]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from layerstore.errors import Conflict
 from layerstore.model import CommitRecord, LayerEntry
@@ -34,6 +35,11 @@ class Staleness:
     layers: tuple[LayerAge, ...]
     """In the model's order."""
 
+    @classmethod
+    def of(cls, base: CommitRecord, layers: Sequence[LayerEntry]) -> Self:
+        """Return the ages of *layers* relative to *base*."""
+        return cls(layers=tuple(_age(base, entry) for entry in layers))
+
     def __repr__(self) -> str:
         oldest, ages = self.oldest, Counter(layer.step for layer in self.layers)
         steps = ", ".join(f"{count} of step {step}" for step, count in ages.items())
@@ -61,11 +67,6 @@ class Staleness:
         return len({(age.run, age.attempt, age.step) for age in self.trained}) > 1
 
 
-def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
-    """Return the ages of *layers* relative to *base*."""
-    return Staleness(layers=tuple(_age(base, entry) for entry in layers))
-
-
 def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
     """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
     found = others_in(base, layers)
@@ -81,7 +82,7 @@ def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
 
 def others_in(base: CommitRecord, layers: Sequence[LayerEntry]) -> tuple[int, bool] | None:
     """Count the *layers* of a mixture that are not from *base*, and say whether all are older; None if it is none."""
-    staleness = staleness_of(base, layers)
+    staleness = Staleness.of(base, layers)
     if not staleness.is_mixed:
         return None
     own = base.run, base.attempt, base.step

@@ -21,7 +21,7 @@ from layerstore.assemble import checked_file, write_file
 from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import CommitFate, GcRequest, plan_gc
-from layerstore.history import Resolved, metrics_of, references_to, staleness_of
+from layerstore.history import Resolved, Staleness, metrics_of, references_to
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
@@ -192,7 +192,7 @@ def _saves(
     """Return the facts about the saves *shown*, by column."""
     entries = [log_entry(commit, pins.get(commit.id, ())) for commit in shown]
     records = [commit.record for commit in shown]
-    oldest = [staleness_of(record, record.layers).oldest for record in records]
+    oldest = [Staleness.of(record, record.layers).oldest for record in records]
     took = [timings.get((record.attempt, record.step)) for record in records]
     planned = [fates.get(commit.id) for commit in shown]
     return {
