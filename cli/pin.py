@@ -146,10 +146,10 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
 
 def _mixed_by(pin: "Pin") -> str:
     """Return the policy that mixed the composite of *pin*; empty if it pins a commit."""
-    from layerstore.history import is_mixture
+    from layerstore.history import Resolved
 
     policy = pin.record.policy
-    return policy_in_words(policy.name, _settings(pin)) if is_mixture(pin.record, pin.base) else ""
+    return policy_in_words(policy.name, _settings(pin)) if Resolved.of_pin(pin).is_mixture else ""
 
 
 def _settings(pin: "Pin") -> dict[str, str]:
@@ -157,6 +157,6 @@ def _settings(pin: "Pin") -> dict[str, str]:
 
 
 def _fields(pin: "Pin") -> dict[str, object]:
-    from layerstore.history import is_mixture
+    from layerstore.history import Resolved
 
-    return json_fields(pin) | {"mixture": is_mixture(pin.record, pin.base), "policy_parameters": _settings(pin)}
+    return json_fields(pin) | {"mixture": Resolved.of_pin(pin).is_mixture, "policy_parameters": _settings(pin)}

@@ -29,7 +29,7 @@ from layerstore.errors import (
     NoStore,
     StorageIO,
 )
-from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
+from layerstore.history import Needs, NumberedRefs, Resolved, objects_of_state
 from layerstore.layout import is_url
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
@@ -327,7 +327,7 @@ def _check_objects(
     """Check every named object, and read those in the sample *reads*; count the unnamed ones."""
     counted = _Counted()
     known = {(fault.id, fault.size_bytes) for fault in named.faults}
-    to_read = [ref.size_bytes for at in range(PARTS) for ref in _refs(named, at) if reads and ref in reads]
+    to_read = [ref.size_bytes for at in range(NumberedRefs.PARTS) for ref in _refs(named, at) if reads and ref in reads]
     counted.objects_read, counted.bytes_read = len(to_read), sum(to_read)
     count = repo.shares.count
     progress.start("verify", counted.bytes_read // count)
@@ -335,16 +335,19 @@ def _check_objects(
     def checked(at: int) -> list[BlobRef]:
         return [ref for ref in _refs(named, at) if (ref.id, ref.size_bytes) not in known]
 
-    parts = [([ref for at in range(rank, PARTS, count) for ref in checked(at)], reads) for rank in range(1, count)]
+    parts = [
+        ([ref for at in range(rank, NumberedRefs.PARTS, count) for ref in checked(at)], reads)
+        for rank in range(1, count)
+    ]
     with repo.shares.asked(repo, check_share, parts) as answers:
-        lost = list(_lost(repo, map(checked, range(0, PARTS, count)), reads, progress))
+        lost = list(_lost(repo, map(checked, range(0, NumberedRefs.PARTS, count)), reads, progress))
         for of_another in answers():
             lost += of_another
     for ref, problem in sorted(lost, key=lambda each: each[0].id):
         numbers = _refs(named, int(ref.id[:2], 16))[ref]
         blobs = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
         named.note(_lost_object(repo, "object", ref, problem, blobs))
-    for at in range(PARTS):
+    for at in range(NumberedRefs.PARTS):
         refs = _refs(named, at)
         counted.objects += len(refs)
         if whole:

@@ -2,7 +2,6 @@
 
 from layerstore.history.metrics import METRICS, metrics_if_sound, metrics_of
 from layerstore.history.needs import (
-    PARTS,
     Needs,
     NumberedRefs,
     named_by,
@@ -15,7 +14,6 @@ from layerstore.history.references import (
     Resolved,
     ambiguous_id,
     begins_id,
-    is_mixture,
     locate,
     only_run,
     reference_to,
@@ -27,7 +25,6 @@ from layerstore.history.staleness import NEVER_EXISTED, Staleness, check_stalene
 __all__ = [
     "METRICS",
     "NEVER_EXISTED",
-    "PARTS",
     "Needs",
     "NumberedRefs",
     "Past",
@@ -39,7 +36,6 @@ __all__ = [
     "begins_id",
     "check_staleness",
     "has_shrunk",
-    "is_mixture",
     "locate",
     "metrics_if_sound",
     "metrics_of",

@@ -10,16 +10,17 @@ from layerstore.model import BlobRef, CommitRecord, ObjectContent, ObjectId, Par
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors
 
-PARTS = 256
 _ROW = struct.Struct(">16sQ")
 
 
 class NumberedRefs:
     """References, each with the numbers of all that named it; about 110 bytes each."""
 
+    PARTS = 256
+
     def __init__(self) -> None:
         # Most references have one number; a list around it would double their memory.
-        self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(PARTS)]
+        self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(self.PARTS)]
 
     def add(self, ref: BlobRef, number: int = 0) -> None:
         """Note *ref*, named by *number*."""
@@ -42,7 +43,7 @@ class NumberedRefs:
 
     def __iter__(self) -> Iterator[tuple[BlobRef, list[int]]]:
         """Yield every reference, in order, with its numbers."""
-        for at in range(PARTS):
+        for at in range(self.PARTS):
             yield from self.part(at).items()
 
 

@@ -47,13 +47,9 @@ class Resolved:
     @property
     def is_mixture(self) -> bool:
         """Whether it is a pinned composite of several saves."""
-        return self.pin is not None and is_mixture(self.record, self.commit)
-
-
-def is_mixture(record: CommitRecord, base: str) -> bool:
-    """Whether *record*, from a pin, is a composite of several saves on top of *base*."""
-    is_composite = record.policy.name != "latest" and commit_id(record) != base
-    return is_composite and len({entry.origin for entry in record.layers}) > 1
+        if self.pin is None or self.record.policy.name == "latest" or commit_id(self.record) == self.commit:
+            return False
+        return len({entry.origin for entry in self.record.layers}) > 1
 
 
 def only_run(repo: Repository) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.check.verify import parse_sample
-from layerstore.history.needs import PARTS, Needs, NumberedRefs
+from layerstore.history.needs import Needs, NumberedRefs
 from layerstore.model import BlobRef, ObjectId
 
 
@@ -27,7 +27,7 @@ def test_what_goes_in_comes_out_once() -> None:
     assert {ref: set(numbers) for ref, numbers in found.items()} == expected
     assert all(len(set(numbers)) == len(numbers) for numbers in found.values())
     assert list(found) == sorted(found, key=lambda ref: (ref.id, ref.size_bytes))
-    assert {ref for at in range(PARTS) for ref in packed.part(at)} == set(found)
+    assert {ref for at in range(NumberedRefs.PARTS) for ref in packed.part(at)} == set(found)
 
 
 def test_a_needed_object_keeps_its_first_number(store: Store) -> None:
