@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from layerstore.disk import Files, lock
 from layerstore.errors import Conflict, IntegrityError, StorageIO, Unsupported
-from layerstore.format import FORMAT, decode_identity, format_of
+from layerstore.format import FORMAT, StoreIdentity, format_of
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.migrations import m0001_lineage
@@ -113,7 +113,7 @@ def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) ->
         data = read_identity(layout, files, path=path)
         found = format_of(data, what=what, known=newest)
         if found == FORMAT:
-            decode_identity(data, what=what)
+            StoreIdentity.decode(data, what=what)
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
     todo = [step for step in steps if step.source >= found]
@@ -238,7 +238,7 @@ class _StepRun:
 
     def _prove(self) -> None:
         """Read every new record and pin as this layerstore does."""
-        store_id = decode_identity(self._read(self._new.identity), what="the new store.json").store_id
+        store_id = StoreIdentity.decode(self._read(self._new.identity), what="the new store.json").store_id
         records = RecordStore(self._new, self._files, store_id=store_id)
         trash = Trash(self._new, self._files, records)
         for run in records.runs():

@@ -26,7 +26,7 @@ from layerstore.errors import (
     Overtaken,
     Unsupported,
 )
-from layerstore.format import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
+from layerstore.format import FORMAT, HASH, StoreIdentity, stated_flags
 from layerstore.history import named_by, references_to
 from layerstore.layout import Layout
 from layerstore.limits import OWN_JSON_BYTES_MAX
@@ -366,7 +366,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
         data = files.read_if_there(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
     if data is not None:
         try:
-            if decode_identity(data, what=what).store_id == store_id:
+            if StoreIdentity.decode(data, what=what).store_id == store_id:
                 return None
         except IntegrityError:
             flags = stated_flags(data)
@@ -397,6 +397,6 @@ def _write_identity(layout: Layout, files: Files, store_id: str, flags: tuple[st
     # When the store was made is unknown; this is for people only.
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
-    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+    with files.temporary(layout.tmp, identity.encode()) as source:
         files.link_exclusive(source, layout.identity)
     files.sync_directory(layout.root)

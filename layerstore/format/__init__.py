@@ -25,16 +25,7 @@ from layerstore.format.records import (
     unseal_part,
     unseal_pin,
 )
-from layerstore.format.store_json import (
-    FORMAT,
-    HASH,
-    StoreIdentity,
-    decode_identity,
-    encode_identity,
-    format_of,
-    new_identity,
-    stated_flags,
-)
+from layerstore.format.store_json import FORMAT, HASH, StoreIdentity, format_of, stated_flags
 from layerstore.format.treecodec import encode_tree
 
 __all__ = [
@@ -46,17 +37,14 @@ __all__ = [
     "Plain",
     "StoreIdentity",
     "commit_id",
-    "decode_identity",
     "decode_state",
     "decode_version",
-    "encode_identity",
     "encode_state",
     "encode_tree",
     "encode_version",
     "format_of",
     "from_plain",
     "make_commit",
-    "new_identity",
     "pack",
     "pack_again",
     "part_name",

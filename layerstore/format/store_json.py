@@ -9,7 +9,7 @@ later format may say which layerstore reads it.
 import json
 import secrets
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.fields import from_plain
@@ -42,44 +42,43 @@ class StoreIdentity:
         """Flags that this layerstore does not know, so that it may read this store but not write to it."""
         return sorted(set(self.flags) - KNOWN_FLAGS)
 
+    @classmethod
+    def new(cls, *, created: str) -> Self:
+        """Make the identity of a new store."""
+        return cls(format=FORMAT, store_id=secrets.token_hex(16), hash=HASH, created=created)
 
-def new_identity(*, created: str) -> StoreIdentity:
-    """Make the identity of a new store."""
-    return StoreIdentity(format=FORMAT, store_id=secrets.token_hex(16), hash=HASH, created=created)
+    def encode(self) -> bytes:
+        """Return the text of ``store.json``."""
+        fields = asdict(self) | {"flags": list(self.flags)}
+        return (json.dumps(fields | {"checksum": _checksum(fields)}, indent=2, sort_keys=True) + "\n").encode()
 
+    @classmethod
+    def decode(cls, data: bytes, *, what: str) -> Self:
+        """
+        Decode the text of a ``store.json``; errors call it *what*.
 
-def encode_identity(identity: StoreIdentity) -> bytes:
-    """Return the text of *identity*."""
-    fields = asdict(identity) | {"flags": list(identity.flags)}
-    return (json.dumps(fields | {"checksum": _checksum(fields)}, indent=2, sort_keys=True) + "\n").encode()
-
-
-def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
-    """
-    Decode the text of a ``store.json``; errors call it *what*.
-
-    Raises:
-        Unsupported: It has another format.
-        IntegrityError: It is damaged.
-    """
-    fields = _parse(data, what)
-    # Checked before the checksum, which a newer format may compute differently.
-    found = fields.get("format")
-    if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
-        _check_format(fields, what)
-        raise _other_format(fields, what, known=FORMAT)
-    if fields.pop("checksum", None) != _checksum(fields):
-        raise _damaged(what, "its checksum does not match")
-    try:
-        identity = from_plain(StoreIdentity, fields, what="its content")
-    except IntegrityError as exc:
-        raise _damaged(what, exc.message) from exc
-    if identity.hash != HASH:
-        raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
-    # No byte may change unnoticed, not even in spelling.
-    if encode_identity(identity) != data:
-        raise _damaged(what, "it is not as it was written")
-    return identity
+        Raises:
+            Unsupported: It has another format.
+            IntegrityError: It is damaged.
+        """
+        fields = _parse(data, what)
+        # Checked before the checksum, which a newer format may compute differently.
+        found = fields.get("format")
+        if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
+            _check_format(fields, what)
+            raise _other_format(fields, what, known=FORMAT)
+        if fields.pop("checksum", None) != _checksum(fields):
+            raise _damaged(what, "its checksum does not match")
+        try:
+            identity = from_plain(cls, fields, what="its content")
+        except IntegrityError as exc:
+            raise _damaged(what, exc.message) from exc
+        if identity.hash != HASH:
+            raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
+        # No byte may change unnoticed, not even in spelling.
+        if identity.encode() != data:
+            raise _damaged(what, "it is not as it was written")
+        return identity
 
 
 def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:

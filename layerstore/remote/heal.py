@@ -7,7 +7,7 @@ from functools import partial
 
 from layerstore.check import Damage, Fetched, Repaired, Verdict, verify_store
 from layerstore.errors import IntegrityError, NotFound
-from layerstore.format import encode_identity, stated_flags
+from layerstore.format import stated_flags
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
@@ -53,7 +53,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
             "which this store does not have; nothing was changed",
             hint="repair it from the store that has all of its commits",
         )
-    data = encode_identity(replace(repo.identity, flags=tuple(sorted(flags))))
+    data = replace(repo.identity, flags=tuple(sorted(flags))).encode()
     if not dry_run:
         bucket.write(IDENTITY, lambda: [data])
     return (Fetched(kind="store", path=IDENTITY, source=repo.name, size_bytes=len(data)),)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from layerstore.errors import Conflict, IntegrityError, NotFound
-from layerstore.format import StoreIdentity, decode_identity, encode_identity
+from layerstore.format import StoreIdentity
 from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
 from layerstore.limits import OWN_JSON_BYTES_MAX
@@ -41,7 +41,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
                     hint=f"layerstore repair --remote {typed(bucket.url)} puts it back, if that is this store's; "
                     "else name another prefix",
                 )
-        bucket.create(IDENTITY, encode_identity(identity))
+        bucket.create(IDENTITY, identity.encode())
         found = identity_of(bucket) or identity
     check_own(bucket, found, identity)
     return made
@@ -51,7 +51,7 @@ def identity_of(bucket: Bucket) -> StoreIdentity | None:
     """Return the identity of the store that *bucket* holds, None if it holds none."""
     try:
         data = bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX)
-        return None if data is None else decode_identity(data, what=f"{bucket.url}/{IDENTITY}")
+        return None if data is None else StoreIdentity.decode(data, what=f"{bucket.url}/{IDENTITY}")
     except IntegrityError as exc:
         if "path" not in exc.facts:  # else it is a link, and its hint says so
             exc.hint = f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back"

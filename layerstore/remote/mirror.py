@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from layerstore.disk import Files, alone
 from layerstore.errors import IntegrityError, NoStore, NotFound, StorageIO
-from layerstore.format import StoreIdentity, encode_identity
+from layerstore.format import StoreIdentity
 from layerstore.hashing import object_id
 from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
@@ -88,7 +88,7 @@ def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
         files.make_directories(layout.root)
         for folder in layout.folders:
             files.make_directory(folder, durable=False)
-        data = encode_identity(identity)
+        data = identity.encode()
         if files.read_if_there(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX) == data:
             files.touch(layout.identity)
         else:

@@ -23,7 +23,6 @@ from layerstore.disk import Files, network_filesystem
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NoStore, NotFound, StorageIO, Unsupported
 from layerstore.format import (
     StoreIdentity,
-    decode_identity,
     seal_commit,
     seal_pin,
     stated_store,
@@ -361,7 +360,7 @@ class RecordStore:
     def _identity(self) -> StoreIdentity:
         """Return the store's present identity; raises if it is not the store that was opened."""
         layout = self._layout
-        identity = decode_identity(read_identity(layout, self._files, path=layout.root), what=str(layout.identity))
+        identity = StoreIdentity.decode(read_identity(layout, self._files, path=layout.root), what=str(layout.identity))
         if identity.store_id != self._store_id:
             raise IntegrityError(
                 f"{layout.root} was store {self._store_id} when it was opened and is store {identity.store_id} now",

@@ -11,14 +11,7 @@ from threading import Event
 
 from layerstore.disk import Files, HeldLock, lock, network_filesystem, open_lock_file
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayerstoreError, Unsupported
-from layerstore.format import (
-    StoreIdentity,
-    decode_identity,
-    decode_state,
-    decode_version,
-    encode_identity,
-    new_identity,
-)
+from layerstore.format import StoreIdentity, decode_state, decode_version
 from layerstore.hashing import digest
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
@@ -191,8 +184,8 @@ def make_store(path: Path, files: Files, *, identity: StoreIdentity | None = Non
         files.make_directory(folder)
     # Made now, because on a full disk gc could not make it.
     os.close(open_lock_file(layout.gc_lock))
-    identity = identity or new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+    identity = identity or StoreIdentity.new(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    with files.temporary(layout.tmp, identity.encode()) as source:
         if not files.link_exclusive(source, layout.identity):
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
     files.sync_directory(layout.root)
@@ -223,7 +216,7 @@ def check_free(path: Path, files: Files) -> Layout:
 def _is_store(folder: Path, files: Files) -> bool:
     try:
         data = files.read_if_there(layout_at(folder).identity, size_bytes_max=OWN_JSON_BYTES_MAX)
-        return data is not None and bool(decode_identity(data, what=str(folder)))
+        return data is not None and bool(StoreIdentity.decode(data, what=str(folder)))
     except LayerstoreError:
         return False  # not a readable one
 
@@ -248,7 +241,7 @@ def open_repository(
     """
     layout = layout_at(path)
     try:
-        identity = decode_identity(read_identity(layout, files, path=path), what=str(layout.identity))
+        identity = StoreIdentity.decode(read_identity(layout, files, path=path), what=str(layout.identity))
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
     if files.exists(layout.migrated(identity.format)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.format import decode_identity, encode_identity
+from layerstore.format import StoreIdentity
 from tests.cli.conftest import Run
 
 NOTHING = "nothing to repair; tensor data was not read; --read-data checks it too"
@@ -216,8 +216,8 @@ def test_a_lost_identity_comes_back(run: Run, store: Path) -> None:
 def test_a_damaged_identity_comes_back_with_its_flags(run: Run, store: Path) -> None:
     """One digit of its format has flipped: that is damage, and what else it says still counts."""
     path = store / "store.json"
-    identity = decode_identity(path.read_bytes(), what="store.json")
-    data = encode_identity(replace(identity, flags=("packs",)))
+    identity = StoreIdentity.decode(path.read_bytes(), what="store.json")
+    data = replace(identity, flags=("packs",)).encode()
     path.write_bytes(data.replace(b'"format": 2', b'"format": 3'))
 
     told = run("log", "--store", store)
@@ -227,7 +227,7 @@ def test_a_damaged_identity_comes_back_with_its_flags(run: Run, store: Path) -> 
     assert f"layerstore --store {store} repair --store-id {identity.store_id}" in told.err
     assert "none is assumed" not in done.err
     assert "uses packs, which this layerstore does not know" in done.err
-    assert decode_identity(path.read_bytes(), what="store.json").flags == ("packs",)
+    assert StoreIdentity.decode(path.read_bytes(), what="store.json").flags == ("packs",)
     assert run("log", "--store", store).code == 0
 
 

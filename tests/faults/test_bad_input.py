@@ -20,7 +20,7 @@ from layerstore.errors import (
     StorageIO,
     Unsupported,
 )
-from layerstore.format import StoreIdentity, decode_identity, encode_identity
+from layerstore.format import StoreIdentity
 from layerstore.history import PushedNotice
 from layerstore.store import Store, init
 from tests.faults.crafted import Change, PartName, ask_all, craft
@@ -105,7 +105,7 @@ def test_an_odd_reference_is_refused(store: Store, ref: str) -> None:
 
 
 def _identity(path: Path) -> StoreIdentity:
-    return decode_identity((path / "store.json").read_bytes(), what="store.json")
+    return StoreIdentity.decode((path / "store.json").read_bytes(), what="store.json")
 
 
 @pytest.mark.fault(80)
@@ -114,7 +114,7 @@ def test_a_store_of_another_format_is_left_alone(folder: Path, number: int) -> N
     """Nothing is written to it, not even a lock or an index; the message says what would help."""
     path = folder / "store"
     shutil.rmtree(path / "manifest")
-    (path / "store.json").write_bytes(encode_identity(replace(_identity(path), format=number)))
+    (path / "store.json").write_bytes(replace(_identity(path), format=number).encode())
     for use in (Store, init):
         with refused(path, Unsupported, AlreadyExists):
             use(path)
@@ -124,7 +124,7 @@ def test_a_store_of_another_format_is_left_alone(folder: Path, number: int) -> N
 def test_a_store_with_an_unknown_flag_is_read_and_not_written(folder: Path) -> None:
     """Whoever does not know what it means might destroy it."""
     path = folder / "store"
-    (path / "store.json").write_bytes(encode_identity(replace(_identity(path), flags=("packs",))))
+    (path / "store.json").write_bytes(replace(_identity(path), flags=("packs",)).encode())
     with Store(path) as store:
         assert [entry.step for entry in store.log()] == [2]
         assert store.verify(read_data=True).ok
@@ -154,7 +154,7 @@ def test_the_id_of_a_store_is_no_path(folder: Path, monkeypatch: pytest.MonkeyPa
     """Folders of indexes are named by it, and the checksum of a ``store.json`` is easily made right."""
     path = folder / "store"
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(folder / "indexes"))
-    (path / "store.json").write_bytes(encode_identity(replace(_identity(path), store_id="../../elsewhere")))
+    (path / "store.json").write_bytes(replace(_identity(path), store_id="../../elsewhere").encode())
 
     with refused(folder, IntegrityError, naming="store_id"):
         Store(path)

@@ -25,10 +25,8 @@ from layerstore.format import (
     VERSION_MAGIC,
     Plain,
     StoreIdentity,
-    decode_identity,
     decode_state,
     decode_version,
-    encode_identity,
     encode_state,
     encode_version,
     pack,
@@ -269,7 +267,7 @@ def _config() -> Parser:
 
 def _identity() -> Parser:
     identity = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="2026-01-01T00:00:00+0000")
-    sound = encode_identity(identity)
+    sound = identity.encode()
     fields = {name: value for name, value in json.loads(sound).items() if name != "checksum"}
 
     def checked(fields: Any) -> bytes:
@@ -278,8 +276,8 @@ def _identity() -> Parser:
         return (json.dumps(whole, indent=2, sort_keys=True, default=str) + "\n").encode()
 
     def parse(data: bytes, folder: Path) -> object:
-        found = decode_identity(data, what="store.json")
-        assert encode_identity(found) == data, "another spelling was accepted"
+        found = StoreIdentity.decode(data, what="store.json")
+        assert found.encode() == data, "another spelling was accepted"
         return found
 
     inputs = _either(changed([sound]), changed_values([fields]).filter(_is_shallow).map(checked))
