@@ -26,7 +26,7 @@ from layerstore.errors import (
     Overtaken,
     Unsupported,
 )
-from layerstore.format import FORMAT, HASH, StoreIdentity, stated_flags
+from layerstore.format import StoreIdentity, stated_flags
 from layerstore.history import named_by, references_to
 from layerstore.layout import Layout
 from layerstore.limits import OWN_JSON_BYTES_MAX
@@ -396,7 +396,7 @@ def _write_identity(layout: Layout, files: Files, store_id: str, flags: tuple[st
         Trash(layout, files, RecordStore(layout, files, store_id=store_id)).take_damaged(layout.identity)
     # When the store was made is unknown; this is for people only.
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
+    identity = replace(StoreIdentity.new(created=created), store_id=store_id, flags=flags)
     with files.temporary(layout.tmp, identity.encode()) as source:
         files.link_exclusive(source, layout.identity)
     files.sync_directory(layout.root)

@@ -5,8 +5,7 @@ from layerstore.format.blobs import (
     VERSION_MAGIC,
     decode_state,
     decode_version,
-    encode_state,
-    encode_version,
+    encode_blob,
     ref_of,
 )
 from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
@@ -25,12 +24,11 @@ from layerstore.format.records import (
     unseal_part,
     unseal_pin,
 )
-from layerstore.format.store_json import FORMAT, HASH, StoreIdentity, format_of, stated_flags
+from layerstore.format.store_json import FORMAT, StoreIdentity, format_of, stated_flags
 from layerstore.format.treecodec import encode_tree
 
 __all__ = [
     "FORMAT",
-    "HASH",
     "STATE_MAGIC",
     "VERSION_MAGIC",
     "WITHOUT_MOMENTS",
@@ -39,9 +37,8 @@ __all__ = [
     "commit_id",
     "decode_state",
     "decode_version",
-    "encode_state",
+    "encode_blob",
     "encode_tree",
-    "encode_version",
     "format_of",
     "from_plain",
     "make_commit",

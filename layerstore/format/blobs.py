@@ -18,9 +18,11 @@ STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
 Blob = TypeVar("Blob", LayerVersion, RankState)
 
 
-def encode_version(version: LayerVersion) -> bytes:
-    """Return the bytes of *version*."""
-    return _encode(VERSION_MAGIC, version)
+def encode_blob(blob: LayerVersion | RankState) -> bytes:
+    """Return the bytes of *blob*."""
+    data = pack_in_order(to_plain(blob))
+    check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
+    return (VERSION_MAGIC if isinstance(blob, LayerVersion) else STATE_MAGIC) + data
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
@@ -34,11 +36,6 @@ def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
     return version
 
 
-def encode_state(state: RankState) -> bytes:
-    """Return the bytes of *state*."""
-    return _encode(STATE_MAGIC, state)
-
-
 def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
     """Decode the rank state named *ref*; raises IntegrityError if the bytes do not match."""
     return _decode(data, ref, STATE_MAGIC, RankState)
@@ -47,12 +44,6 @@ def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
 def ref_of(data: bytes) -> BlobRef:
     """Return the name and size of *data*."""
     return BlobRef(id=object_id(data), size_bytes=len(data))
-
-
-def _encode(magic: bytes, blob: LayerVersion | RankState) -> bytes:
-    data = pack_in_order(to_plain(blob))
-    check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
-    return magic + data
 
 
 def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:

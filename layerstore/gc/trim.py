@@ -7,7 +7,7 @@ Each trim is one transaction, whose record supersedes the old one.
 from dataclasses import dataclass, replace
 
 from layerstore.errors import Overtaken
-from layerstore.format import WITHOUT_MOMENTS, encode_version, make_commit, ref_of
+from layerstore.format import WITHOUT_MOMENTS, encode_blob, make_commit, ref_of
 from layerstore.history import Needs
 from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.publish import Transaction
@@ -45,7 +45,7 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
     objects: list[BlobRef] = []
     for entry in record.layers:
         bare = without_moments(repo.version_of(entry))
-        data = encode_version(bare)
+        data = encode_blob(bare)
         versions[ref_of(data)] = data
         objects += [stored.ref for stored in bare.objects]
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format import encode_state, encode_version, ref_of
+from layerstore.format import encode_blob, ref_of
 from layerstore.framing import Frame, frame
 from layerstore.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
@@ -226,7 +226,7 @@ def stage_version(
         objects=tuple(sorted(objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))),
         cut=layer.cut,
     )
-    data = encode_version(version)
+    data = encode_blob(version)
     ref = ref_of(data)
     writer.put(data, ref)
     return ref
@@ -305,7 +305,7 @@ class Staging:
         """Stage a rank's *state*, whose files are in it, with the bytes that its trees point to."""
         for file in (state.model, state.optimizer):
             replace_tensors(file.tree, self._with_bytes)
-        data = encode_state(state)
+        data = encode_blob(state)
         if len(data) > BLOB_BYTES_MAX:
             raise Unsupported(
                 f"{self._source}: what is not a layer takes {len(data)} bytes in small pieces, "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import layerstore
 from layerstore.disk import Files
-from layerstore.format import encode_state, encode_version, make_commit, ref_of
+from layerstore.format import encode_blob, make_commit, ref_of
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -107,7 +107,7 @@ def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) 
             files=(),
             gathered=(),
         )
-        states = (write_blob(repo, encode_state(state)),)
+        states = (write_blob(repo, encode_blob(state)),)
         _write_record(repo, record_of(place, [entries[name] for name in names], states), number)
     repo.catalog.close()
 
@@ -162,7 +162,7 @@ def write_version(repo: Repository, name: str, ids: list[ObjectId], *, with_obje
         os.ftruncate(fd, OBJECT_BYTES)
         os.close(fd)
     parameters = (replace(made.parameters[0], shape=(len(ids), _ELEMENTS), aliases=()),)
-    return write_blob(repo, encode_version(replace(made, parameters=parameters, world_size=len(ids), objects=objects)))
+    return write_blob(repo, encode_blob(replace(made, parameters=parameters, world_size=len(ids), objects=objects)))
 
 
 def write_blob(repo: Repository, data: bytes) -> BlobRef:

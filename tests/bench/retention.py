@@ -15,7 +15,7 @@ from pathlib import Path
 from layerstore import Keep
 from layerstore.disk import Files
 from layerstore.filenames import TRAINER_STATE
-from layerstore.format import encode_state, make_commit
+from layerstore.format import encode_blob, make_commit
 from layerstore.gc import Facts, has_work
 from layerstore.model import LayerEntry, RankState, SourceFile, TreeFile
 from layerstore.storage import Repository, open_repository
@@ -61,7 +61,7 @@ class _Saver:
         tree = TreeFile(path="model_states.pt", tree={"global_steps": place.step})
         state = RankState(rank=0, model=tree, optimizer=replace(tree, path="optim.pt"), files=(log,), gathered=())
         entries: list[LayerEntry] = [entry_of(place, name, version) for name, version in self._versions.items()]
-        record = record_of(place, entries, (write_blob(self.repo, encode_state(state)),))
+        record = record_of(place, entries, (write_blob(self.repo, encode_blob(state)),))
         commit = make_commit(record, samples.observed(time.time_ns()))
         self.repo.records.link(commit)
         self.repo.catalog.add(commit)

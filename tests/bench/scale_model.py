@@ -20,7 +20,7 @@ from pathlib import Path
 
 import layerstore
 from layerstore import Drift, Filter, Latest, Parity
-from layerstore.format import decode_version, encode_version, make_commit, ref_of, seal_part, unseal_part
+from layerstore.format import decode_version, encode_blob, make_commit, ref_of, seal_part, unseal_part
 from layerstore.framing import canonical_order, frame
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
@@ -381,7 +381,7 @@ def seconds() -> Iterator[str]:
         kept = case.training.timetable.kept
         read_part = partial(unseal_part, made.part, name=made.part_name, store_id=samples.STORE_ID)
         part_seconds = _cpu(read_part)
-        encode_seconds = _cpu(partial(encode_version, made.block))
+        encode_seconds = _cpu(partial(encode_blob, made.block))
 
         with _repository() as repo:
             of_one = _cpu(partial(_mark, Needs(repo), made.encoded)) / len(made.block.objects)
@@ -410,8 +410,8 @@ class _Made:
             if shape not in versions:
                 versions[shape] = _version(layer, elements, case.ranks, chance)
         self.block = versions[tuple(case.model.layers["model.layers.0"].values())]
-        self.encoded = encode_version(self.block)
-        sizes = {shape: len(encode_version(version)) for shape, version in versions.items()}
+        self.encoded = encode_blob(self.block)
+        sizes = {shape: len(encode_blob(version)) for shape, version in versions.items()}
         self.blob_bytes = sum(sizes[tuple(elements.values())] for elements in case.model.layers.values())
         self.state_bytes = _state_bytes(case.layers)
         part = Part(

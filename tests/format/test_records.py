@@ -12,8 +12,7 @@ from layerstore.format import (
     commit_id,
     decode_state,
     decode_version,
-    encode_state,
-    encode_version,
+    encode_blob,
     from_plain,
     pack,
     ref_of,
@@ -217,7 +216,7 @@ def test_unknown_contents_are_damage() -> None:
 
 def test_a_version_is_read_back() -> None:
     """A version blob holds the whole version, under the name of its bytes."""
-    data = encode_version(samples.version())
+    data = encode_blob(samples.version())
 
     assert samples.version() == decode_version(data, ref=ref_of(data))
     assert data.startswith(b"\x89LSV\r\n\x1a\n")
@@ -226,13 +225,13 @@ def test_a_version_is_read_back() -> None:
 def test_a_state_is_read_back() -> None:
     """A state blob holds trees, files and gathered weights, under the name of its bytes."""
     expected = samples.state()
-    data = encode_state(expected)
+    data = encode_blob(expected)
 
     found = decode_state(data, ref=ref_of(data))
 
     assert data.startswith(b"\x89LSS\r\n\x1a\n")
     assert (expected.rank, expected.files, expected.gathered) == (found.rank, found.files, found.gathered)
-    assert encode_state(found) == data
+    assert encode_blob(found) == data
     expected_model, found_model = cast("dict[Any, Any]", expected.model.tree), cast("dict[Any, Any]", found.model.tree)
     assert expected_model.pop(7).storage.content == found_model.pop(7).storage.content
     assert fingerprint(expected_model) == fingerprint(found_model)
@@ -240,7 +239,7 @@ def test_a_state_is_read_back() -> None:
 
 def test_every_flipped_bit_of_a_blob_is_found() -> None:
     """A blob's name is its checksum: no single flip passes."""
-    data = encode_version(samples.version())
+    data = encode_blob(samples.version())
     ref = ref_of(data)
     for position in range(len(data)):
         for bit in range(8):
@@ -252,7 +251,7 @@ def test_every_flipped_bit_of_a_blob_is_found() -> None:
 
 def test_every_truncation_of_a_blob_is_found() -> None:
     """A blob of another length is damage that tells the length it should have."""
-    data = encode_version(samples.version())
+    data = encode_blob(samples.version())
     for hurt in [*(data[:end] for end in range(len(data))), data + b"\0"]:
         with pytest.raises(IntegrityError, match=rf"bytes, not {len(data)}, that"):
             decode_version(hurt, ref=ref_of(data))
@@ -260,9 +259,9 @@ def test_every_truncation_of_a_blob_is_found() -> None:
 
 def test_one_blob_is_not_taken_for_another() -> None:
     """A whole state blob where a version belongs is damage, and so is any other whole object."""
-    for data in (encode_state(samples.state()), b"any other object"):
+    for data in (encode_blob(samples.state()), b"any other object"):
         with pytest.raises(IntegrityError, match="is whole, but not a LayerVersion"):
             decode_version(data, ref=ref_of(data))
-    version = encode_version(samples.version())
+    version = encode_blob(samples.version())
     with pytest.raises(IntegrityError, match="is whole, but not a RankState"):
         decode_state(version, ref=ref_of(version))

@@ -27,8 +27,7 @@ from layerstore.format import (
     StoreIdentity,
     decode_state,
     decode_version,
-    encode_state,
-    encode_version,
+    encode_blob,
     pack,
     part_name,
     ref_of,
@@ -417,11 +416,11 @@ def _part() -> Parser:
 
 
 def _version() -> Parser:
-    return _blob(samples.version(), encode_version, decode_version, magic=VERSION_MAGIC)
+    return _blob(samples.version(), encode_blob, decode_version, magic=VERSION_MAGIC)
 
 
 def _state() -> Parser:
-    return _blob(samples.state(), encode_state, decode_state, magic=STATE_MAGIC)
+    return _blob(samples.state(), encode_blob, decode_state, magic=STATE_MAGIC)
 
 
 def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., Blob], *, magic: bytes) -> Parser:

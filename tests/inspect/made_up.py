@@ -12,7 +12,7 @@ from pathlib import Path
 
 import layerstore
 from layerstore.disk import Files
-from layerstore.format import encode_state, make_commit
+from layerstore.format import encode_blob, make_commit
 from layerstore.model import (
     BlobRef,
     CommitRecord,
@@ -92,7 +92,7 @@ class _Writing:
             files=(),
             gathered=(),
         )
-        return write_blob(self._repo, encode_state(state))
+        return write_blob(self._repo, encode_blob(state))
 
     def write(self) -> None:
         """Write every save."""

@@ -15,7 +15,7 @@ import pytest
 
 import layerstore
 from layerstore.filenames import RANDOM_STATE
-from layerstore.format import encode_state
+from layerstore.format import encode_blob
 from layerstore.history import resolve
 from layerstore.model import CommitRecord, RankState
 from layerstore.policy import Policy
@@ -114,7 +114,7 @@ def facts_of(store: Store, record: CommitRecord) -> dict[str, Any]:
 
 def states_of(store: Store, record: CommitRecord) -> list[bytes]:
     """Return all ranks' states of *record*, but for their random states: DeepSpeed's own checkpoints have none."""
-    return [encode_state(_without_random_state(store.repo.state(ref))) for ref in record.states]
+    return [encode_blob(_without_random_state(store.repo.state(ref))) for ref in record.states]
 
 
 def _without_random_state(state: RankState) -> RankState:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerstore
-from layerstore.format import encode_state
+from layerstore.format import encode_blob
 from layerstore.history import resolve
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
@@ -116,7 +116,7 @@ def kept(store: Store, state: RankState, name: str) -> dict[str, Any]:
 
 def trees(state: RankState) -> bytes:
     """Return the bytes of one rank's state without the files beside it."""
-    return encode_state(replace(state, files=(), gathered=()))
+    return encode_blob(replace(state, files=(), gathered=()))
 
 
 # -- the Trainer ---------------------------------------------------------------------------------------------------
