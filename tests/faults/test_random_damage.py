@@ -105,7 +105,7 @@ def _prepare(place: Path) -> None:
     os.environ["LAYERSTORE_CACHE_DIR"] = str(place / "cache")
     import layerstore.remote  # noqa: F401  # imported late
 
-    for module in ("layerstore.hashing", "layerstore.remote.sparse"):
+    for module in ("layerstore.hashing", "layerstore.remote.fetch"):
         vars(sys.modules[module])["VERIFY_CHUNK_BYTES"] = CHUNK_BYTES
 
 

@@ -26,7 +26,7 @@ Reads = list[tuple[str, int, int]]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("layerstore.hashing", "layerstore.remote.sparse"):
+    for module in ("layerstore.hashing", "layerstore.remote.fetch"):
         monkeypatch.setattr(sys.modules[module], "VERIFY_CHUNK_BYTES", CHUNK_BYTES)
 
 
