@@ -19,7 +19,7 @@ from layerstore.delta import is_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
 from layerstore.formats import Format, Plan, chosen_format
-from layerstore.history import Staleness, check_staleness, reference_to, references_to
+from layerstore.history import Staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
 from layerstore.model import Pin, Saving, StrPath
@@ -171,7 +171,7 @@ class Composite:
         if max_staleness is not None and self._composition.mean is not None:
             raise InvalidInput("an average has saves of several ages", hint="leave the largest staleness out")
         if max_staleness is not None:
-            check_staleness(self._composition.base, self.staleness, steps_max=max_staleness)
+            self.staleness.check(self._composition.base, steps_max=max_staleness)
         with losses_told(self._repo, self._composition):
             check_members(self._repo, self._composition)
 

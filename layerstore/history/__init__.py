@@ -20,7 +20,7 @@ from layerstore.history.references import (
     references_to,
     resolve,
 )
-from layerstore.history.staleness import NEVER_EXISTED, Staleness, check_staleness, mixture_of, others_in
+from layerstore.history.staleness import NEVER_EXISTED, Staleness, mixture_of, others_in
 
 __all__ = [
     "METRICS",
@@ -34,7 +34,6 @@ __all__ = [
     "Staleness",
     "ambiguous_id",
     "begins_id",
-    "check_staleness",
     "has_shrunk",
     "locate",
     "metrics_if_sound",

@@ -66,6 +66,20 @@ class Staleness:
         """Whether trained layers of several saves are mixed."""
         return len({(age.run, age.attempt, age.step) for age in self.trained}) > 1
 
+    def check(self, base: CommitRecord, *, steps_max: int) -> None:
+        """Raise Conflict if a layer is more than *steps_max* steps older than *base*, or its age is unknown."""
+        oldest = self.oldest
+        if oldest.steps is not None and oldest.steps <= steps_max:
+            return
+        if oldest.steps is None:
+            found = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
+        else:
+            found = f"is from step {oldest.step}, {_steps(oldest.steps)} before"
+        raise Conflict(
+            f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
+            hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
+        )
+
 
 def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
     """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
@@ -109,21 +123,6 @@ def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
 
 def _sign(count: int) -> int:
     return (count > 0) - (count < 0)
-
-
-def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int) -> None:
-    """Raise Conflict if a layer is more than *steps_max* steps older than *base*, or its age is unknown."""
-    oldest = staleness.oldest
-    if oldest.steps is not None and oldest.steps <= steps_max:
-        return
-    if oldest.steps is None:
-        found = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
-    else:
-        found = f"is from step {oldest.step}, {_steps(oldest.steps)} before"
-    raise Conflict(
-        f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
-        hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
-    )
 
 
 def _steps(count: int) -> str:
