@@ -1,14 +1,18 @@
 """`python -m tests.house` counts what is there, and nothing twice."""
 
 from layerstore.units import size
-from tests.house import Count, counted, door, public_names, room_of, sources_here, table
+from tests.house import ALONE, Count, counted, door, public_names, room_of, sources_here, table
 from tests.walks import Walk, walk
+
+NAMES_MAX = 30
+FILES_MAX = 15
 
 
 def test_files_count_in_the_room_that_they_lie_in() -> None:
-    """Rooms inside live and zero3 stand for themselves, those of other rooms and of tests do not."""
+    """Rooms inside live, policy and zero3 stand for themselves, those of other rooms and of tests do not."""
     assert room_of("layerstore/zero3/pt/ptfile.py") == "layerstore/zero3/pt"
-    assert room_of("layerstore/policy/recipe/own.py") == "layerstore/policy"
+    assert room_of("layerstore/policy/recipe/own.py") == "layerstore/policy/recipe"
+    assert room_of("layerstore/inspect/page/__init__.py") == "layerstore/inspect"
     assert room_of("layerstore/store.py") == "layerstore/*.py"
     assert room_of("tests/gc/model.py") == "tests"
 
@@ -39,6 +43,15 @@ def test_rooms_add_up_to_the_product() -> None:
 
     assert lines["product"] == ["7", "1", "0", "0", "3", "2", "1", "0"]
     assert lines["tests"] == ["0", "0", "0", "0", "1", "1", "0", "0"]
+
+
+def test_no_room_is_overfull() -> None:
+    """Who comes new to a room has to read its door and look through its files: 30 names and 15 files at most."""
+    rooms = {name: count for name, count in counted(sources_here()).items() if name not in {ALONE, "tests"}}
+
+    assert {name: count.door for name, count in rooms.items() if count.door > NAMES_MAX} == {}
+    # The command line has a file for each command, as its users look for them.
+    assert {name: count.files for name, count in rooms.items() if count.files > FILES_MAX and name != "cli"} == {}
 
 
 def test_linked_folders_count_once() -> None:
