@@ -18,7 +18,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.complete import policies
-from layerstore.cli.options import AsJson, StorePath, Table, opened, with_options
+from layerstore.cli.options import AsJson, StorePath, opened, table_of, with_options
 from layerstore.cli.policy import with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
@@ -40,6 +40,7 @@ from layerstore.errors import (
     SourceCheckpoint,
     StorageIO,
 )
+from layerstore.ingest_options import IngestOptions
 from layerstore.json_fields import json_fields
 from layerstore.policy import OURS, policy_named
 from layerstore.units import short_id, size
@@ -66,16 +67,6 @@ All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below th
 Watch = Annotated[
     bool, typer.Option("--watch", help="Take every checkpoint below the folders, and each that comes, until Ctrl-C.")
 ]
-RunName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="R",
-        help="The run's name. [default: the save folder's; of checkpoint-N and the like, its parent's]",
-    ),
-]
-Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag. [default: what `latest` names]")]
-PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
-Replace = Annotated[bool, typer.Option("--replace", help="Other content saved for this step goes to the trash.")]
 PolicyName = Annotated[
     str,
     typer.Option(
@@ -83,46 +74,23 @@ PolicyName = Annotated[
         help=f"Store only layers that are due: {', '.join(policy.name for policy in OURS)}, filter:every=10.",
     ),
 ]
-Rollback = Annotated[
-    bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
-]
 AllowGlobal = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
 ]
-_NAMED: Table = {
-    "resumed_from": (str, "REF", "The commit or pinned composite that training went on from."),
-    "layer_pattern": (
-        str,
-        "REGEX",
-        "Finds the layer in a parameter's name, where the built-in rule does not.",
-    ),
-    "onto": (str, "REF", "Take a torch.distributed.checkpoint folder; all else is of this commit."),
-}
-TrustStore = Annotated[
-    bool, typer.Option("--trust-store", help="Do not read what the store has already; its size has to do.")
-]
-Follow = Annotated[bool, typer.Option("--follow", help="Follow links to files inside the checkpoint.")]
 
 
 @with_settings
-@with_options("named", _NAMED, panel="Options")
+@with_options("options", table_of(IngestOptions), panel="Options")
 def ingest(
     checkpoints: Checkpoints,
     *,
     all_: All = False,
     watch: Watch = False,
-    run: RunName = None,
-    tag: Tag = None,
-    pin: PinName = None,
-    replace: Replace = False,
     policy: PolicyName = "full",
     settings: Mapping[str, object],
-    rollback: Rollback = False,
-    named: Mapping[str, Any],
+    options: Mapping[str, Any],
     allow_global: AllowGlobal = None,
-    follow: Follow = False,
-    trust_store: TrustStore = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -141,29 +109,19 @@ def ingest(
       layerstore ingest --watch out
     """
     is_open, chosen = all_ or watch, policy_named(policy, settings)
-    several, opens_attempt = is_open or len(checkpoints) > 1, rollback or "resumed_from" in named
-    for_one = {"tag": tag, "onto": named.get("onto")} if is_open else {}
-    _check_number(several=several, pin=pin, opens_attempt=opens_attempt, **for_one)
+    several = is_open or len(checkpoints) > 1
+    asked = IngestOptions(**options)
+    _check_number(asked, several=several, is_open=is_open)
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
     with opened(store) as opened_store:
-        save = partial(
-            opened_store.ingest,
-            run=run,
-            pin=pin,
-            replace=replace,
-            policy=chosen,
-            rollback=rollback,
-            allowed_globals=allow_global or (),
-            follow=follow,
-            trust_store=trust_store,
-            **named,
-        )
-        look = partial(_named, tag=tag, follow=follow, is_dcp="onto" in named)
+        words = {name: value for name, value in options.items() if name != "tag"}
+        save = partial(opened_store.ingest, policy=chosen, allowed_globals=allow_global or (), **words)
+        look = partial(_named, tag=asked.tag, follow=asked.follow, is_dcp=asked.onto is not None)
         found = (_coming if watch else _found)(checkpoints, as_json) if is_open else look(checkpoints)
         try:
             for folder, its_tag in found:
-                _take(save, folder, its_tag, saved, problems, pin=pin, as_json=as_json)
+                _take(save, folder, its_tag, saved, problems, pin=asked.pin, as_json=as_json)
         except LayerstoreError as exc:
             if problems is None and several:
                 were = "was" if len(saved) == 1 else "were"
@@ -179,22 +137,20 @@ def ingest(
         raise _first(problems, tried=len(saved) + len(problems))
 
 
-def _check_number(
-    *, several: bool, pin: str | None, opens_attempt: bool, tag: str | None = None, onto: str | None = None
-) -> None:
+def _check_number(asked: IngestOptions, *, several: bool, is_open: bool) -> None:
     """Raise InvalidInput if several checkpoints were given, or looked for, with an option that fits only one."""
-    if onto is not None:
+    if asked.onto is not None and is_open:
         raise InvalidInput(
             "--onto is for folders of torch.distributed.checkpoint; --all and --watch look for DeepSpeed's",
             hint="name the folders",
         )
-    if tag is not None:
+    if asked.tag is not None and is_open:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
         )
-    if pin is not None and several:
-        raise InvalidInput(f"--pin {pin} was given with several checkpoints: a pin means one commit")
-    if opens_attempt and several:
+    if asked.pin is not None and several:
+        raise InvalidInput(f"--pin {asked.pin} was given with several checkpoints: a pin means one commit")
+    if asked.opens_attempt and several:
         raise InvalidInput(
             "--rollback and --resumed-from are for one checkpoint: the first that was saved after going back",
             hint="ingest that one alone, then the others without the option",

@@ -20,6 +20,7 @@ from layerstore.cli.render import say_aside
 from layerstore.cli.shares import shares
 from layerstore.errors import InvalidInput
 from layerstore.layout import is_url
+from layerstore.setting import settings_of
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -88,6 +89,15 @@ def one_of(choices: Any) -> str:
     return "|".join(get_args(choices))
 
 
+def table_of(options: object) -> Table:
+    """Return the options that the fields of *options*, a class, describe."""
+    table: dict[str, tuple[Any, str, str]] = {}
+    for name, setting in settings_of(options).items():
+        default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
+        table[name] = setting.kind, setting.metavar, f"{setting.help[0].upper()}{setting.help[1:]}.{default}"
+    return table
+
+
 def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:
     """
     Replace a command's parameter *place* by the options of *table*, which ``--help`` has under *panel*.
@@ -99,7 +109,10 @@ def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command],
         @functools.wraps(command)
         def run(**words: object) -> None:
             given = {name: words.pop(name) for name in table}
-            command(**words, **{place: {name: value for name, value in given.items() if value is not None}})
+            command(
+                **words,
+                **{place: {name: value for name, value in given.items() if value is not None and value is not False}},
+            )
 
         parameters = []
         for parameter in inspect.signature(command).parameters.values():
@@ -107,9 +120,11 @@ def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command],
                 parameters.append(parameter)
                 continue
             for name, (of, metavar, text) in table.items():
-                option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel=panel)
-                annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # built at run time
-                parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
+                option = typer.Option(
+                    f"--{name.replace('_', '-')}", metavar=metavar or None, help=text, rich_help_panel=panel
+                )
+                kind, default = (bool, False) if of is bool else (of | None, None)
+                parameters.append(parameter.replace(name=name, default=default, annotation=Annotated[kind, option]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         return run
 

@@ -134,10 +134,11 @@ class Store:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
-        from layerstore.ingest import IngestRequest, ingest
+        from layerstore.ingest import ingest
+        from layerstore.ingest_options import IngestOptions
         from layerstore.policy import chosen_policy
 
-        asked = IngestRequest(
+        asked = IngestOptions(
             run=run,
             tag=tag,
             replace=replace,

@@ -1,10 +1,9 @@
 """Turn a checkpoint on disk into a commit."""
 
-from layerstore.ingest.execute import Ingested, IngestRequest, ingest
+from layerstore.ingest.execute import Ingested, ingest
 from layerstore.ingest.selection import is_still, sample_weight, sampled
 
 __all__ = [
-    "IngestRequest",
     "Ingested",
     "ingest",
     "is_still",

@@ -9,7 +9,7 @@ import contextlib
 import errno as errnos
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,10 @@ from layerstore.history import (
 )
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import transfer
+from layerstore.ingest_options import IngestOptions
 from layerstore.layers import check_name, compile_pattern, typed
 from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
-from layerstore.policy import Latest, Policy
+from layerstore.policy import Latest
 from layerstore.progress import Progress
 from layerstore.publish import (
     Content,
@@ -115,40 +116,11 @@ class Ingested:
         return f"{head}: {len(self.layers_saved)} of {len(self.layers)} layers, {written}, {self.seconds:.1f} s>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestRequest:
-    """How to read a checkpoint, and what commit to make of it."""
-
-    run: str | None = None
-    """The run's name; None for what the source calls it."""
-    tag: str | None = None
-    replace: bool = False
-    layer_pattern: str | None = None
-    allowed_globals: frozenset[str] = frozenset()
-    follow: bool = False
-    policy: Policy = field(default_factory=Latest)
-    rollback: bool = False
-    """Training went back to an earlier step."""
-    resumed_from: str | None = None
-    """The commit or composite that training resumed from, if the commit opens an attempt."""
-    pin: str | None = None
-    """The pin that the commit gets."""
-    onto: str | None = None
-    """The commit that supplies what a distributed checkpoint lacks."""
-    trust_store: bool = False
-    """Reuse what the store has without reading it."""
-
-    @property
-    def opens_attempt(self) -> bool:
-        """Whether the commit opens an attempt."""
-        return self.rollback or self.resumed_from is not None
-
-
 Transfer = Callable[..., Content]
 """Stages a checkpoint's content: `transfer`, or a distributed checkpoint's own."""
 
 
-def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Progress) -> Ingested:
+def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Progress) -> Ingested:
     """
     Store the checkpoint at *path*.
 
@@ -175,7 +147,7 @@ def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Prog
     return ingested
 
 
-def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint, Transfer]:
+def _read(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
     """Read and check the checkpoint at *path*; return it, its run, and how it is transferred. Writes nothing."""
     _check(repo, asked)
     pattern = compile_pattern(asked.layer_pattern)
@@ -197,7 +169,7 @@ def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Chec
     return run, checkpoint, partial(transfer, repo, checkpoint)
 
 
-def _read_onto(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint, Transfer]:
+def _read_onto(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
     """Read and check the distributed checkpoint at *path* onto its base; return what `_read` does."""
     _check(repo, asked)
     given = {
@@ -230,7 +202,7 @@ def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
         )
 
 
-def _check(repo: Repository, asked: IngestRequest) -> None:
+def _check(repo: Repository, asked: IngestOptions) -> None:
     """Raise if options contradict each other, or the store cannot be written to."""
     if asked.pin is not None:
         check_pin_name(repo, asked.pin)
@@ -250,7 +222,7 @@ def _checked_run(repo: Repository, name: str) -> str:
 
 
 def _notes(
-    asked: IngestRequest, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
+    asked: IngestOptions, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
 ) -> Iterator[str]:
     """Yield notes on where the stored commit differs from what the command suggests, and on rotted objects."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
@@ -306,7 +278,7 @@ class _Ingest:
     """A checkpoint on its way into a run."""
 
     repo: Repository
-    asked: IngestRequest
+    asked: IngestOptions
     run: str
     checkpoint: Checkpoint
     transfer: Transfer

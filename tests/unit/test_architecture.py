@@ -57,6 +57,7 @@ FLOORS = {
     "policy": 2,
     "zero3": 3,
     "history": 4,
+    "ingest_options": 3,
     "publish": 5,
     "compose": 6,
     "assemble": 7,

@@ -1,0 +1,42 @@
+"""How a checkpoint is read, and what commit it makes: the options of ``ingest``."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from layerstore.policy import Latest, Policy
+from layerstore.setting import Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestOptions:
+    """How to read a checkpoint, and what commit to make of it."""
+
+    run: Annotated[
+        str | None,
+        Setting("the run's name", metavar="R", default="the save folder's; of checkpoint-N and the like, its parent's"),
+    ] = None
+    tag: Annotated[str | None, Setting("DeepSpeed's tag", metavar="T", default="what `latest` names")] = None
+    pin: Annotated[str | None, Setting("pin the commit under this name", metavar="NAME")] = None
+    replace: Annotated[bool, Setting("other content saved for this step goes to the trash")] = False
+    policy: Policy = field(default_factory=Latest)
+    rollback: Annotated[bool, Setting("training went back to an earlier step: a new attempt begins")] = False
+    resumed_from: Annotated[
+        str | None, Setting("the commit or pinned composite that training went on from", metavar="REF")
+    ] = None
+    layer_pattern: Annotated[
+        str | None,
+        Setting("finds the layer in a parameter's name, where the built-in rule does not", metavar="REGEX"),
+    ] = None
+    onto: Annotated[
+        str | None,
+        Setting("take a torch.distributed.checkpoint folder; all else is of this commit", metavar="REF"),
+    ] = None
+    allowed_globals: frozenset[str] = frozenset()
+    """Classes of foreign pickles that are kept as inert objects."""
+    follow: Annotated[bool, Setting("follow links to files inside the checkpoint")] = False
+    trust_store: Annotated[bool, Setting("do not read what the store has already; its size has to do")] = False
+
+    @property
+    def opens_attempt(self) -> bool:
+        """Whether the commit opens an attempt."""
+        return self.rollback or self.resumed_from is not None
