@@ -4,6 +4,8 @@ Read YAML as plain nodes that know their place in the file, and check the type o
 It uses only the library's parser, never its constructors: every value stays the text that was written, so ``on``,
 ``0100`` or ``1:30`` cannot turn into something else. It refuses tags, several documents, repeated keys, keys that are
 not text, and aliases of lists or mappings (which could refer to themselves, or expand without end).
+It reads events, because in the nodes of ``yaml.compose`` an alias has the place of its anchor, and a tag that was
+written looks like one that was guessed.
 """
 
 import contextlib
