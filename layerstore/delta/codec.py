@@ -33,17 +33,18 @@ _LEVEL = 1
 
 _INDICES_MAX = 1 << 31
 
-Part = tuple[str, str, bytes]
-"""A part's suffix, its element type, and its bytes."""
+Parts: TypeAlias = "dict[str, Array]"
+"""What changed in a tensor, under the names that it has in a file."""
 
 
-def encode(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[list[Part], int]:
+def encode(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[Parts, int]:
     """
     Return the parts that make *new* of *old*, the bytes of the tensor *name*, and how many elements changed.
 
     Raises:
         Unsupported: It has too many elements for the encoding.
     """
+    import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name once this is imported
     import numpy as np
     import zstandard
 
@@ -51,21 +52,23 @@ def encode(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding)
     if encoding == "sparse" and len(new) // width >= _INDICES_MAX:
         raise Unsupported(f"{name!r} has {len(new) // width} elements, too many for sparse", hint="--encoding xor")
     compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=len(new))
-    found: list[bytes] = []
-    values: list[bytes] = []
+    compressed: list[bytes] = []
+    indices: list[Array] = []
+    values: list[Array] = []
     count = 0
     for start in range(0, len(new), _BLOCK_BYTES):
         was, now = (_elements(memoryview(data)[start : start + _BLOCK_BYTES], dtype) for data in (old, new))
         changed = np.flatnonzero(was != now)
         count += changed.size
         if encoding == "xor":
-            found.append(compressor.compress(np.bitwise_xor(was, now).data))
+            compressed.append(compressor.compress(np.bitwise_xor(was, now).data))
         else:
-            found.append((changed + start // width).astype("<i4").tobytes())
-            values.append(now[changed].tobytes())
+            indices.append((changed + start // width).astype("<i4"))
+            values.append(now[changed])
     if encoding == "xor":
-        return [("", "U8", b"".join([*found, compressor.flush()]))], count
-    return [(INDICES, "I32", b"".join(found)), (VALUES, dtype, b"".join(values))], count
+        return {name: np.frombuffer(b"".join([*compressed, compressor.flush()]), "u1")}, count
+    made = np.concatenate(values).view(by_code(dtype).torch_name)
+    return {name + INDICES: np.concatenate(indices), name + VALUES: made}, count
 
 
 def part_bytes_max(size_bytes: int, *, dtype: str) -> int:

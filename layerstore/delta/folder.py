@@ -7,25 +7,23 @@ what the two commits are called.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Part
+from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Parts
 from layerstore.disk import Files
-from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.filenames import WEIGHTS_INDEX
-from layerstore.framing import framed
 from layerstore.json_text import parse_json
 from layerstore.limits import MIB, RECORD_BYTES_MAX
 from layerstore.source import open_source, read_header, read_source_file, tensors_in
 
 CHECKSUM = "xxh3-128"
 
-_FILE_BYTES = 256 * MIB
-"""What is collected in memory before a file is written."""
+_FILE_BYTES = 64 * MIB
+"""What is collected in memory before a file is written, which takes three times as much."""
 
 
 class DeltaWriter:
@@ -35,7 +33,7 @@ class DeltaWriter:
         self._files = files
         self._folder = folder
         self._encoding = encoding
-        self._waiting: list[tuple[str, str, bytes]] = []
+        self._waiting: Parts = {}
         self._targets: dict[str, str] = {}
         self._bases: dict[str, str] = {}
         self._placed: dict[str, str] = {}
@@ -46,12 +44,12 @@ class DeltaWriter:
         """Note the *checksum* of a tensor that is the same in both."""
         self._bases[name] = checksum
 
-    def add(self, name: str, parts: Sequence[Part], *, base: str, target: str) -> None:
+    def add(self, name: str, parts: Parts, *, base: str, target: str) -> None:
         """Add a tensor's *parts*, and the checksums of it before and after."""
-        self._waiting += ((name + suffix, dtype, data) for suffix, dtype, data in parts)
+        self._waiting |= parts
         self._targets[name] = target
         self._bases[name] = base
-        if sum(len(data) for _, _, data in self._waiting) >= _FILE_BYTES:
+        if sum(part.nbytes for part in self._waiting.values()) >= _FILE_BYTES:
             self._flush()
 
     def finish(self, *, version: int, base_version: int, name: str, base_name: str) -> None:
@@ -68,27 +66,24 @@ class DeltaWriter:
             "base_checksums": self._bases,
         }
         index = {"metadata": metadata, "weight_map": self._placed}
-        self._write(WEIGHTS_INDEX, [json.dumps(index, indent=1, sort_keys=True).encode() + b"\n"])
+        self._write(WEIGHTS_INDEX, json.dumps(index, indent=1, sort_keys=True).encode() + b"\n")
 
     def _flush(self) -> None:
+        from safetensors.numpy import save
+
         if not self._waiting:
             return
         name = f"model-{self._count:05d}.safetensors"
-        shapes = ((key, dtype, (len(data) // by_code(dtype).bytes,)) for key, dtype, data in self._waiting)
-        frame = framed(shapes, metadata=self._targets)
-        self._write(name, [frame.header, *(data for _, _, data in self._waiting)])
-        self._placed |= {key: name for key, _, _ in self._waiting}
+        self._write(name, save(self._waiting, metadata=self._targets))
+        self._placed |= dict.fromkeys(self._waiting, name)
         self._count += 1
-        self._waiting, self._targets = [], {}
+        self._waiting, self._targets = {}, {}
 
-    def _write(self, name: str, parts: Sequence[bytes]) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         with self._files.create(self._folder / name) as file:
-            offset = 0
-            for part in parts:
-                file.write_at(offset, part)
-                offset += len(part)
+            file.write_at(0, data)
             file.sync()
-        self.bytes_written += offset
+        self.bytes_written += len(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

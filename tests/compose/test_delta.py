@@ -18,7 +18,10 @@ from safetensors import safe_open
 import layerstore
 from layerstore import DeltaWritten, Keep, Store
 from layerstore.delta import ENCODINGS, Encoding
+from layerstore.delta.codec import decode_into, encode
+from layerstore.delta.folder import DeltaWriter, read_delta
 from layerstore.disk import Files
+from layerstore.dtypes import DTYPES, DType
 from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
 from tests.compose.test_hf import mixed, weights_in
 from tests.unit.checkpoints import checkpoint, digests
@@ -155,6 +158,28 @@ def test_an_average_has_a_delta_too(store: Store, tmp_path: Path) -> None:
     layerstore.apply(written.out, base)
 
     assert (base / WEIGHTS).read_bytes() == (mean.export(tmp_path / "mean", dtype="bf16").out / WEIGHTS).read_bytes()
+
+
+@each_encoding
+@pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.code)
+def test_every_element_type_has_a_delta(tmp_path: Path, row: DType, encoding: Encoding) -> None:
+    """Whose values have its own code in the file."""
+    old, new = (np.zeros(5 * row.bytes, np.uint8) for _ in range(2))
+    new[-row.bytes :] = 1
+    writer = DeltaWriter(Files(), tmp_path, encoding)
+    parts, count = encode("x", old.data, new.data, dtype=row.code, encoding=encoding)
+    writer.add("x", parts, base="before", target="after")
+    writer.finish(version=2, base_version=1, name="b", base_name="a")
+
+    tensor = read_delta(tmp_path).tensors["x"]
+    made = bytearray(old)
+    decode_into(made, tensor.read(), dtype=row.code, encoding=encoding)
+
+    assert bytes(made) == new.tobytes()
+    assert (count, tensor.base, tensor.target) == (1, "before", "after")
+    codes = {"x": "U8"} if encoding == "xor" else {"x.indices": "I32", "x.values": row.code}
+    with safe_open(tmp_path / "model-00000.safetensors", framework="np") as opened:
+        assert {key: opened.get_slice(key).get_dtype() for key in codes} == codes
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

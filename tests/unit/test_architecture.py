@@ -153,7 +153,10 @@ FOREIGN = {
         ),
         "only these compute with numbers or hand out arrays; everything else moves bytes",
     ),
-    "ml_dtypes": (("layerstore.numbers.rounding",), "bfloat16 is rounded in one place, and NaNs as stores expect them"),
+    "ml_dtypes": (
+        ("layerstore.numbers.rounding", "layerstore.delta.codec"),
+        "bfloat16 is rounded in one place, and NaNs as stores expect them; a delta only names its type",
+    ),
     "zstandard": (("layerstore.delta.codec",), "a delta is compressed as its readers expect, and nothing else is"),
     "pandas": (
         ("layerstore.tables", "layerstore.composite", "layerstore.inspect."),
@@ -163,7 +166,10 @@ FOREIGN = {
         ("layerstore.policy.recipe.document",),
         "only its parser is used: its constructors could execute other people's text",
     ),
-    "safetensors": ((), "it maps what it reads and holds what it writes in memory: ADR 30"),
+    "safetensors": (
+        ("layerstore.delta.folder",),
+        "it maps what it reads, and holds what it writes in memory, which only a delta's small files allow: ADR 30",
+    ),
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
