@@ -196,6 +196,7 @@ FOREIGN = {
     ),
     "accelerate": (("layerstore.live.",), "importing accelerate takes seconds"),
 }
+FOUNDATIONS = _words("torch deepspeed safetensors lmdb xxhash msgpack typer")
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
 # trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program.
 EAGER = {"layerstore.live.trainer", "layerstore.hf.saved_names"}
@@ -548,6 +549,20 @@ def test_each_foreign_library_has_one_room() -> None:
         (f"{violation}: {why}" for why, violations in by_reason.items() for violation in violations),
         "each foreign library has one importing room, where its errors are mapped and its options are passed",
     )
+
+
+def test_each_library_that_the_project_is_founded_on_is_used() -> None:
+    """Each of them is imported by the library, and ADR 42 says which rooms import it."""
+    said = (ROOT / "docs/adr/0042-what-each-library-is-for.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|", said, re.MULTILINE)
+    table = {library: set(re.findall(r"`(\w+)(?:/|\.py)`", rooms)) for library, rooms in rows}
+    imports: dict[str, set[str]] = {library: set() for library in FOUNDATIONS}
+    for module in MODULES:
+        for library in {found.target.split(".")[0] for found in imports_of(module)} & FOUNDATIONS:
+            imports[library].add(module.name.split(".")[1])
+
+    assert all(imports.values())
+    assert table == imports
 
 
 def test_heavy_libraries_are_imported_inside_functions() -> None:
