@@ -153,6 +153,8 @@ class RecordStore:
         self._layout = layout
         self._files = files
         self._store_id = store_id
+        self._seen: tuple[bytes, list[str]] = b"", []
+        """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
     def runs(self) -> list[str]:
         """Return the runs that have a folder, by name."""
@@ -163,7 +165,7 @@ class RecordStore:
     def _check_folder(self) -> None:
         if self._files.is_directory(self._layout.commits):
             return
-        self._identity()  # a migration may have moved the folder
+        self._check_identity()  # a migration may have moved the folder
         raise IntegrityError(
             f"{self._layout.commits} is missing although this is a store",
             hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
@@ -349,7 +351,7 @@ class RecordStore:
             Unsupported: It has been migrated since, or uses something that this layerstore might destroy unknowingly.
             IntegrityError: It is damaged or gone, or another store has taken its place.
         """
-        unknown = self._identity().unknown_flags
+        unknown = self._check_identity()
         if unknown:
             raise Unsupported(
                 f"the store uses {', '.join(unknown)}, which this layerstore does not know; "
@@ -357,16 +359,20 @@ class RecordStore:
                 hint="use a newer layerstore",
             )
 
-    def _identity(self) -> StoreIdentity:
-        """Return the store's present identity; raises if it is not the store that was opened."""
+    def _check_identity(self) -> list[str]:
+        """Return the flags that this layerstore does not know; raises if it is not the store that was opened."""
         layout = self._layout
-        identity = StoreIdentity.decode(read_identity(layout, self._files, path=layout.root), what=str(layout.identity))
+        text = read_identity(layout, self._files, path=layout.root)
+        if text == self._seen[0]:
+            return self._seen[1]
+        identity = StoreIdentity.decode(text, what=str(layout.identity))
         if identity.store_id != self._store_id:
             raise IntegrityError(
                 f"{layout.root} was store {self._store_id} when it was opened and is store {identity.store_id} now",
                 hint="open it again",
             )
-        return identity
+        self._seen = text, identity.unknown_flags
+        return self._seen[1]
 
     def _look_again(self, name: str) -> None:
         """Raise Unsupported if the store was migrated since it was opened: the migration may have missed *name*."""
@@ -393,7 +399,7 @@ class RecordStore:
         names = self._files.names_there(self._layout.pins)
         if not names:
             # If a copy of the store lost the empty folder, fine; if a migration moved a full one, this raises.
-            self._identity()
+            self._check_identity()
         return [name if is_name(name) else self._layout.pin(name) for name in names]
 
     def pin_names(self) -> list[str]:
