@@ -1,6 +1,5 @@
 """The trees of DeepSpeed's files: typed views of them, the optimizer's counters, and which rank has which elements."""
 
-from layerstore.zero3.trees.counters import STEP, count_of, counter_like, number_of
 from layerstore.zero3.trees.sharding import (
     Fragment,
     PartitionSharding,
@@ -13,13 +12,17 @@ from layerstore.zero3.trees.sharding import (
 )
 from layerstore.zero3.trees.view import (
     STAGE_3,
+    STEP,
     TreeView,
     config_of,
+    count_of,
+    counter_like,
     inner_in,
     inner_optimizer,
     leaves_out_frozen,
     masters_in,
     members_of,
+    number_of,
     optimizer_states,
     outer_optimizer,
     refuse_settings,
