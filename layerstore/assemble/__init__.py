@@ -19,9 +19,9 @@ from layerstore.assemble.assemble import (
     read_stretch,
     whole,
 )
-from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes, files_in
+from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes
 from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
-from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, write_file
+from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, files_in, write_file
 
 __all__ = [
     "Archives",

@@ -149,11 +149,6 @@ def execute_export(
     )
 
 
-def files_in(folder: Path) -> tuple[str, ...]:
-    """Return the files below *folder*, with ``/``, by name."""
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
-
-
 def _link(files: Files, path: Path, other: Path) -> None:
     """Give the file *path* a second name; where there are no hard links, a second copy."""
     files.make_directories(other.parent)

@@ -255,3 +255,8 @@ def write_file(repo: Repository, target: Target, data: bytes) -> None:
         files.sync_directory(path.parent)
     finally:
         files.discard(partial)
+
+
+def files_in(folder: Path) -> tuple[str, ...]:
+    """Return the files below *folder*, with ``/``, by name."""
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
