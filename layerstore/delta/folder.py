@@ -74,16 +74,29 @@ class DeltaWriter:
         if not self._waiting:
             return
         name = f"model-{self._count:05d}.safetensors"
-        self._write(name, save(self._waiting, metadata=self._targets))
+        self._write(name, *_in_order(save(self._waiting, metadata=self._targets)))
         self._placed |= dict.fromkeys(self._waiting, name)
         self._count += 1
         self._waiting, self._targets = {}, {}
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write(self, name: str, *parts: bytes | memoryview) -> None:
         with self._files.create(self._folder / name) as file:
-            file.write_at(0, data)
+            offset = 0
+            for part in parts:
+                file.write_at(offset, part)
+                offset += len(part)
             file.sync()
-        self.bytes_written += len(data)
+        self.bytes_written += offset
+
+
+def _in_order(data: bytes) -> tuple[bytes, bytes, memoryview]:
+    """Return a safetensors file in parts, its header sorted: the package orders metadata as it comes, at random."""
+    begin, end = 8, 8 + int.from_bytes(data[:8], "little")
+    fields = json.loads(data[begin:end])
+    fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
+    header = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode().ljust(end - begin)
+    assert len(header) == end - begin, "it is the same text in another order"
+    return data[:begin], header, memoryview(data)[end:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,8 +190,9 @@ def plan_optimizer(
     optimizer = optimizer_of(state, versions, entries=entries)
     if composition.mean is None:
         return optimizer
-    note = f"the optimizer's moments are those of {base.run}@{base.step}, not averaged"
-    return replace(optimizer, notes=(*optimizer.notes, note))
+    notes = [*optimizer.notes]
+    notes.append(f"the optimizer's moments are those of {base.run}@{base.step}, not averaged")
+    return replace(optimizer, notes=tuple(notes))
 
 
 def check_has_moments(base: CommitRecord) -> None:

@@ -55,7 +55,7 @@ from layerstore.remote.pull import completed
 from layerstore.remote.remotes import Remotes
 from layerstore.source.gathered import read_gathered
 from layerstore.storage import Repository, row_of
-from layerstore.storage.index import Index, IndexUnusable
+from layerstore.storage.index import Index, IndexUnusable, _scan
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer
@@ -442,7 +442,7 @@ def _index() -> Parser:
     sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
     index.add([sound])
     with index._transaction() as transaction:
-        ((key, data),) = list(transaction.scan(b"step/"))
+        ((key, data),) = list(_scan(transaction, b"step/"))
 
     def parse(value: bytes, folder: Path) -> object:
         index._change(lambda transaction: transaction.put(key, value))
