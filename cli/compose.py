@@ -107,7 +107,7 @@ def _format_options() -> Table:
     for name in dict.fromkeys(name for of in FORMATS for name in settings_of(of)):
         having = {of.name: settings_of(of)[name] for of in FORMATS if name in settings_of(of)}
         setting = next(iter(having.values()))
-        default = f" [default: {setting.default}]" if setting.default else ""
+        default = "" if setting.default == "None" else f" [default: {setting.default}]"
         table[name] = setting.kind, setting.metavar, f"{', '.join(having)}: {setting.help}.{default}"
     return table
 

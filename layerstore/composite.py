@@ -260,7 +260,7 @@ class Composite:
     def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
         is_there = os.path.isdir(out)  # noqa: PTH112  # Path.is_dir raises for a name that is too long
         if is_there and into.name != "delta" and is_delta(Path(out)):
-            raise AlreadyExists(f"{out} is a delta, and no export, so it is not replaced", hint="choose another -o")
+            raise AlreadyExists(f"{out} is a delta, which only another delta replaces", hint="choose another -o")
         with losses_told(self._repo, self._composition):
             return into.write(self._repo, self._composition, Path(out), how, progress or Silent())
 

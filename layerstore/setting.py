@@ -37,9 +37,9 @@ class Setting:
         return given
 
 
-def options_of(of: type) -> frozenset[str]:
+def options_of(of: type) -> tuple[str, ...]:
     """Return the names of all that *of*, a dataclass, is made of."""
-    return frozenset(field.name for field in fields(of))
+    return tuple(field.name for field in fields(of))
 
 
 def settings_of(of: object) -> dict[str, Setting]:

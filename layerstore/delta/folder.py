@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from layerstore.delta.codec import COMPRESSIONS, ENCODINGS, INDICES, VALUES, Encoding, Parts
-from layerstore.disk import Files
+from layerstore.disk import Files, mapped_errors
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.filenames import WEIGHTS_INDEX
 from layerstore.json_text import parse_json
@@ -137,8 +137,9 @@ class Delta:
 
 def is_delta(path: Path) -> bool:
     """Whether the folder *path* is a delta, sound or not."""
-    if not (path / WEIGHTS_INDEX).is_file():
-        return False
+    with mapped_errors(path, doing="look at"):
+        if not (path / WEIGHTS_INDEX).is_file():
+            return False
     try:
         fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
         return "delta_encoding" in fields["metadata"]

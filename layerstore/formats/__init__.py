@@ -5,8 +5,7 @@ To make one is cheap: what writes it is imported when it is planned or written.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from layerstore.errors import InvalidInput
 from layerstore.formats.dcp import Dcp
@@ -24,10 +23,18 @@ FORMATS: tuple[type[Format], ...] = (Shards, Zero3, HuggingFace, Dcp, Universal,
 """All formats, in the order of ``--help``."""
 
 
+_OF_ALL = ("verify", "durable", "force", "progress")
+"""What `Composite.export` takes whatever the format."""
+
+
 def chosen_format(name: "str | Format", options: Mapping[str, Any]) -> Format:
     """Return the format *name* with its *options*; raises InvalidInput if there is none, or it has no such option."""
     if not isinstance(name, str):
-        return cast(Format, replace(cast(Any, name), **options))
+        if isinstance(name, type) or options:
+            raise InvalidInput(
+                "a format was given with options beside it, or none of its own", hint='format="hf", dtype="bf16"'
+            )
+        return name
     found = next((of for of in FORMATS if of.name == name), None)
     if found is None:
         names = [of.name for of in FORMATS]
@@ -36,9 +43,11 @@ def chosen_format(name: "str | Format", options: Mapping[str, Any]) -> Format:
             hint=did_you_mean(nearest(name, names), else_=f"formats: {', '.join(names)}"),
         )
     own = options_of(found)
-    for option in options.keys() - own:
+    for option in options:
+        if option in own:
+            continue
         having = ", ".join(of.name for of in FORMATS if option in options_of(of))
         else_ = f"it is an option of {having}" if having else f"its options: {', '.join(own) or 'none'}"
-        hint = did_you_mean(nearest(option, own), else_=else_)
+        hint = did_you_mean(nearest(option, [*own, *_OF_ALL]), else_=else_)
         raise InvalidInput(f"format {name} has no option {option}", hint=hint)
     return found(**options)

@@ -25,7 +25,7 @@ class Delta:
     name: ClassVar[str] = "delta"
     about: ClassVar[str] = "what changed in hf's weights since a commit"
 
-    since: Annotated[str | None, Setting("the commit that changed; see apply", metavar="REF", default="none")] = None
+    since: Annotated[str | None, Setting("the commit that changed; see apply", metavar="REF")] = None
     dtype: WeightType = None
     encoding: Annotated[Literal["xor", "sparse"], Setting("how changes are written")] = "xor"
 
@@ -37,7 +37,7 @@ class Delta:
 
     def plan(self, repo: "Repository", composition: "Composition") -> Plan:
         """Raise InvalidInput: there is none."""
-        raise InvalidInput("a delta cannot be planned", hint="what changed is known once it is read: name a folder")
+        raise InvalidInput("a delta cannot be planned", hint="what changed is known once it is read: write it")
 
     def write(
         self, repo: "Repository", composition: "Composition", out: Path, how: "Writing", progress: "Progress"

@@ -153,7 +153,7 @@ class RecordStore:
         self._layout = layout
         self._files = files
         self._store_id = store_id
-        self._seen: tuple[bytes, list[str]] = b"", []
+        self._seen: tuple[bytes, list[str]] | None = None
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
     def runs(self) -> list[str]:
@@ -363,7 +363,7 @@ class RecordStore:
         """Return the flags that this layerstore does not know; raises if it is not the store that was opened."""
         layout = self._layout
         text = read_identity(layout, self._files, path=layout.root)
-        if text == self._seen[0]:
+        if self._seen is not None and text == self._seen[0]:
             return self._seen[1]
         identity = StoreIdentity.decode(text, what=str(layout.identity))
         if identity.store_id != self._store_id:

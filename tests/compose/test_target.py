@@ -12,6 +12,7 @@ from layerstore import Store
 from layerstore.assemble import assemble
 from layerstore.disk import Hook
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
+from layerstore.formats.hf import HuggingFace
 from layerstore.numbers import convert
 from tests.unit.checkpoints import checkpoint, digests
 
@@ -64,6 +65,25 @@ def test_what_may_not_be_a_target_is_refused(store: Store, tmp_path: Path) -> No
 
 
 @pytest.mark.known_fault("llmtailor 9")
+def test_a_format_has_only_its_own_options(store: Store, tmp_path: Path) -> None:
+    """By name or as a value: what it does not have is refused in one line, and so is a class."""
+    store.ingest(checkpoint(tmp_path))
+    composite = store.compose()
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"format": "dcp", "dtype": "bf16"}, "format dcp has no option dtype"),
+        ({"format": "hf", "first": 1, "second": 2}, "format hf has no option first"),
+        ({"format": "gguf"}, "there is no format 'gguf'"),
+        ({"format": HuggingFace(), "dtype": "bf16"}, "a format was given with options beside it"),
+        ({"format": HuggingFace}, "a format was given with options beside it"),
+        ({"verfy": False}, "format hf has no option verfy"),
+    ]
+
+    for words, message in mistakes:
+        with pytest.raises(InvalidInput, match=message):
+            composite.export(tmp_path / "out", **words)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_older_one_is_replaced_only_when_told_and_only_one_of_its_kind(store: Store, tmp_path: Path) -> None:
     """Shards replace shards, an export an export, and neither a folder of something else."""
     store.ingest(checkpoint(tmp_path, layout="hf"))

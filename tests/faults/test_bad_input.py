@@ -146,6 +146,15 @@ def test_a_damaged_store_json_is_damage(folder: Path, content: bytes) -> None:
         Store(folder / "store")
 
 
+def test_a_store_json_that_is_emptied_under_an_open_store_is_damage(folder: Path) -> None:
+    """Before it was ever checked again, too: nothing is written then."""
+    with Store(folder / "store") as store:
+        (folder / "store" / "store.json").write_bytes(b"")
+
+        with pytest.raises(IntegrityError):
+            store.pin("later")
+
+
 BRACKETS = "[" * 100_000
 
 
