@@ -110,7 +110,8 @@ class _Names(dict[str, Any]):
 def _kinds(function: Any) -> dict[str, Any]:
     """Return what each parameter of *function* may be; its result may name what takes long to import."""
     wanted = signature(function).parameters.values()
-    of_parameters = {each.name: each.annotation for each in wanted if each.annotation is not each.empty}
+    named = [each for each in wanted if each.kind is not each.VAR_KEYWORD]  # those are checked by what they are for
+    of_parameters = {each.name: each.annotation for each in named if each.annotation is not each.empty}
     return get_type_hints(SimpleNamespace(__annotations__=of_parameters), {}, _Names(function.__globals__))
 
 

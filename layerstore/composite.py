@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from layerstore.arguments import checked
 from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
@@ -19,7 +19,7 @@ from layerstore.compose import Composition, check_members, check_whole, losses_t
 from layerstore.delta import is_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
-from layerstore.formats import Format, Plan, chosen_format
+from layerstore.formats import Format, FormatKeywords, Plan, chosen_format
 from layerstore.history import Staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.json_fields import json_fields
@@ -194,7 +194,7 @@ class Composite:
         if self._composition.mean is not None:
             raise Unsupported(f"{self._composition.mean}: an average is in no object of the store", hint=hint)
 
-    def plan(self, format: str | Format = "shards", **options: object) -> Plan:  # noqa: A002  # as the option is called
+    def plan(self, format: str | Format = "shards", **options: Unpack[FormatKeywords]) -> Plan:  # noqa: A002  # as the option is called
         """Return what `export` would write in *format*; its ``notes`` say what would not carry over."""
         with losses_told(self._repo, self._composition):
             return chosen_format(format, options).plan(self._repo, self._composition)
@@ -207,7 +207,7 @@ class Composite:
         durable: bool = True,
         force: Force = False,
         progress: Progress | None = None,
-        **options: object,
+        **options: Unpack[FormatKeywords],
     ) -> Written:
         """
         Write shards to resume from: `export` with *format* ``shards``.
@@ -232,7 +232,7 @@ class Composite:
         durable: bool = True,
         force: Force = False,
         progress: Progress | None = None,
-        **options: object,
+        **options: Unpack[FormatKeywords],
     ) -> Exported:
         """
         Write to the folder *out*, which appears whole or not at all, in *format*, which has *options* of its own.

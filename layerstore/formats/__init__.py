@@ -4,20 +4,19 @@ The output formats of composites: a class for each, in a file of its name, whose
 To make one is cheap: what writes it is imported when it is planned or written.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from layerstore.errors import InvalidInput
 from layerstore.formats.dcp import Dcp
 from layerstore.formats.delta import Delta
-from layerstore.formats.format import Format, Plan
+from layerstore.formats.format import Format, FormatKeywords, Plan
 from layerstore.formats.hf import HuggingFace
 from layerstore.formats.shards import Shards, Zero3
 from layerstore.formats.universal import Universal
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.setting import options_of
 
-__all__ = ["FORMATS", "Format", "Plan", "chosen_format"]
+__all__ = ["FORMATS", "Format", "FormatKeywords", "Plan", "chosen_format"]
 
 FORMATS: tuple[type[Format], ...] = (Shards, Zero3, HuggingFace, Dcp, Universal, Delta)
 """All formats, in the order of ``--help``."""
@@ -27,7 +26,7 @@ _OF_ALL = ("verify", "durable", "force", "progress")
 """What `Composite.export` takes whatever the format."""
 
 
-def chosen_format(name: "str | Format", options: Mapping[str, Any]) -> Format:
+def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format:
     """Return the format *name* with its *options*; raises InvalidInput if there is none, or it has no such option."""
     if not isinstance(name, str):
         if isinstance(name, type) or options:
@@ -50,4 +49,5 @@ def chosen_format(name: "str | Format", options: Mapping[str, Any]) -> Format:
         else_ = f"it is an option of {having}" if having else f"its options: {', '.join(own) or 'none'}"
         hint = did_you_mean(nearest(option, [*own, *_OF_ALL]), else_=else_)
         raise InvalidInput(f"format {name} has no option {option}", hint=hint)
-    return found(**options)
+    make: Callable[..., Format] = found
+    return make(**options)

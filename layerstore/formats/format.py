@@ -1,7 +1,10 @@
 """What every output format is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, Union, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, TypedDict, Union, runtime_checkable
+
+from layerstore.dtypes import DTypeName
+from layerstore.rank_options import AdamStep, Moments
 
 if TYPE_CHECKING:
     from layerstore.assemble import Exported, ExportPlan, Writing
@@ -12,6 +15,19 @@ if TYPE_CHECKING:
 
 Plan: TypeAlias = Union["ExportPlan", "RankStates"]
 """What would be written: files, or the states of ranks."""
+
+
+class FormatKeywords(TypedDict, total=False):
+    """What type checkers know of options, of whatever format: each format has some of them, and checks them."""
+
+    world_size: int | None
+    adam_step: AdamStep
+    moments: Moments
+    as_zero3: bool
+    dtype: DTypeName | None
+    max_shard_size: int | str
+    since: str
+    encoding: Literal["xor", "sparse"]
 
 
 @runtime_checkable
