@@ -344,11 +344,12 @@ def test_a_link_in_the_place_of_a_lock_is_refused_with_the_way_out(
     assert run(*words, "--store", store).code == 0
 
 
-# The parser of options comes first: pydantic, which typer loads for it, reports a lack of memory in odd ways.
+# Imports and the parser of options come first: compilers of classes, and pydantic, which typer loads, report a lack of
+# memory in odd ways.
 LAUNCH = """
 import contextlib, io, resource, sys
 from layerstore.cli.app import main
-import layerstore.store
+import layerstore.ingest, layerstore.store
 with contextlib.redirect_stdout(io.StringIO()):
     main(["ingest", "--help"])
 pages = int(open("/proc/self/statm").read().split()[0])
