@@ -15,6 +15,7 @@ from layerstore.cli.options import (
     Table,
     chosen_reference,
     opened,
+    row_of,
     with_options,
 )
 from layerstore.cli.policy import choices, with_settings
@@ -107,8 +108,7 @@ def _format_options() -> Table:
     for name in dict.fromkeys(name for of in FORMATS for name in settings_of(of)):
         having = {of.name: settings_of(of)[name] for of in FORMATS if name in settings_of(of)}
         setting = next(iter(having.values()))
-        default = "" if setting.default == "None" else f" [default: {setting.default}]"
-        table[name] = setting.kind, setting.metavar, f"{', '.join(having)}: {setting.help}.{default}"
+        table[name] = row_of(setting, f"{', '.join(having)}: {setting.help}")
     return table
 
 

@@ -20,7 +20,7 @@ from layerstore.cli.render import say_aside
 from layerstore.cli.shares import shares
 from layerstore.errors import InvalidInput
 from layerstore.layout import is_url
-from layerstore.setting import settings_of
+from layerstore.setting import Setting, settings_of
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -91,11 +91,14 @@ def one_of(choices: Any) -> str:
 
 def table_of(options: object) -> Table:
     """Return the options that the fields of *options*, a class, describe."""
-    table: dict[str, tuple[Any, str, str]] = {}
-    for name, setting in settings_of(options).items():
-        default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
-        table[name] = setting.kind, setting.metavar, f"{setting.help[0].upper()}{setting.help[1:]}.{default}"
-    return table
+    found = settings_of(options).items()
+    return {name: row_of(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in found}
+
+
+def row_of(setting: Setting, text: str) -> tuple[Any, str, str]:
+    """Return the row of *setting*, whose help is the sentence *text*; no value at all is no default to speak of."""
+    default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
+    return setting.kind, setting.metavar, f"{text}.{default}"
 
 
 def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:

@@ -21,7 +21,6 @@ __all__ = ["FORMATS", "Format", "FormatKeywords", "Plan", "chosen_format"]
 FORMATS: tuple[type[Format], ...] = (Shards, Zero3, HuggingFace, Dcp, Universal, Delta)
 """All formats, in the order of ``--help``."""
 
-
 _OF_ALL = ("verify", "durable", "force", "progress")
 """What `Composite.export` takes whatever the format."""
 
@@ -42,9 +41,7 @@ def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format
             hint=did_you_mean(nearest(name, names), else_=f"formats: {', '.join(names)}"),
         )
     own = options_of(found)
-    for option in options:
-        if option in own:
-            continue
+    for option in (option for option in options if option not in own):
         having = ", ".join(of.name for of in FORMATS if option in options_of(of))
         else_ = f"it is an option of {having}" if having else f"its options: {', '.join(own) or 'none'}"
         hint = did_you_mean(nearest(option, [*own, *_OF_ALL]), else_=else_)
