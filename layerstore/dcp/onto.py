@@ -17,7 +17,6 @@ from layerstore.dcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.framing import canonical_order
 from layerstore.hashing import crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.layers import unwrapped
@@ -26,7 +25,7 @@ from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, 
 from layerstore.numbers import can_convert, convert, equal_bytes
 from layerstore.progress import Progress
 from layerstore.publish import Checksums, Content, SourceReader, Staging, stage_version
-from layerstore.slices import Slices
+from layerstore.slices import Slices, canonical_order
 from layerstore.source import read_source_file, stat_source
 from layerstore.storage import ObjectWriter, Repository
 from layerstore.threads import Threads, run_all

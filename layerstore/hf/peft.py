@@ -24,11 +24,10 @@ from layerstore.assemble import (
 )
 from layerstore.dtypes import FLOATS
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.framing import Frame
 from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
-from layerstore.slices import Piece, Slices
+from layerstore.slices import Frame, Piece, Slices
 from layerstore.source import read_header, tensors_in
 from layerstore.storage import Repository
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import owner_of_file
-from layerstore.framing import canonical_order
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import (
@@ -26,6 +25,7 @@ from layerstore.model import (
 from layerstore.progress import Progress, Silent
 from layerstore.publish import Checksums, Content, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.shares import cut
+from layerstore.slices import canonical_order
 from layerstore.source import GatheredSource, stat_source
 from layerstore.storage import ObjectWriter, Repository, Staged
 from layerstore.threads import Threads, run_all

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
-from layerstore.framing import canonical_order, frame
 from layerstore.inspect.cost import (
     COLLECTED_SECONDS,
     Files,
@@ -30,7 +29,7 @@ from layerstore.json_fields import json_fields
 from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 from layerstore.model import StoredTensor
 from layerstore.policy import Keep, Policy, Save, anchored, chosen_policy, due_layers
-from layerstore.slices import slice_length, valid_elements
+from layerstore.slices import canonical_order, frame, slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 

@@ -15,7 +15,6 @@ from typing import Protocol
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.format import encode_blob, ref_of
-from layerstore.framing import Frame, frame
 from layerstore.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
 from layerstore.model import (
@@ -29,6 +28,7 @@ from layerstore.model import (
     StoredObject,
     StoredTensor,
 )
+from layerstore.slices import Frame, frame
 from layerstore.source import OpenedSource, open_source
 from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor, replace_tensors

@@ -14,7 +14,6 @@ from pathlib import Path, PurePath
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import TRAINER_STATE
-from layerstore.framing import canonical_order
 from layerstore.hashing import ObjectHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
@@ -28,7 +27,7 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
-from layerstore.slices import slice_length, valid_elements
+from layerstore.slices import canonical_order, slice_length, valid_elements
 from layerstore.source import GatheredFileSource, GatheredSource, open_source, read_gathered
 from layerstore.tree import Located, Storage, Tensor, changed, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer

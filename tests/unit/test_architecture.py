@@ -45,7 +45,6 @@ FLOORS = {
     "tree": 0,
     "units": 0,
     "filenames": 0,
-    "framing": 0,
     "hashing": 0,
     "json_text": 0,
     "format": 1,
