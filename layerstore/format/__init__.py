@@ -1,20 +1,18 @@
 """Convert between bytes and the model; pure, nothing here opens a file."""
 
-from layerstore.format.blobs import (
-    STATE_MAGIC,
-    VERSION_MAGIC,
-    decode_state,
-    decode_version,
-    encode_blob,
-    ref_of,
-)
 from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.records import (
+    STATE_MAGIC,
+    VERSION_MAGIC,
     WITHOUT_MOMENTS,
     commit_id,
+    decode_state,
+    decode_version,
+    encode_blob,
     make_commit,
     part_name,
+    ref_of,
     seal_commit,
     seal_part,
     seal_pin,

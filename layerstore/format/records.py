@@ -1,5 +1,5 @@
 """
-Commit records, pins and parts, and the envelope around each of them.
+Commit records, pins and parts, the envelope around each of them, and the blobs that commits name.
 
 A record's id is the xxh3_128 of its body. Mere observations of the commit are stored outside the body, so that the same
 content saved twice has one name. A part is what one rank leaves for the rank that commits.
@@ -21,13 +21,26 @@ As in PNG, the line-ending bytes in the magic reveal a transfer in text mode.
 
 import struct
 from collections.abc import Collection
+from typing import TypeVar
 
-from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, check_containers, pack, pack_again, unpack, unpack_known
+from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
+from layerstore.format.canonical import Plain, check_containers, pack, pack_again, pack_in_order, unpack, unpack_known
 from layerstore.format.fields import from_plain, to_plain
-from layerstore.hashing import DIGEST_BYTES, digest
+from layerstore.hashing import DIGEST_BYTES, digest, object_id
 from layerstore.limits import RECORD_BYTES_MAX, RECORD_CONTAINERS_MAX
-from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Part, Pin
+from layerstore.model import (
+    CUTS,
+    BlobRef,
+    Commit,
+    CommitId,
+    CommitRecord,
+    LayerEntry,
+    LayerVersion,
+    Observed,
+    Part,
+    Pin,
+    RankState,
+)
 
 WITHOUT_MOMENTS = "without-moments"
 """Of the optimizer, only the masters are left, so training cannot resume from the commit."""
@@ -214,6 +227,59 @@ def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
     if part_name(part.session, part.save, part.rank) != name:
         raise IntegrityError(f"{name} holds another rank's part, or another save's", path=name)
     return part
+
+
+# -- blobs ---------------------------------------------------------------------------------------------------------
+
+# Version blobs and state blobs are small content-addressed files: eight bytes of magic, which state the kind, then one
+# canonical value. The name is the checksum.
+
+VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"
+STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
+
+Blob = TypeVar("Blob", LayerVersion, RankState)
+
+
+def encode_blob(blob: LayerVersion | RankState) -> bytes:
+    """Return the bytes of *blob*."""
+    data = pack_in_order(to_plain(blob))
+    check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
+    return (VERSION_MAGIC if isinstance(blob, LayerVersion) else STATE_MAGIC) + data
+
+
+def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
+    """Decode the layer version named *ref*; raises IntegrityError if the bytes do not match."""
+    version = _decode(data, ref, VERSION_MAGIC, LayerVersion)
+    if version.cut not in CUTS:
+        raise Unsupported(
+            f"version {ref.id} is cut into slices by {version.cut!r}, which this layerstore does not know",
+            hint="use a newer layerstore",
+        )
+    return version
+
+
+def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
+    """Decode the rank state named *ref*; raises IntegrityError if the bytes do not match."""
+    return _decode(data, ref, STATE_MAGIC, RankState)
+
+
+def ref_of(data: bytes) -> BlobRef:
+    """Return the name and size of *data*."""
+    return BlobRef(id=object_id(data), size_bytes=len(data))
+
+
+def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
+    found = ref_of(data)
+    if found != ref:
+        length = "" if found.size_bytes == ref.size_bytes else f"{found.size_bytes} bytes, not {ref.size_bytes}, that "
+        raise IntegrityError(
+            f"object {ref.id} is damaged: it holds {length or 'bytes that '}hash to {found.id}",
+            hint=DAMAGED_HINT,
+            object_id=ref.id,
+        )
+    if not data.startswith(magic):
+        raise IntegrityError(f"object {ref.id} is whole, but not a {cls.__name__}", object_id=ref.id)
+    return from_plain(cls, unpack(data[len(magic) :], what=f"object {ref.id}"), what=f"object {ref.id}")
 
 
 # ------------------------------------------------------------------------------------------------------------------
