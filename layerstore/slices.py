@@ -332,7 +332,7 @@ class Slices:
                 raise LayoutMismatch(
                     f"{state or kind} of {name!r} is stored as {source}, the base has it as {dtype}", name=name
                 )
-            if not can_convert(source, dtype):
+            if source != dtype and not can_convert(source, dtype):
                 raise Unsupported(
                     f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose another --dtype"
                 )
