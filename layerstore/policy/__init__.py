@@ -1,7 +1,7 @@
 """Policies: which layers are due at a save, where a composite takes each from, which commits to keep. No disk."""
 
 from layerstore.policy.drift import Drift
-from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers
+from layerstore.policy.due import Latest, Policy, Save, anchored, due_layers, replay_policy
 from layerstore.policy.filter import Filter
 from layerstore.policy.keep import Best, Candidate, Keep, chosen_keep, duration
 from layerstore.policy.parity import Parity
@@ -16,7 +16,6 @@ from layerstore.policy.registry import (
     names,
     policy_named,
 )
-from layerstore.policy.replay import replay_policy
 
 __all__ = [
     "EXACT",
