@@ -21,8 +21,7 @@ from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind, Parameter, RankState
 from layerstore.numbers import can_convert
 from layerstore.rank_options import RankOptions
-from layerstore.shards.notes import buffer_notes
-from layerstore.shards.ranks import plan_optimizer, plan_ranks
+from layerstore.shards.ranks import buffer_notes, plan_optimizer, plan_ranks
 from layerstore.shards.write import plan_model_states
 from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
