@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from layerstore.arguments import check_fields
 from layerstore.errors import InvalidInput
-from layerstore.policy.anatomy import anatomy, norms
+from layerstore.layers import anatomy, norms
 from layerstore.policy.due import Save
 from layerstore.setting import Setting
 from layerstore.tree import Tree

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 from layerstore.arguments import check_fields
-from layerstore.layers import block_index
-from layerstore.policy.anatomy import anatomy
+from layerstore.layers import anatomy, block_index
 from layerstore.policy.due import Save
 from layerstore.setting import Setting
 from layerstore.tree import Tree

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import InvalidInput
+from layerstore.layers import anatomy, norms
 from layerstore.policy import (
     Drift,
     Filter,
@@ -22,7 +23,6 @@ from layerstore.policy import (
     policy_named,
     replay_policy,
 )
-from layerstore.policy.anatomy import anatomy, norms
 from layerstore.tree import Tree
 
 LLAMA = ("model.embed_tokens", *(f"model.layers.{index}" for index in range(8)), "model.norm", "lm_head")

@@ -14,8 +14,7 @@ import re
 from dataclasses import dataclass
 
 from layerstore.errors import InvalidInput
-from layerstore.layers import block_index, strip_wrappers
-from layerstore.policy.anatomy import anatomy, norms
+from layerstore.layers import anatomy, block_index, norms, strip_wrappers
 from layerstore.policy.recipe.document import Spot
 from layerstore.policy.recipe.patterns import listed, near
 from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan, notes_of_later_layers
