@@ -5,7 +5,7 @@ This is the security boundary. A pickle is described, never run: globals become 
 that is not on a list is refused. No module here imports ``pickle``.
 """
 
-from layerstore.zero3.pt.picklenames import INERT, MEMORY_FORMAT, VALUES
+from layerstore.zero3.pt.allowlist import INERT, MEMORY_FORMAT, VALUES
 from layerstore.zero3.pt.picklewrite import WrittenPickles, write_pickle
 from layerstore.zero3.pt.ptfile import PtFile, PtLayout, layout_pt, read_pt, read_section
 from layerstore.zero3.pt.unpickle import OF_DCP_METADATA, Pickles, read_pickle

@@ -13,8 +13,8 @@ from layerstore.dtypes import DType, by_code, by_storage_class, by_torch_name
 from layerstore.errors import Unsupported
 from layerstore.limits import TENSOR_DIMENSIONS_MAX, TENSOR_REPEATED_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor
-from layerstore.zero3.pt import picklenames as names
-from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, view_end
+from layerstore.zero3.pt import allowlist as names
+from layerstore.zero3.pt.allowlist import MalformedPickleError, Unreadable, check_key, view_end
 
 # Early releases of Python 3.11 (including 3.11.2) pickle an enum by member name, all others by value.
 _MEMBERS = {

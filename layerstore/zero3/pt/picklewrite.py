@@ -13,8 +13,8 @@ from typing import Any
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
-from layerstore.zero3.pt import picklenames as names
-from layerstore.zero3.pt.treecheck import MalformedPickleError, check_tree, view_end
+from layerstore.zero3.pt import allowlist as names
+from layerstore.zero3.pt.allowlist import MalformedPickleError, check_tree, view_end
 
 _UINT8_MAX = 0xFF
 _UINT16_MAX = 0xFFFF

@@ -29,9 +29,9 @@ from layerstore.limits import (
 )
 from layerstore.source import damaged, untrusted
 from layerstore.tree import Global, Inert, Located, OrderedMap, Storage, Template, Tree
-from layerstore.zero3.pt import picklenames
+from layerstore.zero3.pt import allowlist
+from layerstore.zero3.pt.allowlist import MalformedPickleError, Unreadable, check_key, check_tree
 from layerstore.zero3.pt.picklecalls import Calls, DamagedPickleError
-from layerstore.zero3.pt.treecheck import MalformedPickleError, Unreadable, check_key, check_tree
 
 # How many names a message lists; the error's facts have all of them.
 _NAMES_SHOWN_MAX = 20
@@ -128,7 +128,7 @@ def _read(
 ) -> tuple[Tree, dict[str, Storage]]:
     """Return the tree, and its storages by record."""
     allowed = frozenset(map(_one_spelling, allowed_globals))
-    trusted = picklenames.KNOWN | allowed
+    trusted = allowlist.KNOWN | allowed
     machine = _Machine(payload, Calls(records, inert=allowed), form)
     try:
         tree = machine.run()
@@ -143,17 +143,17 @@ def _read(
     strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them belong to tensors
     for place, what in (*found.unreadable, *sorted(strange)):
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
-    for name in sorted(found.names.keys() & picklenames.CALLED):
+    for name in sorted(found.names.keys() & allowlist.CALLED):
         raise untrusted(path, f"its pickle names {name} at {found.names[name]} without calling it")
     return cast(Tree, tree), machine.calls.storages
 
 
 def _one_spelling(name: str) -> str:
-    return picklenames.dotted(*picklenames.module_and_name(name)) or name
+    return allowlist.dotted(*allowlist.module_and_name(name)) or name
 
 
 def _refuse_globals(path: Path, named: Set[str], trusted: Set[str], *, places: Mapping[str, str]) -> None:
-    names = sorted(name for name in named - trusted if not picklenames.is_unsupported(name))
+    names = sorted(name for name in named - trusted if not allowlist.is_unsupported(name))
     if not names:
         return
     shown = [f"{name} (at {places[name]})" if name in places else name for name in names[:_NAMES_SHOWN_MAX]]
@@ -348,7 +348,7 @@ class _Machine:
         self._named(module, name)
 
     def _named(self, module: str, name: str) -> None:
-        found = picklenames.dotted(module, name)
+        found = allowlist.dotted(module, name)
         if found is None:
             raise self._malformed("what should name a global does not")
         self.globals_named.add(found)
