@@ -60,7 +60,7 @@ from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer
 from layerstore.zero3.pt import layout_pt, read_pt
-from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.ptwrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
 from tests.faults.crafted import PartName, ask_all, craft, parts_of
 from tests.faults.harness import copied, tiny_checkpoint

@@ -16,7 +16,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, Size, Storage, Tensor, Tree
-from layerstore.zero3.pt.picklewrite import WrittenPickles, write_pickle
+from layerstore.zero3.pt.ptwrite import WrittenPickles, write_pickle
 from layerstore.zero3.pt.unpickle import Pickles, read_pickle
 from tests.zero3.ptfiles import fingerprint
 from tests.zero3.trees import plain_trees, trees
@@ -123,7 +123,7 @@ def test_we_read_what_python_writes(tree: Tree) -> None:
 def test_the_order_of_a_set_does_not_show() -> None:
     """A set has the same bytes in every process, whatever the hash seed."""
     code = (
-        "from layerstore.zero3.pt.picklewrite import write_pickle;"
+        "from layerstore.zero3.pt.ptwrite import write_pickle;"
         "print(write_pickle({'a', 'b', 'c', 1, ('d', 2), None})[0].hex())"
     )
     outputs = {

@@ -6,8 +6,8 @@ that is not on a list is refused. No module here imports ``pickle``.
 """
 
 from layerstore.zero3.pt.allowlist import INERT, MEMORY_FORMAT, VALUES
-from layerstore.zero3.pt.picklewrite import WrittenPickles, write_pickle
-from layerstore.zero3.pt.ptfile import PtFile, PtLayout, layout_pt, read_pt, read_section
+from layerstore.zero3.pt.ptread import PtFile, read_pt, read_section
+from layerstore.zero3.pt.ptwrite import PtLayout, WrittenPickles, layout_pt, write_pickle
 from layerstore.zero3.pt.unpickle import OF_DCP_METADATA, Pickles, read_pickle
 
 __all__ = [

@@ -1,20 +1,28 @@
 """
-Write an inert tree as the pickle that ``torch.save`` would write: protocol 2, torch's own names.
+Lay out an inert tree as the ``.pt`` file that ``torch.save`` would write: a pickle in protocol 2, with torch's own
+names, and one zip archive around it.
 
 Loading it with torch gives live objects of the original classes. Equal trees give equal bytes: only texts and globals
 are memoized, by value; storages are numbered by first use; sets are sorted. The ``pickle`` module is not used. A list
 or dict that occurs twice in a tree is written twice.
+
+A layout says where each payload goes and which bytes surround them; callers write both.
 """
 
+import hashlib
 import struct
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
+from layerstore.hashing import crc32 as crc32_of
+from layerstore.limits import NUMBER_MAX, PAGE_BYTES
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
 from layerstore.zero3.pt import allowlist as names
 from layerstore.zero3.pt.allowlist import MalformedPickleError, check_tree, view_end
+from layerstore.zero3.pt.ziparchive import ZipLayout, layout_archive
 
 _UINT8_MAX = 0xFF
 _UINT16_MAX = 0xFFFF
@@ -270,3 +278,94 @@ def _sort_key(element: Tree) -> bytes:
     writer = _Writer()
     writer.write(element)
     return writer.payload()
+
+
+# -- the archive ---------------------------------------------------------------------------------------------------
+
+PICKLE = "data.pkl"
+BYTE_ORDER = "byteorder"
+STORAGE_FOLDER = "data/"
+
+# torch's own alignment, for everything that is not a payload.
+_RECORD_ALIGNMENT_BYTES = 64
+
+# The length that torch gives its own serialization ids.
+_ID_DIGITS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtLayout:
+    """The layout of a ``.pt`` file."""
+
+    size_bytes: int
+    """Size of the whole file."""
+    storages: tuple[tuple[Storage, int], ...]
+    """Each storage with the absolute offset of its payload, in file order; empty ones included."""
+    _contents: tuple[bytes | Storage, ...]
+    """The contents of all records but the last (the serialization id), in file order."""
+    _zip: ZipLayout
+
+    def skeleton(self, crc32: Mapping[Storage, int]) -> list[tuple[int, bytes]]:
+        """
+        Return all bytes but the storages' payloads, as (absolute offset, bytes), in file order.
+
+        *crc32* holds the CRC of each storage's payload; empty ones may be left out.
+        Skeleton and payloads together cover the file, without gap or overlap,
+        and are the same bytes for the same tree, name and payloads.
+        """
+        crcs = [
+            crc32_of(part) if isinstance(part, bytes) else crc32[part] if part.elements else 0
+            for part in self._contents
+        ]
+        identity = _serialization_id(self._contents, crcs)
+        framing = self._zip.framing([*crcs, crc32_of(identity)])
+        placed = zip(self._zip.records, (*self._contents, identity), strict=True)
+        return sorted([*framing, *((at.offset_bytes, part) for at, part in placed if isinstance(part, bytes))])
+
+
+def layout_pt(
+    tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES, pickles: WrittenPickles | None = None
+) -> PtLayout:
+    """
+    Lay out *tree* as a ``.pt`` file whose archive folder is *name*: the file's stem, as in torch.
+
+    Every non-empty payload starts at a multiple of *alignment_bytes*, so that the kernel can copy or share whole pages.
+    To lay out many trees, pass the same *pickles* each time.
+
+    Raises:
+        InvalidInput: The tree or the name cannot be written.
+    """
+    pickled, storages = (pickles or WrittenPickles()).write(tree)
+    # torch's order. We leave out its .format_version and .storage_alignment: they promise that offsets can be computed
+    # from sizes the way torch pads, and some loaders would then ignore our headers.
+    contents: tuple[bytes | Storage, ...] = (pickled, b"little", *storages, b"3\n")
+    keys = (f"{STORAGE_FOLDER}{key}" for key in range(len(storages)))
+    records = [
+        _record(record, content, alignment_bytes)
+        for record, content in zip((PICKLE, BYTE_ORDER, *keys, "version"), contents, strict=True)
+    ]
+    if sum(size_bytes for _, size_bytes, _ in records) > NUMBER_MAX:
+        raise InvalidInput(f"{name} claims tensors that no file can hold", hint="layerstore verify --read-data")
+    identity = (".data/serialization_id", _ID_DIGITS, _RECORD_ALIGNMENT_BYTES)
+    placed = layout_archive([*records, identity], root=name)
+    pairs = zip(contents, placed.records, strict=False)  # the serialization id has a position, but no content yet
+    return PtLayout(
+        size_bytes=placed.size_bytes,
+        storages=tuple((content, at.offset_bytes) for content, at in pairs if isinstance(content, Storage)),
+        _contents=contents,
+        _zip=placed,
+    )
+
+
+def _record(name: str, content: bytes | Storage, alignment_bytes: int) -> tuple[str, int, int]:
+    if isinstance(content, bytes):
+        return name, len(content), _RECORD_ALIGNMENT_BYTES
+    size_bytes = content.elements * by_code(content.dtype).bytes
+    return name, size_bytes, alignment_bytes if size_bytes else _RECORD_ALIGNMENT_BYTES
+
+
+def _serialization_id(contents: Sequence[bytes | Storage], crcs: list[int]) -> bytes:
+    """Return an id derived from the contents; torch's own is random and depends on the time."""
+    digest = hashlib.blake2b(next(part for part in contents if isinstance(part, bytes)), digest_size=16)
+    digest.update(b"".join(crc.to_bytes(4, "little") for crc in crcs))
+    return str(int.from_bytes(digest.digest(), "big")).zfill(_ID_DIGITS).encode()
