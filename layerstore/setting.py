@@ -37,11 +37,6 @@ class Setting:
         return given
 
 
-def options_of(of: type) -> tuple[str, ...]:
-    """Return the names of all that *of*, a dataclass, is made of."""
-    return tuple(field.name for field in fields(of))
-
-
 def settings_of(of: object) -> dict[str, Setting]:
     """Return the settings of *of*, a class, by name; none if its fields do not say any."""
     own = fields(of) if isinstance(of, type) and is_dataclass(of) else ()

@@ -5,6 +5,8 @@ To make one is cheap: what writes it is imported when it is planned or written.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
 
 from layerstore.errors import InvalidInput
 from layerstore.formats.dcp import Dcp
@@ -14,7 +16,6 @@ from layerstore.formats.hf import HuggingFace
 from layerstore.formats.shards import Shards, Zero3
 from layerstore.formats.universal import Universal
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.setting import options_of
 
 __all__ = ["FORMATS", "Format", "FormatKeywords", "Plan", "chosen_format"]
 
@@ -40,11 +41,15 @@ def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format
             f"there is no format {name!r}",
             hint=did_you_mean(nearest(name, names), else_=f"formats: {', '.join(names)}"),
         )
-    own = options_of(found)
+    own = _options(found)
     for option in (option for option in options if option not in own):
-        having = ", ".join(of.name for of in FORMATS if option in options_of(of))
+        having = ", ".join(of.name for of in FORMATS if option in _options(of))
         else_ = f"it is an option of {having}" if having else f"its options: {', '.join(own) or 'none'}"
         hint = did_you_mean(nearest(option, [*own, *_OF_ALL]), else_=else_)
         raise InvalidInput(f"format {name} has no option {option}", hint=hint)
     make: Callable[..., Format] = found
     return make(**options)
+
+
+def _options(of: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(of))
