@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.disk.files import Files
 from layerstore.disk.handles import NewFile
 from layerstore.limits import SYNCING_MAX, SYNCS_AT_ONCE
 from layerstore.threads import Threads
@@ -45,9 +44,9 @@ class Syncing:
         """Return once all files are durable; raises as `add` does."""
         self._wait(0)
 
-    def directories(self, files: Files, directories: Iterable[Path]) -> None:
-        """Make the names in all *directories* durable."""
-        for done in [self._begun(files.sync_directory, directory) for directory in directories]:
+    def each(self, sync: Callable[[Path], None], directories: Iterable[Path]) -> None:
+        """*sync* each of *directories*, several at a time."""
+        for done in [self._begun(sync, directory) for directory in directories]:
             done.result()  # raises if one cannot be synced
 
     def close(self) -> None:
@@ -58,10 +57,7 @@ class Syncing:
     def _begun(self, work: Callable[[Item], None], item: Item) -> Future[None]:
         try:
             return self._pool.submit(work, item)
-        except (
-            RuntimeError,
-            MemoryError,
-        ):  # memory is short, or the interpreter exits during a save
+        except (RuntimeError, MemoryError):  # memory is short, or the interpreter exits during a save
             work(item)
             done: Future[None] = Future()
             done.set_result(None)
