@@ -1,14 +1,8 @@
-"""
-Open files at the seam: reading, writing, streaming past the page cache, and kernel calls that Python lacks.
-
-Finding a cache page for every page of a large file can cost more CPU time than all other work on its bytes, and it
-evicts what training reads. Nobody rereads a save soon, so large files are written to disk straight from our own memory.
-"""
+"""Open files at the seam: reading and writing, and kernel calls that Python lacks."""
 
 import contextlib
 import ctypes
 import errno as errnos
-import fcntl
 import functools
 import logging
 import mmap
@@ -22,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.layers import typed
-from layerstore.limits import IO_CHUNK_BYTES, LATE_SECONDS, PAGE_BYTES, STREAM_BYTES, SYNC_AHEAD_BYTES, WRITE_BYTES
+from layerstore.limits import IO_CHUNK_BYTES, LATE_SECONDS, SYNC_AHEAD_BYTES, WRITE_BYTES
 
 LOG = logging.getLogger("layerstore")
 
@@ -149,20 +143,6 @@ def rename_exclusive(source: Path, target: Path) -> bool:
     if number == errnos.EEXIST:
         return False
     raise OSError(number, os.strerror(number), os.fspath(target))
-
-
-def bypass_cache(fd: int, on: bool) -> bool:
-    """
-    Make writes to *fd* bypass the page cache, or no longer; return whether the filesystem supports it.
-
-    When bypassing it, the address, offset and size of each write must be whole pages.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-    except OSError:
-        return False  # tmpfs, for one, is nothing but cache
-    return True
 
 
 def reserve(fd: int, size_bytes: int) -> bool:
@@ -352,84 +332,3 @@ class OpenFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# -- past the cache --------------------------------------------------------------------------------------------------
-
-# Errors from filesystems that cannot write past the cache.
-_NOT_DIRECTLY = {errnos.EINVAL, errnos.EOPNOTSUPP, errnos.ENOSYS}
-_SPARE_MAX = 2
-_spare: list[mmap.mmap] = []
-"""Buffers to reuse: touched memory is cheaper than new memory."""
-
-
-class Stream:
-    """Writes a file front to back: *past_cache*, a buffer at a time; otherwise as the data comes."""
-
-    def __init__(self, file: NewFile, *, past_cache: bool = True) -> None:
-        self.file = file
-        self.is_kept = False
-        """Whether the file will become an object, so must not be removed."""
-        self._past_cache = past_cache and os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
-        self._buffer: mmap.mmap | None = None
-        self._filled = 0
-        self._written = 0
-        self._is_direct = False
-
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write *data* at *offset*, where the last write ended."""
-        if not self._past_cache:
-            self.file.write_at(offset, data)
-            return
-        assert offset == self._written + self._filled, "a stream has no gaps"
-        view = memoryview(data).cast("B")
-        while view:
-            if self._buffer is None:
-                self._buffer = _taken()
-            count = min(len(view), STREAM_BYTES - self._filled)
-            self._buffer[self._filled : self._filled + count] = view[:count]
-            self._filled += count
-            view = view[count:]
-            if self._filled == STREAM_BYTES:
-                self._is_direct = self._is_direct or (not self._written and bypass_cache(self.file.fd, True))
-                self._flush(STREAM_BYTES)
-
-    def finish(self) -> None:
-        """Write the rest; a small file goes through the cache entirely."""
-        if self._is_direct:
-            self._flush(self._filled - self._filled % PAGE_BYTES)
-            self._is_direct = not bypass_cache(self.file.fd, False)
-        self._flush(self._filled)
-        self.close()
-
-    def close(self) -> None:
-        """Give the buffer back; calling it twice is harmless."""
-        if self._buffer is not None:
-            if len(_spare) < _SPARE_MAX:
-                _spare.append(self._buffer)
-            self._buffer, self._filled = None, 0
-
-    def _flush(self, size_bytes: int) -> None:
-        """Write the first *size_bytes* of the buffer and move the rest to its front."""
-        if not size_bytes:
-            return
-        assert self._buffer is not None
-        with memoryview(self._buffer) as view, view[:size_bytes] as data:
-            try:
-                self.file.write_at(self._written, data, at_once=self._is_direct)
-            except StorageIO as exc:
-                # Some filesystems accept the flag but then refuse the write, or want larger blocks.
-                if not self._is_direct or exc.errno not in _NOT_DIRECTLY:
-                    raise
-                self._is_direct = not bypass_cache(self.file.fd, False)
-                self.file.write_at(self._written, data)
-        self._buffer.move(0, size_bytes, self._filled - size_bytes)
-        self._written, self._filled = self._written + size_bytes, self._filled - size_bytes
-
-
-def _taken() -> mmap.mmap:
-    # A private map, so that a forked process has its own spare buffers. The disk only reads from it.
-    try:
-        return _spare.pop()
-    except IndexError:
-        return mmap.mmap(-1, STREAM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 import layerstore
-from layerstore.disk import handles
+from layerstore.disk import stream
 from layerstore.live.saver.saver import Saver
 from layerstore.publish import staging
 from layerstore.store import Store
@@ -64,7 +64,7 @@ def main() -> None:
     out = options().out
     begin(out)
     # So small a model would be in memory as a whole, and never wait for the disk.
-    vars(handles)["STREAM_BYTES"] = 1 << 16
+    vars(stream)["STREAM_BYTES"] = 1 << 16
     vars(staging)["SMALL_OBJECT_BYTES"] = 0
     for course in COURSES:
         Init.param_id = 0

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 import layerstore
-from layerstore.disk import handles
+from layerstore.disk import stream
 from layerstore.errors import Conflict
 from layerstore.history import Place
 from layerstore.limits import PAGE_BYTES
@@ -53,10 +53,10 @@ def saves(tmp_path: Path) -> Iterator[Saves]:
 
 def test_large_objects_of_a_save_go_past_the_cache(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filling the kernel's cache takes time that training needs."""
-    monkeypatch.setattr(handles, "STREAM_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(handles, "_spare", [])  # so small a buffer is for nobody else
+    monkeypatch.setattr(stream, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(stream, "_spare", [])  # so small a buffer is for nobody else
     save = saves.begun(0)
-    with patch.object(handles, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
+    with patch.object(stream, "bypass_cache", side_effect=stream.bypass_cache) as bypass:
         save.write_all()
     save.join()
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from layerstore.disk import Files, NewFile, Stream, handles
+from layerstore.disk import Files, NewFile, Stream, stream
 from layerstore.errors import StorageIO
 from layerstore.format import ref_of
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
@@ -59,7 +59,7 @@ def test_large_files_go_past_the_cache_and_small_ones_do_not(tmp_path: Path) -> 
     for name, size_bytes in {"small": PAGE_BYTES, "large": 2 * STREAM_BYTES + 1}.items():
         with (
             Files().create(tmp_path / name) as file,
-            patch.object(handles, "bypass_cache", return_value=True) as bypass,
+            patch.object(stream, "bypass_cache", return_value=True) as bypass,
         ):
             written(file, bytes(size_bytes))
             seen[name] = [call.args[1] for call in bypass.call_args_list]
@@ -76,9 +76,9 @@ def test_a_filesystem_without_direct_writes_gets_all_of_it_the_usual_way(tmp_pat
             raise OSError(errno.EINVAL, "made up")
         return fcntl.fcntl(fd, command, value)
 
-    with Files().create(tmp_path / "file") as file, patch(f"{handles.__name__}.fcntl") as made_up:
+    with Files().create(tmp_path / "file") as file, patch(f"{stream.__name__}.fcntl") as made_up:
         made_up.fcntl, made_up.F_GETFL, made_up.F_SETFL = refuse, fcntl.F_GETFL, fcntl.F_SETFL
-        assert not handles.bypass_cache(file.fd, True)
+        assert not stream.bypass_cache(file.fd, True)
         written(file, data)
 
     assert (tmp_path / "file").read_bytes() == data
@@ -121,7 +121,7 @@ def test_drafts_that_nobody_reads_soon_go_past_the_cache(
                 raise ValueError("made up")
             return objects.keep(made, ref)
 
-    with patch.object(handles, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
+    with patch.object(stream, "bypass_cache", side_effect=stream.bypass_cache) as bypass:
         with ObjectWriter(repo.layout, repo.files, repo.objects, past_cache=True) as objects:
             with pytest.raises(ValueError, match="made up"):
                 draft(objects, fails=True)
@@ -146,4 +146,4 @@ def test_buffers_are_used_again_and_not_kept_without_end(tmp_path: Path) -> None
         each.close()
         file.close()
 
-    assert len(handles._spare) <= handles._SPARE_MAX
+    assert len(stream._spare) <= stream._SPARE_MAX

@@ -208,6 +208,7 @@ WHY_NO_PICKLE = "a pickle can execute anything: zero3/pt reads .pt files itself,
 OWN_FILES = {
     "layerstore.disk.files": "it is the seam",
     "layerstore.disk.handles": "its open files",
+    "layerstore.disk.stream": "its way past the page cache",
     "layerstore.disk.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.lmdb_file": "it looks at LMDB's files, and gives them blocks, before LMDB has them",
     "layerstore.storage.index": "LMDB owns its folder",
