@@ -15,11 +15,10 @@ from layerstore.assemble.assemble import (
     literal_file,
     merged,
     plan_source_file,
-    read_mean,
-    read_stretch,
     whole,
 )
 from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes
+from layerstore.assemble.read import read_mean, read_stretch
 from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
 from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, files_in, write_file
 

@@ -10,12 +10,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from layerstore.assemble.read import read_mean
 from layerstore.assemble.target import Writing
 from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
@@ -23,7 +24,7 @@ from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
-from layerstore.numbers import convert, mean, newly_infinite
+from layerstore.numbers import convert, newly_infinite
 from layerstore.progress import Progress
 from layerstore.slices import Piece
 from layerstore.storage import Hashing, Repository
@@ -32,11 +33,6 @@ from layerstore.threads import Threads
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
 
-# Of each object that takes part in a mean at a time: sum and parts stay in a processor's cache.
-_MEAN_BYTES = IO_CHUNK_BYTES // 2
-
-# With more objects than these, each is opened anew for every chunk.
-_MEAN_OPEN_MAX = 128
 
 # Files written at a time: thousands must not exhaust the descriptors.
 _OPEN_MAX = 16
@@ -131,33 +127,6 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
 
 def _zeros(size_bytes: int) -> tuple[int, int]:
     return crc32_of_zeros(size_bytes), size_bytes
-
-
-def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
-    """Yield the mean that *piece* is, as fp32; thousands of objects may take part, which *hashing* sees."""
-    assert piece.rounding is not None
-    hashing = hashing or Hashing(())
-    dtype, _ = piece.rounding
-    buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
-    with ExitStack() as stack:
-        are_few = len(piece.mean_of) <= _MEAN_OPEN_MAX
-        held = [stack.enter_context(repo.objects.open(of.object)) for of in piece.mean_of if are_few]
-
-        def parts(start: int, into: memoryview) -> Iterator[tuple[memoryview, float]]:
-            for number, of in enumerate(piece.mean_of):
-                with nullcontext(held[number]) if are_few else repo.objects.open(of.object) as file:
-                    hashing.read_into(of.object, file, into, of.object_offset + start)
-                yield into, of.weight
-
-        for start in range(0, piece.size_bytes, _MEAN_BYTES):
-            yield mean(parts(start, buffer[: piece.size_bytes - start]), dtype=dtype)
-
-
-def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
-    """Fill *into* with the bytes of an object from *start*, unverified."""
-    with repo.objects.open(ref, [(start, start + len(into))]) as file:
-        for at in range(0, len(into), IO_CHUNK_BYTES):
-            file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
 
 
 # -- writing it ----------------------------------------------------------------------------------------------------
