@@ -5,10 +5,11 @@ A format plans its files (`layerstore.shards`, `layerstore.hf`, `layerstore.dcp`
 filled with the bytes of objects, verified, converted and synced, in a folder that appears whole or not at all.
 """
 
-from layerstore.assemble.archives import Archives, Fill
 from layerstore.assemble.assemble import (
+    Archives,
     Assembly,
     DerivedCheck,
+    Fill,
     OutputFile,
     assembling,
     chunks_of,

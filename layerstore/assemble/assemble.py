@@ -1,5 +1,5 @@
 """
-Move bytes from objects into the files of a new folder, as other modules planned them with `OutputFile`.
+Plan files as pieces of objects, with `OutputFile` and `Archives`, and move the bytes into a new folder.
 
 One thread copies, others verify and convert ahead of it, and one more syncs complete files. Two copying threads would
 only compete for the disk. Memory use does not grow with the model.
@@ -22,13 +22,15 @@ from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
 from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
-from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
 from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.numbers import convert, newly_infinite
 from layerstore.progress import Progress
 from layerstore.slices import Piece
 from layerstore.storage import Hashing, Repository
 from layerstore.threads import Threads
+from layerstore.tree import Storage, Tree
+from layerstore.zero3.pt import PtLayout, WrittenPickles, layout_pt
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
@@ -127,6 +129,87 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
 
 def _zeros(size_bytes: int) -> tuple[int, int]:
     return crc32_of_zeros(size_bytes), size_bytes
+
+
+# -- plans of torch.save's files -----------------------------------------------------------------------------------
+
+Fill = Callable[[Storage, int], Iterable[Piece]]
+"""Returns what fills a storage that starts at an offset of the file, in order; gaps are zeros."""
+
+
+@dataclass(slots=True)
+class Archives:
+    """A file of ``torch.save`` on its way: one archive, or several one after another, filled from objects."""
+
+    path: str
+    size_bytes: int = 0
+    _literals: list[tuple[int, bytes]] = field(default_factory=list)
+    _pieces: list[Piece] = field(default_factory=list)
+    _archives: list[tuple[int, PtLayout, dict[Storage, int], dict[Storage, tuple[int, list[Piece]]]]] = field(
+        default_factory=list
+    )
+    """Start and layout of each, the checksums that are known, and the pieces that make up the others."""
+
+    def add(
+        self,
+        tree: Tree,
+        fill: Fill | None = None,
+        *,
+        name: str = "archive",
+        alignment_bytes: int = PAGE_BYTES,
+        pickles: WrittenPickles | None = None,
+    ) -> tuple[int, int]:
+        """
+        Add *tree*, with *fill* for the storages whose bytes are slices, and return where it starts and its size.
+
+        Large payloads want an alignment of whole pages, which the kernel can copy or share; *name* is that of the
+        folder in the archive.
+        """
+        layout = layout_pt(tree, name=name, alignment_bytes=alignment_bytes, pickles=pickles)
+        begin = self.size_bytes + -self.size_bytes % alignment_bytes
+        known: dict[Storage, int] = {}
+        filled: dict[Storage, tuple[int, list[Piece]]] = {}
+        for storage, at in layout.storages:
+            content, offset = storage.content, begin + at
+            if isinstance(content, bytes):
+                known[storage] = crc32(content)
+                self._literals.append((offset, content))
+            elif isinstance(content, ObjectContent):
+                known[storage] = content.crc32
+                self._pieces.append(whole(content, offset))
+            else:
+                assert fill is not None, "only files of ranks have slices in them"
+                filled[storage] = offset, [_measured(piece) for piece in fill(storage, offset)]
+                self._pieces += filled[storage][1]
+        self._archives.append((begin, layout, known, filled))
+        self.size_bytes = begin + layout.size_bytes
+        return begin, layout.size_bytes
+
+    def output(self) -> OutputFile:
+        """Return the plan of the file."""
+        is_measured = any(piece.is_measured for piece in self._pieces)
+        return OutputFile(
+            path=self.path,
+            size_bytes=self.size_bytes,
+            literals=(*self._literals, *(() if is_measured else self._skeletons({}))),
+            pieces=merged(self._pieces),
+            finish=self._skeletons if is_measured else None,
+        )
+
+    def _skeletons(self, measured: Mapping[int, int]) -> Literals:
+        """Return the bytes around the payloads, given the *measured* checksums of pieces by offset in the file."""
+        found: list[tuple[int, bytes]] = []
+        for begin, layout, known, filled in self._archives:
+            measured_now = {
+                storage: checksum(pieces, measured, offset=offset, size_bytes=storage.size_bytes)
+                for storage, (offset, pieces) in filled.items()
+            }
+            found += ((begin + at, data) for at, data in layout.skeleton({**known, **measured_now}))
+        return tuple(found)
+
+
+def _measured(piece: Piece) -> Piece:
+    return piece if piece.crc32 is not None else replace(piece, is_measured=True)
 
 
 # -- writing it ----------------------------------------------------------------------------------------------------

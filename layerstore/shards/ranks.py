@@ -261,7 +261,6 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 # -- what does not carry over, in plain sentences ------------------------------------------------------------------
 
-
 # What ranks have for themselves: only the first one's file has some of these.
 _OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
 

@@ -122,7 +122,6 @@ def module_and_name(dotted_name: str) -> tuple[str, str]:
 
 # -- the tree that it may describe ---------------------------------------------------------------------------------
 
-
 _Path: TypeAlias = "tuple[_Path, object] | None"
 """A key path as a chain from the leaf up; only reported paths are rendered."""
 
