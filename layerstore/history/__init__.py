@@ -7,7 +7,17 @@ from layerstore.history.needs import (
     named_by,
     objects_of_state,
 )
-from layerstore.history.past import Past, has_shrunk, saved_at, saves_below, view_read_again
+from layerstore.history.past import (
+    NEVER_EXISTED,
+    Past,
+    Staleness,
+    has_shrunk,
+    mixture_of,
+    others_in,
+    saved_at,
+    saves_below,
+    view_read_again,
+)
 from layerstore.history.place import Place, reserve, saved_now
 from layerstore.history.pushed import PushedNotice, note_pushed, pushed_to
 from layerstore.history.references import (
@@ -20,7 +30,6 @@ from layerstore.history.references import (
     references_to,
     resolve,
 )
-from layerstore.history.staleness import NEVER_EXISTED, Staleness, mixture_of, others_in
 
 __all__ = [
     "METRICS",
