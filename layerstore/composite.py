@@ -5,6 +5,7 @@ A composite: the answer to a query, for users.
     composite.write("resume")
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -257,7 +258,7 @@ class Composite:
         return self._export(chosen_format(format, options), out, how, progress)
 
     def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
-        if into.name != "delta" and is_delta(Path(out)):
+        if into.name != "delta" and os.path.lexists(out) and is_delta(Path(out)):
             raise AlreadyExists(f"{out} is a delta, which only another delta replaces", hint="choose another -o")
         with losses_told(self._repo, self._composition):
             return into.write(self._repo, self._composition, Path(out), how, progress or Silent())
