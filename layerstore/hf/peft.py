@@ -132,9 +132,9 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> W
     )
 
 
-def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
+def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
     """
-    Plan a file next to the shards: unchanged, or if it is an adapter's, with the values of the chosen layers.
+    Plan the *file* of an adapter's weights with the values of the chosen layers.
 
     *own* are the parameters of the layers that the base itself saved.
 
@@ -143,7 +143,7 @@ def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Coll
     """
     older = slices.parameters.keys() - own
     adapter = adapter_at(file.path)
-    if not older or adapter is None or PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
+    if not older or adapter is None:
         return plan_source_file(file)
     found = _read(repo, file, slices, adapter)
     strange = [tensor.name for tensor in found.tensors if not tensor.layer_name]

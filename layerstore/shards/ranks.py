@@ -5,16 +5,19 @@ Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank
 many. Notes say what does not carry over.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
+from layerstore.assemble import OutputFile, plan_source_file
 from layerstore.compose import Composition, check_members, check_whole
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
+from layerstore.hf import plan_adapter
 from layerstore.history import references_to
-from layerstore.layers import strip_wrappers
-from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState, TensorSource
+from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
+from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState, SourceFile, TensorSource
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.slices import Slices
 from layerstore.storage import Repository
@@ -152,6 +155,17 @@ def plan_ranks(
     if steps is not None or adapted is not None:
         states.state(0)  # raises before anything is written if the layers of a sub-group disagree
     return states
+
+
+def plan_beside(ranks: RankStates, file: SourceFile, *, own: Collection[str]) -> OutputFile:
+    """
+    Plan a file next to the shards: unchanged, or if it is an adapter's, with the values of the chosen layers.
+
+    *own* are the parameters of the layers that the base itself saved.
+    """
+    if PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
+        return plan_source_file(file)
+    return plan_adapter(ranks.repo, file, ranks.slices, own=own)
 
 
 def _adapter(

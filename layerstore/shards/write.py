@@ -36,7 +36,6 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
-from layerstore.hf import plan_beside
 from layerstore.model import (
     BlobRef,
     BufferContent,
@@ -53,7 +52,7 @@ from layerstore.model import (
 from layerstore.numbers import convert
 from layerstore.progress import Progress, Silent
 from layerstore.rank_options import AdamStep, RankOptions
-from layerstore.shards.ranks import RankStates, plan_ranks
+from layerstore.shards.ranks import RankStates, plan_beside, plan_ranks
 from layerstore.shares import cut
 from layerstore.slices import Piece, Slices, StoredSlice, slice_length, valid_elements
 from layerstore.storage import Repository, Stretch
@@ -198,7 +197,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
         shared = [(file, merged(_gathered_pieces(of, slices, rank=rank, world_size=count))) for of, file in gathered]
         if rank in mine:
             state = ranks.state(rank) if rank else first
-            beside = (plan_beside(assembly.repo, file, slices, own=own) for file in state.files)
+            beside = (plan_beside(ranks, file, own=own) for file in state.files)
             assembly.write(itertools.chain(_Rank(ranks, state).tree_files(pickles), beside), shared)
         else:
             assembly.write((), shared)
