@@ -49,6 +49,7 @@ FLOORS = {
     "json_text": 0,
     "format": 1,
     "numbers": 1,
+    "coding": 1,
     "slices": 2,
     "source": 2,
     "disk": 1,
@@ -86,6 +87,7 @@ DOORS = {
     "arrays",
     "assemble",
     "hf",
+    "coding",
     "numbers",
     "shards",
     "source",
@@ -146,6 +148,7 @@ FOREIGN = {
     "numpy": (
         (
             "layerstore.numbers.",
+            "layerstore.coding.",
             "layerstore.arrays.tensors",
             "layerstore.delta.codec",
             "layerstore.live.",
@@ -184,6 +187,7 @@ FOREIGN = {
             "layerstore.shares.",
             "layerstore.hf.",
             "layerstore.arrays.state_dict",
+            "layerstore.coding.",
             "layerstore.composite",
         ),
         "importing torch takes seconds and gigabytes",
@@ -197,8 +201,9 @@ FOREIGN = {
 }
 FOUNDATIONS = _words("torch deepspeed safetensors lmdb xxhash msgpack typer")
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
-# trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program.
-EAGER = {"layerstore.live.trainer", "layerstore.hf.saved_names"}
+# trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program;
+# kernels_torch is loaded with the first tensor that it codes.
+EAGER = {"layerstore.live.trainer", "layerstore.hf.saved_names", "layerstore.coding.kernels_torch"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}

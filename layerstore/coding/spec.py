@@ -1,0 +1,61 @@
+"""What a coding makes of a tensor, without the arithmetic."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK = 128
+"""Elements that share their scales. The first block begins at the start of a slice."""
+
+
+class NotCodable(ValueError):
+    """These numbers cannot be coded, and have to be kept as they are; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors that hold a coded one."""
+
+    suffix: str
+    """What its name ends in; empty for the codes."""
+    dtype: str
+    """Element type, as safetensors spells it."""
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What a coding makes of a tensor."""
+
+    name: str
+    kind: Literal["companded", "logarithmic", "difference"]
+    bits: Literal[8, 4]
+    """Of one code. Two codes of 4 bits share a byte, the first in its low half."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether differences to other numbers are coded, which decoding needs again."""
+        return self.kind == "difference"
+
+    @property
+    def scales_per_block(self) -> int:
+        """How many scales each block has."""
+        return 2 if self.kind == "logarithmic" else 1
+
+    def parts(self, elements: int) -> tuple[Part, ...]:
+        """
+        Return the tensors that hold *elements* numbers: their codes, and their scales.
+
+        >>> Spec(name="", kind="logarithmic", bits=4).parts(129)
+        (Part(suffix='', dtype='U8', elements=65), Part(suffix=':scales', dtype='BF16', elements=4))
+        """
+        blocks = -(-elements // BLOCK)
+        return (
+            Part("", "U8", -(-elements * self.bits // 8)),
+            Part(":scales", "BF16", blocks * self.scales_per_block),
+        )
+
+    @property
+    def top_code(self) -> int:
+        """The largest code."""
+        signless = 1 << self.bits - 1
+        return 2 * signless - 1 if self.kind == "logarithmic" else signless - 1
