@@ -2,13 +2,12 @@
 
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
-from layerstore.remote.credentials import checked_url
 from layerstore.remote.heal import heal, heal_identity, verify_remote
 from layerstore.remote.identity import claim, kept_there
 from layerstore.remote.mirror import Remote, delete_pin_there, reread
 from layerstore.remote.pull import Pulled, clone, completed, partial_of, pull
 from layerstore.remote.push import Pushed, follow, push
-from layerstore.remote.remotes import Remotes
+from layerstore.remote.remotes import Remotes, checked_url
 
 __all__ = [
     "Bucket",

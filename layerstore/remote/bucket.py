@@ -36,8 +36,8 @@ from layerstore.limits import (
     REMOTE_TRIES,
 )
 from layerstore.remote.cloud import Cloud, first_line
-from layerstore.remote.credentials import checked_url, credentials_hint
 from layerstore.remote.folder import Folder, Listed
+from layerstore.remote.remotes import checked_url, credentials_hint
 from layerstore.threads import Threads, start
 
 Answer = TypeVar("Answer")

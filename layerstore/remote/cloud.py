@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from layerstore.errors import InvalidInput, Unsupported
 from layerstore.limits import IO_CHUNK_BYTES, REMOTE_PART_BYTES, REMOTE_SILENCE_SECONDS, REMOTE_UPLOAD_SECONDS
 from layerstore.redact import redacted
-from layerstore.remote.credentials import credentials_hint, s3_options
+from layerstore.remote.credentials import s3_options
 from layerstore.remote.folder import Listed
+from layerstore.remote.remotes import credentials_hint
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig

@@ -1,7 +1,6 @@
 """
-The URLs of remotes, which hold no key, and who we are to their servers.
-
-To S3, where the environment does not say it, the profile of the AWS tools says so, in ``~/.aws``.
+Who we are to the servers of remotes: to S3, where the environment does not say it, the profile of the AWS tools says
+so, in ``~/.aws``.
 
 obstore itself reads keys, endpoint and region from the environment, and falls back to the machine's own role. This
 module reads profiles with keys and leaves the others (single sign-on, assumed roles, a process) to boto3.
@@ -10,17 +9,11 @@ module reads profiles with keys and leaves the others (single sign-on, assumed r
 import configparser
 import importlib.util
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
 
 from layerstore.errors import InvalidInput, Unsupported
-from layerstore.redact import shown_url
-
-SCHEMES = ("s3", "gs", "az", "file", "memory")
-_CLOUD_SCHEMES = ("s3", "gs", "az")
 
 _KEYS = {
     "aws_access_key_id": "access_key_id",
@@ -100,50 +93,3 @@ def _from_boto3(profile: str) -> Any:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     return Boto3CredentialProvider(Session(profile_name=profile))
-
-
-# -- URLs --------------------------------------------------------------------------------------------------------------
-
-
-def checked_url(url: str) -> str:
-    """
-    Return *url* as it is recorded and shown.
-
-    Raises:
-        InvalidInput: It is no URL of a bucket, or holds a password.
-    """
-    shown = shown_url(url)
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # its text repeats the URL
-        raise InvalidInput(f"{shown!r} is no remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
-    if parts.scheme not in SCHEMES:
-        raise InvalidInput(
-            f"{shown!r} is no remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
-        )
-    is_cloud = parts.scheme in _CLOUD_SCHEMES
-    if parts.query or parts.fragment or (parts.scheme != "file" and not _is_place(parts)):
-        raise InvalidInput(
-            f"{shown!r} holds more than a bucket and a prefix",
-            hint=f"keys belong in the environment; {credentials_hint(url)}",
-        )
-    if is_cloud and not parts.netloc:
-        raise InvalidInput(f"{shown!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
-    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
-        raise InvalidInput(f"{shown!r} names no folder", hint="file:///ABSOLUTE/PATH")
-    return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
-
-
-def _is_place(parts: SplitResult) -> bool:
-    """Whether a URL has nothing but a bucket, if any, and a prefix; a key may also be percent-encoded."""
-    return re.fullmatch(r"[A-Za-z0-9._$-]*", parts.netloc) is not None and "@" not in unquote(parts.path)
-
-
-def credentials_hint(url: str) -> str:
-    """Return which variables say who we are to the server at *url*."""
-    scheme = url.partition(":")[0].lower()
-    if scheme == "s3":
-        return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
-    if scheme == "gs":
-        return "GOOGLE_APPLICATION_CREDENTIALS names the file that says who you are"
-    return "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY say who you are"

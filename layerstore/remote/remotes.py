@@ -1,9 +1,12 @@
-"""The named remotes of a store: ``remotes.json`` maps names to URLs, without any key or password."""
+"""
+The remotes of a store: their URLs, which hold no key or password, and ``remotes.json``, which maps names to them.
+"""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from layerstore.arguments import checked
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
@@ -13,8 +16,10 @@ from layerstore.layout import is_url
 from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.redact import shown_url
-from layerstore.remote.credentials import checked_url
 from layerstore.storage import Repository
+
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+_CLOUD_SCHEMES = ("s3", "gs", "az")
 
 
 @checked
@@ -135,3 +140,50 @@ def _no_remote(name: str | None, found: dict[str, str]) -> NotFound:
     hint = did_you_mean(nearest(name or "", found), else_="layerstore remote list lists them")
     shown = name if name is None or is_name(name) else shown_url(name)
     return NotFound(f"there is no remote {shown!r}", hint=hint)
+
+
+# -- URLs ----------------------------------------------------------------------------------------------------------
+
+
+def checked_url(url: str) -> str:
+    """
+    Return *url* as it is recorded and shown.
+
+    Raises:
+        InvalidInput: It is no URL of a bucket, or holds a password.
+    """
+    shown = shown_url(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text repeats the URL
+        raise InvalidInput(f"{shown!r} is no remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
+    if parts.scheme not in SCHEMES:
+        raise InvalidInput(
+            f"{shown!r} is no remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
+        )
+    is_cloud = parts.scheme in _CLOUD_SCHEMES
+    if parts.query or parts.fragment or (parts.scheme != "file" and not _is_place(parts)):
+        raise InvalidInput(
+            f"{shown!r} holds more than a bucket and a prefix",
+            hint=f"keys belong in the environment; {credentials_hint(url)}",
+        )
+    if is_cloud and not parts.netloc:
+        raise InvalidInput(f"{shown!r} names no bucket", hint=f"{parts.scheme}://BUCKET/PREFIX")
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        raise InvalidInput(f"{shown!r} names no folder", hint="file:///ABSOLUTE/PATH")
+    return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
+
+
+def _is_place(parts: SplitResult) -> bool:
+    """Whether a URL has nothing but a bucket, if any, and a prefix; a key may also be percent-encoded."""
+    return re.fullmatch(r"[A-Za-z0-9._$-]*", parts.netloc) is not None and "@" not in unquote(parts.path)
+
+
+def credentials_hint(url: str) -> str:
+    """Return which variables say who we are to the server at *url*."""
+    scheme = url.partition(":")[0].lower()
+    if scheme == "s3":
+        return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
+    if scheme == "gs":
+        return "GOOGLE_APPLICATION_CREDENTIALS names the file that says who you are"
+    return "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY say who you are"
