@@ -4,16 +4,16 @@ Messages between the ranks of a job: small all-gathers over gloo, only in the ma
 This room knows torch.distributed, but no engine.
 """
 
-from layerstore.live.ranks.agreement import (
+from layerstore.live.ranks.attempt import AttemptLock, place_resumed
+from layerstore.live.ranks.exchange import (
     SAVES_MAX,
+    Exchange,
     RankReport,
     agree_on_save,
     agreed_layers,
     exchange_reports,
     open_session,
 )
-from layerstore.live.ranks.attempt import AttemptLock, place_resumed
-from layerstore.live.ranks.exchange import Exchange
 from layerstore.live.ranks.opening import log_nothing_yet, make_together, open_together, runs_here, store_if_there
 
 __all__ = [

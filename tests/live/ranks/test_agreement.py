@@ -6,8 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import Conflict, InvalidInput, StorageIO
-from layerstore.live.ranks.agreement import SAVES_MAX, RankReport, agree_on_save, exchange_reports
-from layerstore.live.ranks.exchange import TEXT_BYTES_MAX, Exchange
+from layerstore.live.ranks.exchange import (
+    SAVES_MAX,
+    TEXT_BYTES_MAX,
+    Exchange,
+    RankReport,
+    agree_on_save,
+    exchange_reports,
+)
 
 
 class Heard(Exchange):
