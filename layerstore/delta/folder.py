@@ -29,10 +29,11 @@ _FILE_BYTES = 64 * MIB
 class DeltaWriter:
     """Writes a delta to a new folder."""
 
-    def __init__(self, files: Files, folder: Path, encoding: Encoding) -> None:
+    def __init__(self, files: Files, folder: Path, encoding: Encoding, *, durable: bool = True) -> None:
         self._files = files
         self._folder = folder
         self._encoding = encoding
+        self._durable = durable
         self._waiting: Parts = {}
         self._targets: dict[str, str] = {}
         self._bases: dict[str, str] = {}
@@ -66,7 +67,7 @@ class DeltaWriter:
             "base_checksums": self._bases,
         }
         index = {"metadata": metadata, "weight_map": self._placed}
-        self._write(WEIGHTS_INDEX, json.dumps(index, indent=1, sort_keys=True).encode() + b"\n")
+        self.write(WEIGHTS_INDEX, json.dumps(index, indent=1, sort_keys=True).encode() + b"\n")
 
     def _flush(self) -> None:
         from safetensors.numpy import save
@@ -74,18 +75,20 @@ class DeltaWriter:
         if not self._waiting:
             return
         name = f"model-{self._count:05d}.safetensors"
-        self._write(name, *_in_order(save(self._waiting, metadata=self._targets)))
+        self.write(name, *_in_order(save(self._waiting, metadata=self._targets)))
         self._placed |= dict.fromkeys(self._waiting, name)
         self._count += 1
         self._waiting, self._targets = {}, {}
 
-    def _write(self, name: str, *parts: bytes | memoryview) -> None:
+    def write(self, name: str, *parts: bytes | memoryview) -> None:
+        """Write *parts* as the file *name*."""
         with self._files.create(self._folder / name) as file:
             offset = 0
             for part in parts:
                 file.write_at(offset, part)
                 offset += len(part)
-            file.sync()
+            if self._durable:
+                file.sync()
         self.bytes_written += offset
 
 

@@ -102,7 +102,7 @@ def write_delta(
     progress.start("delta", sum(tensor.size_bytes for tensor in new.tensors.values()))
     changed = elements_changed = 0
     with appearing(repo, target, is_older_form=lambda path: path.suffix == ".safetensors") as folder:
-        writer = DeltaWriter(repo.files, folder, encoding)
+        writer = DeltaWriter(repo.files, folder, encoding, durable=how.durable)
         for name, tensor in new.tensors.items():
             progress.advance(tensor.size_bytes)
             was = old.read(name)
@@ -117,10 +117,9 @@ def write_delta(
         writer.finish(version=composition.base.step, base_version=base.base.step, name=called, base_name=before)
         facts = {"since": before, "encoding": encoding, "elements_changed": elements_changed}
         summary = composition.summary_file(notes, format="hf", dtype=plans[1].dtype, delta=facts)
-        with repo.files.create(folder / SUMMARY) as file:
-            file.write_at(0, summary)
-            file.sync()
-        repo.files.sync_directory(folder)
+        writer.write(SUMMARY, summary)
+        if how.durable:
+            repo.files.sync_directory(folder)
     return DeltaWritten(
         run=composition.base.run,
         step=composition.base.step,
@@ -136,7 +135,7 @@ def write_delta(
         elements=sum(tensor.size_bytes // by_code(tensor.dtype).bytes for tensor in new.tensors.values()),
         elements_changed=elements_changed,
         bytes_whole=sum(tensor.size_bytes for tensor in new.tensors.values()),
-        bytes_written=writer.bytes_written + len(summary),
+        bytes_written=writer.bytes_written,
         seconds=time.monotonic() - started,
         notes=tuple(notes),
     )

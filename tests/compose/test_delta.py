@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from layerstore import DeltaWritten, Keep, Store
 from layerstore.delta import ENCODINGS, Encoding
 from layerstore.delta.codec import decode_into, encode
 from layerstore.delta.folder import DeltaWriter, read_delta
-from layerstore.disk import Files
+from layerstore.disk import Files, NewFile
 from layerstore.dtypes import DTYPES, DType
 from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
 from tests.compose.test_hf import mixed, weights_in
@@ -312,6 +313,15 @@ def test_a_delta_that_is_not_whole_is_refused(
 
     with pytest.raises(SourceCheckpoint, match=re.escape(f"is no whole delta: it lacks {lacking}")):
         layerstore.apply(written.out, base)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_its_files_are_synced_where_that_is_asked_for(store: Store, tmp_path: Path, durable: bool) -> None:
+    """As those of other formats are; without, only the folder's own name is."""
+    with patch.object(NewFile, "sync", autospec=True, side_effect=NewFile.sync) as sync:
+        written = delta(store, tmp_path / "delta", durable=durable)
+
+    assert sync.call_count == (len(written.files) if durable else 0)
 
 
 def test_a_delta_and_an_export_do_not_replace_each_other(store: Store, tmp_path: Path) -> None:
