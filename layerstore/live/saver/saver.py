@@ -475,8 +475,10 @@ class Saver:
         atexit.unregister(self._at_exit)
         try:
             self._ungate()
-            self._release(None if at_once else self._place.attempt)
-            self._background.close(at_once=at_once)
+            try:
+                self._release(None if at_once else self._place.attempt)
+            finally:  # its threads end, even where the store cannot be read any more
+                self._background.close(at_once=at_once)
             if self._is_first:
                 self._repo.parts.close_session(self._session, is_over=not at_once)
         finally:
