@@ -55,7 +55,7 @@ def _make(path: StrPath) -> None:
         try:
             as_store(path).close()  # another job has made it meanwhile
         except NoStore:
-            pass
+            pass  # what is there is something else, as the first error says
         else:
             return
         raise
