@@ -311,8 +311,8 @@ def _say_written(composite: "Composite", written: "Exported", *, adam_step: str 
 
 def _say_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:
     """Say what changed, and how it is put on."""
-    fields = json_fields(written)
-    if _tell_programs(composite, written.notes, {**fields, "format": "hf"}, as_json=as_json):
+    fields = {**json_fields(written), "format": written.format}
+    if _tell_programs(composite, written.notes, fields, as_json=as_json):
         return
     share = written.elements_changed / max(written.elements, 1)
     head = f"wrote {shown(written.out)}: {shown(written.since)} to {shown(composite.name)}, {written.encoding}"

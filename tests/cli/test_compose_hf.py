@@ -52,6 +52,15 @@ def test_it_tells_programs(run: Run, trainers: Path, tmp_path: Path) -> None:
     assert fields["notes"] == planned["notes"] == ["config.json is changed to say float16, as the weights are"]
 
 
+def test_a_delta_tells_programs_that_it_is_one(run: Run, trainers: Path) -> None:
+    """Whether it was asked for by its name or by --since."""
+    words = ("compose", "run@2", "--since", "run@2", "--store", trainers, "--json")
+
+    formats = [run(*words, "--format", of, "-o", f"as-{of}").fields["format"] for of in ("delta", "hf")]
+
+    assert formats == ["delta", "delta"]
+
+
 def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, tmp_path: Path) -> None:
     """With their sizes; to programs it says that it was one."""
     before = sorted(tmp_path.iterdir())
