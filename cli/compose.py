@@ -22,7 +22,7 @@ from layerstore.cli.policy import choices, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.errors import InvalidInput
-from layerstore.formats import FORMATS, chosen_format
+from layerstore.formats import FORMATS, Delta, chosen_format
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 from layerstore.setting import settings_of
@@ -161,6 +161,8 @@ def compose(
     if not (dry_run or out or pin):
         hint = f"name a folder with -o DIR, or pass {'' if average else '--pin NAME or '}--dry-run"
         raise InvalidInput("compose does not know where to write", hint=hint)
+    if (out is None or dry_run) and isinstance(into, Delta):
+        raise into.unplanned()
     source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)

@@ -37,7 +37,12 @@ class Delta:
 
     def plan(self, repo: "Repository", composition: "Composition") -> Plan:
         """Raise InvalidInput: there is none."""
-        raise InvalidInput("a delta cannot be planned", hint="what changed is known once it is read: write it")
+        raise self.unplanned()
+
+    @staticmethod
+    def unplanned() -> InvalidInput:
+        """Return why there is no plan."""
+        return InvalidInput("a delta cannot be planned", hint="what changed is known once it is read: write it")
 
     def write(
         self, repo: "Repository", composition: "Composition", out: Path, how: "Writing", progress: "Progress"

@@ -61,6 +61,14 @@ def test_a_delta_tells_programs_that_it_is_one(run: Run, trainers: Path) -> None
     assert formats == ["delta", "delta"]
 
 
+def test_a_delta_has_no_dry_run_and_nothing_is_composed_to_say_so(run: Run, trainers: Path) -> None:
+    """Not even the commit is looked for: with --without-damaged, all that it holds would be read."""
+    outcome = run("compose", "nowhere@2", "--format", "hf", "--since", "run@2", "--dry-run", "--store", trainers)
+
+    assert outcome.code == 2
+    assert "a delta cannot be planned" in outcome.err
+
+
 def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, tmp_path: Path) -> None:
     """With their sizes; to programs it says that it was one."""
     before = sorted(tmp_path.iterdir())
