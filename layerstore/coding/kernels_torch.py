@@ -10,29 +10,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from layerstore.coding.kernels import INFINITY16, LARGEST16, SMALLEST16
+from layerstore.coding.kernels import INFINITY, LARGEST, SMALLEST_SCALE
 from layerstore.coding.spec import BLOCK, Spec
 
 _PIECE = 1 << 24
 """Elements that are worked on at once: enough for a GPU, and temporaries of them fit beside a model."""
+_NAN = 0x7FC00000
 
 
-def encode(coding: Spec, values: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode(spec: Spec, values: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of *values*."""
-    assert (reference is not None) == coding.needs_reference
+    assert (reference is not None) == spec.needs_reference
     codes, scales = (
         torch.empty(part.elements, dtype=kind, device=values.device)
-        for part, kind in zip(coding.parts(values.numel()), (torch.uint8, torch.int16), strict=True)
+        for part, kind in zip(spec.parts(values.numel()), (torch.uint8, torch.int16), strict=True)
     )
     for start in range(0, values.numel(), _PIECE):
         end = min(start + _PIECE, values.numel())
         piece = values[start:end] if reference is None else values[start:end] - reference[start:end]
         blocks = pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
-        small, ends = _ENCODE[coding.kind](blocks, coding.top_code)
-        first = start // BLOCK * coding.scales_per_block
+        small, ends = _ENCODE[spec.kind](blocks, spec.top_code)
+        first = start // BLOCK * spec.scales_per_block
         scales[first : first + ends.numel()] = ends.reshape(-1)
-        target = codes[start * coding.bits // 8 : -(-end * coding.bits // 8)]
-        target.copy_(_packed(small.view(-1), coding.bits)[: target.numel()])
+        target = codes[start * spec.bits // 8 : -(-end * spec.bits // 8)]
+        target.copy_(_packed(small.view(-1), spec.bits)[: target.numel()])
     return codes, scales.view(torch.bfloat16)
 
 
@@ -41,8 +42,8 @@ def _packed(small: Tensor, bits: int) -> Tensor:
 
 
 def _nearest_scale(exact: Tensor) -> Tensor:
-    bits = (exact.view(torch.int32) & 0x7FFFFFFF).clamp_max(0x7FC00000)
-    return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).clamp_min(SMALLEST16)
+    bits = (exact.view(torch.int32) & 0x7FFFFFFF).clamp_max(_NAN)
+    return ((bits + 0x8000) >> 16).clamp_min(SMALLEST_SCALE >> 16)
 
 
 def _inverse(scales: Tensor) -> Tensor:
@@ -66,14 +67,14 @@ def _encode_logarithmic(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
     images = blocks.view(torch.int32)
     high = images.amax(1, keepdim=True)
     low = images.masked_fill(images == 0, 0x7FFFFFFF).amin(1, keepdim=True).masked_fill_(high == 0, 0)
-    is_wrong = (high >= INFINITY16 << 16) | (low < 0)
+    is_wrong = (high >= INFINITY) | (low < 0)
     down = torch.maximum(low >> 16, (high > 0).int())
-    up = (high.clamp_max(LARGEST16 << 16) + 0xFFFF) >> 16
+    up = (high.clamp_max(LARGEST) + 0xFFFF) >> 16
     span = ((up - down) << 16).float()
     factor = torch.full_like(span, top - 1) / span.clamp_min(1)
     work = images.float().sub_((down << 16).float()).mul_(factor).round_().clamp_(0, top - 1)
     small = (work.to(torch.uint8) + 1) * (images != 0)
-    return small, torch.cat([down, up.masked_fill_(is_wrong, INFINITY16)], dim=1)
+    return small, torch.cat([down, up.masked_fill_(is_wrong, INFINITY >> 16)], dim=1)
 
 
 _ENCODE: Mapping[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]] = {
