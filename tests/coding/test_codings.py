@@ -260,6 +260,47 @@ def test_coding_again_changes_nothing(coding: Coding) -> None:
     assert _bytes(coding.encode(decode(coding, parts, values.size, reference), reference)) == _bytes(parts)
 
 
+@_of(LOGARITHMIC)
+@pytest.mark.parametrize("factor", [1.001, 1.1, 2, 16])
+def test_narrow_second_moments_change_at_most_once_more(coding: Coding, factor: float) -> None:
+    """Where a step is no wider than what the ends are rounded to; and by less than half a step."""
+    values = np.geomspace(1e-8, 1e-8 * factor, 1280, dtype=np.float32)
+    np.random.default_rng(0).shuffle(values)
+    first = decoded(coding, values)
+    second = decoded(coding, first)
+
+    assert np.abs(second / first - 1).max() <= np.abs(first / values - 1).max()
+    assert np.array_equal(decoded(coding, second), second)
+
+
+@OF_ALL
+def test_a_stranger_decodes_what_the_page_says(coding: Coding) -> None:
+    """Element by element, from the format page alone: fp32 after each operation."""
+    values, reference = _golden_numbers(coding, 301)
+    codes, scales = coding.encode(values, reference)
+    found = decode(coding, (codes, scales), 301, reference)
+
+    for index in range(301):
+        code = int(codes[index]) if coding.bits == 8 else int(codes[index // 2]) >> 4 * (index % 2) & 15
+        block = scales[index // BLOCK * coding.scales_per_block :].astype(np.uint32) << np.uint32(16)
+
+        assert found[index] == _by_the_page(coding, code, block, 0 if reference is None else reference[index])
+
+
+def _by_the_page(coding: Coding, code: int, block: npt.NDArray[np.uint32], reference: float) -> np.float32:
+    if coding.kind == "logarithmic":
+        low, high, top = np.float32(block[0]), np.float32(block[1]), np.float32(2**coding.bits - 2)
+        step = np.float32(high - low) / top
+        step = np.nextafter(step, np.float32(0)) if step * top > high - low else step
+        image = np.int32(np.float32(code - 1) * step + low)
+        return image.view(np.float32) if code else np.float32(0)
+    signed = np.float32(code - 2**coding.bits if code >= 2 ** (coding.bits - 1) else code)
+    scale = block[:1].view(np.float32)[0]
+    if coding.kind == "companded":
+        return np.float32(signed * abs(signed) * scale)
+    return np.float32(np.float32(reference) + signed * scale)
+
+
 @OF_ALL
 def test_differences_decode_into_their_reference(coding: Coding) -> None:
     """A layer can be decoded in place, without a second array of its size."""
