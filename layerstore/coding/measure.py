@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_PIECE = 1 << 15
+_PIECE = 1 << 17
+"""Elements that are worked on at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,9 @@ def error(
         piece = slice(start, start + _PIECE)
         of = values[piece]
         room = scratch[: of.size]
-        greatest, squares = _sums(np.subtract(of, decoded[piece], out=room))
-        coded = np.subtract(of, 0 if reference is None else reference[piece], out=room)
-        greatest_value, value_squares = _sums(coded)
+        greatest, squares = _sums(np.subtract(of, decoded[piece], out=room), room)
+        coded = of if reference is None else np.subtract(of, reference[piece], out=room)
+        greatest_value, value_squares = _sums(coded, room)
         total += Error(
             elements=of.size,
             greatest=greatest,
@@ -73,18 +74,18 @@ def error(
     return total
 
 
-def _sums(numbers: "npt.NDArray[np.float32]") -> tuple[float, float]:
-    """Return the greatest magnitude and the sum of squares of *numbers*, which are overwritten."""
+def _sums(numbers: "npt.NDArray[np.float32]", room: "npt.NDArray[np.float32]") -> tuple[float, float]:
+    """Return the greatest magnitude and the sum of squares of *numbers*; *room* may be the same array."""
     import numpy as np
 
-    np.abs(numbers, out=numbers)
-    greatest = float(numbers.max(initial=0))
-    if not greatest:
-        return 0.0, 0.0
-    numbers /= np.float32(greatest)  # squares of second moments are too small for fp32
-    np.multiply(numbers, numbers, out=numbers)
-    # not a dot product: its order depends on the machine
-    return greatest, float(np.add.reduce(numbers)) * greatest**2
+    np.abs(numbers, out=room)
+    greatest = float(room.max())
+    # Squares of second moments are too small for fp32, others may be too large.
+    exponent = max(math.frexp(greatest)[1], -120)
+    room *= np.float32(2.0**-exponent)
+    np.multiply(room, room, out=room)
+    # Not a dot product: its order depends on the machine.
+    return greatest, float(np.add.reduce(room)) * 4.0**exponent
 
 
 def _ratio(part: float, whole: float) -> float:
