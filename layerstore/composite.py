@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Unpack
 from layerstore.arguments import checked
 from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
 from layerstore.assemble import Exported, Force, Writing
-from layerstore.compose import Composition, check_members, check_whole, losses_told
+from layerstore.compose import Composition, check_members, check_whole, inexact, losses_told
 from layerstore.delta import is_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
@@ -65,6 +65,8 @@ class Composite:
         older = f"{len(self._composition.older_layers)} of {len(self._composition.layers)} layers from other saves"
         if self._composition.mean is not None:
             older = str(self._composition.mean)
+        if compact := len({entry.layer for entry in self._composition.entries if entry.compact}):
+            older += f", {compact} not bit for bit"
         return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
 
     def _repr_html_(self) -> str:
@@ -146,6 +148,11 @@ class Composite:
     def mixture(self) -> str | None:
         """A sentence that says that this model never existed, if layers of several saves are mixed."""
         return self._composition.mixture
+
+    @property
+    def inexact(self) -> str | None:
+        """A sentence that says what was not kept bit for bit, and which save was; None if every layer was."""
+        return inexact(self._repo, self._composition)
 
     @property
     def older_than_due(self) -> tuple[str, ...]:
@@ -274,7 +281,7 @@ class Composite:
         self._check_stored("state_dict() has its weights")
         with losses_told(self._repo, self._composition):
             versions = [self._repo.version_of(entry) for entry in self._composition.layers]
-        return open_tensors(self._repo.objects, versions, kind=kind, state=state, verify=verify)
+        return open_tensors(self._repo, versions, kind=kind, state=state, verify=verify)
 
     def state_dict(self, *, dtype: DTypeName | None = None, verify: bool = True) -> "dict[str, torch.Tensor]":
         """

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from layerstore.policy import Latest, Policy
+from layerstore.precision import EXACT_EVERY, PRECISIONS, Keyframes, PrecisionName, count_or_none, keyframes
 from layerstore.setting import Setting
 
 
@@ -19,6 +20,18 @@ class IngestOptions:
     pin: Annotated[str | None, Setting("pin the commit under this name", metavar="NAME")] = None
     replace: Annotated[bool, Setting("other content saved for this step goes to the trash")] = False
     policy: Policy = field(default_factory=Latest)
+    precision: Annotated[
+        PrecisionName,
+        Setting(f"how finely layers are kept. {'; '.join(f'{of.name}: {of.help}' for of in PRECISIONS.values())}"),
+    ] = "exact"
+    exact_every: Annotated[
+        int | None,
+        Setting(
+            "with another precision, every Nth version of a layer is exact all the same; none: only the first",
+            metavar="N",
+            read=count_or_none,
+        ),
+    ] = EXACT_EVERY
     rollback: Annotated[bool, Setting("training went back to an earlier step: a new attempt begins")] = False
     resumed_from: Annotated[
         str | None, Setting("the commit or pinned composite that training went on from", metavar="REF")
@@ -35,6 +48,14 @@ class IngestOptions:
     """Classes of foreign pickles that are kept as inert objects."""
     follow: Annotated[bool, Setting("follow links to files inside the checkpoint")] = False
     trust_store: Annotated[bool, Setting("do not read what the store has already; its size has to do")] = False
+
+    def __post_init__(self) -> None:
+        keyframes(self.precision, self.exact_every)
+
+    @property
+    def keyframes(self) -> Keyframes:
+        """The precision, and when a layer is kept exactly."""
+        return keyframes(self.precision, self.exact_every)
 
     @property
     def opens_attempt(self) -> bool:

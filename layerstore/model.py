@@ -6,10 +6,10 @@ here changes the format.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
-from typing import ClassVar, NewType, Protocol, runtime_checkable
+from typing import ClassVar, NewType, Protocol, Self, runtime_checkable
 
 from layerstore.tree import Tree
 from layerstore.units import short_id, utc
@@ -54,11 +54,13 @@ class StoredTensor:
     state: str
     """Which optimizer state (``exp_avg``); empty for the other kinds."""
     dtype: str
-    """Code of the element type."""
+    """Code of the element type, once it is decoded."""
     elements: int
     """Length of the slice, padding excluded; never zero."""
     crc32: int
-    """Checksum of the slice's bytes; a zip entry's checksum is combined from these."""
+    """Checksum of the slice's bytes, once they are decoded; a zip entry's checksum is combined from these."""
+    coding: str = field(default="", metadata=OMITTED)
+    """How it is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
 
     @property
     def key(self) -> str:
@@ -81,11 +83,18 @@ class StoredObject:
     """In file order."""
     chunks: bytes
     """xxh3_64, 8 bytes big-endian each, of every 16 MiB of the file."""
+    reference: str = field(default="", metadata=OMITTED)
+    """The id of the object whose tensors its differences add to; empty if it holds none."""
 
     @property
     def ref(self) -> "BlobRef":
         """Its name and size alone."""
         return BlobRef(id=self.id, size_bytes=self.size_bytes)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether any of its tensors has to be decoded."""
+        return any(tensor.coding for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +144,18 @@ class LayerVersion:
     How parameters were split into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world); ``partition``
     is stages 1 and 2's, where the slices of a parameter follow each other, and some ranks have none.
     """
+    references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
+    """The objects of older versions that differences of this one refer to, by shard: who keeps it keeps them."""
+
+    @property
+    def named(self) -> tuple[StoredObject, ...]:
+        """Every object that it takes to read it."""
+        return (*self.objects, *self.references)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bit of it is as it was saved."""
+        return not any(stored.is_coded for stored in self.objects)
 
     @property
     def optimizer_states(self) -> set[tuple[str, str]]:
@@ -175,6 +196,8 @@ class LayerEntry:
     """The commit's own run and step when it was saved there, else where it was inherited from."""
     optimizer_step: int | None
     """The optimizer's update count for it then; None if there is no count, or counts differ."""
+    compact: int = field(default=0, metadata=OMITTED)
+    """How many versions in a row, this one the last, were not kept exactly; 0 if it is exact."""
 
     def saved_by(self, commit: "Saving") -> bool:
         """Whether *commit* itself saved it rather than inherited it."""
@@ -260,6 +283,8 @@ class CommitRecord:
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
     """Commits of the same run that this one replaces."""
+    precision: str = field(default="exact", metadata=OMITTED)
+    """How finely the layers that it saved were to be kept; some of them are exact all the same."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()
@@ -271,9 +296,57 @@ class CommitRecord:
         return (*(entry.version for entry in self.layers), *self.states)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether every layer is kept bit for bit."""
+        return not any(entry.compact for entry in self.layers)
+
+    @property
+    def kept_precision(self) -> str:
+        """The precision of its layers: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
+        if self.is_exact:
+            return "exact"
+        return "mixed" if self.precision == "exact" else self.precision
+
+    @property
     def fork(self) -> Fork | None:
         """Where the attempt forked from an earlier one; None if it began from nothing."""
         return self.lineage[0] if self.lineage else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingLoss:
+    """What coding lost of the masters of a layer, or of one state of its optimizer; sums add up over slices."""
+
+    layer: str
+    state: str
+    """Empty for the masters."""
+    greatest: float
+    """The greatest error."""
+    squares: float
+    """The sum of the squares of all errors."""
+    greatest_value: float
+    """Of what was coded: the movement since the reference for differences, else the values."""
+    value_squares: float
+
+    def __add__(self, other: Self) -> Self:
+        """Return the loss of both together, under the name of this one."""
+        return replace(
+            self,
+            greatest=max(self.greatest, other.greatest),
+            squares=self.squares + other.squares,
+            greatest_value=max(self.greatest_value, other.greatest_value),
+            value_squares=self.value_squares + other.value_squares,
+        )
+
+    @property
+    def relative(self) -> float:
+        """The root mean square of the error beside that of what was coded; 0 if that was nothing."""
+        return float((self.squares / self.value_squares) ** 0.5) if self.value_squares else 0.0
+
+    @property
+    def relative_greatest(self) -> float:
+        """The greatest error beside the greatest of what was coded; 0 if that was nothing."""
+        return self.greatest / self.greatest_value if self.greatest_value else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +359,8 @@ class Observed:
     """Bytes that were not in the store before."""
     bytes_reused: int
     """Bytes that were in the store before."""
+    losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
+    """What its compact layers lost."""
 
     @property
     def time(self) -> datetime:
@@ -326,7 +401,7 @@ class Pin:
 
     _JSON: ClassVar = (
         "pin=name run=record.run step=record.step commit=base time=observed.time_ns layers=#record.layers "
-        "attempt=record.attempt policy=record.policy.name"
+        "attempt=record.attempt policy=record.policy.name precision=record.kept_precision"
     )
 
     name: str = field(metadata=AS_NAME)
@@ -362,117 +437,20 @@ def _in_short(record: CommitRecord, observed: Observed) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectContent:
-    """The content of a storage or file that is stored as a separate object: one uint8 tensor named ``bytes``."""
-
-    object: BlobRef
-    size_bytes: int
-    """Size of the payload."""
-    crc32: int
-
-    @property
-    def begin(self) -> int:
-        """Where the payload begins in the object's file; it ends where the file ends."""
-        return self.object.size_bytes - self.size_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatContent:
-    """
-    The content of a flat buffer: the slices of a sub-group's parameters, in order.
-
-    Under stages 1 and 2, it is the rank's partition of a param group.
-    """
-
-    state: str
-    """The optimizer state's name; empty for the masters."""
-    group: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FragmentContent:
-    """The content of a frozen parameter's fragment; under stages 1 and 2, the weights of any whole parameter."""
-
-    parameter: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferContent:
-    """The content of a persistent buffer."""
-
-    buffer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
-    """A file that is kept byte for byte."""
-
-    path: str = field(metadata=AS_PATH)
-    """Below the checkpoint folder, with ``/``."""
-    executable: bool
-    content: bytes | ObjectContent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeFile:
-    """A ``.pt`` file as its tree; layers' bytes are left out and named by their storages' content."""
-
-    path: str = field(metadata=AS_PATH)
-    tree: Tree = field(metadata=AS_TREE)
-
-
-class TensorSource(StrEnum):
-    """Where a tensor of a gathered weights file comes from."""
-
-    PARAMETER = "parameter"
-    """The layer's stored weights if its version has them, else its master, rounded."""
-    BUFFER = "buffer"
-    STORED = "stored"
-    """A separate object, because no parameter has this name, or its bytes differ."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredTensor:
-    """One tensor of a gathered weights file, in file order."""
-
-    name: str
-    dtype: str
-    elements: int
-    crc32: int
-    """Checksum of its bytes: rounding again must reproduce them."""
-    source: TensorSource
-    layer_name: str
-    """The parameter or buffer that supplies it; empty when stored."""
-    stored: ObjectContent | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredFile:
-    """A safetensors file of whole weights: its original header, and the source of each tensor."""
-
-    path: str = field(metadata=AS_PATH)
-    header: bytes
-    """Length field and JSON, verbatim."""
-    tensors: tuple[GatheredTensor, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
-    """Everything that one rank saved, apart from layers."""
-
-    rank: int
-    model: TreeFile
-    optimizer: TreeFile
-    files: tuple[SourceFile, ...]
-    gathered: tuple[GatheredFile, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPart:
     """One rank's objects of one layer."""
 
     layer: str
     objects: tuple[StoredObject, ...]
+    references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
+    """What their differences refer to."""
+    losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
+    """What coding lost of them."""
+
+    @property
+    def named(self) -> tuple[StoredObject, ...]:
+        """Every object that it takes to read them."""
+        return (*self.objects, *self.references)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

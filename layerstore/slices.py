@@ -14,6 +14,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.limits import PAGE_BYTES
@@ -108,6 +109,36 @@ def frame(tensors: Iterable[Slice]) -> Frame:
     return framed((tensor.key, tensor.dtype, (tensor.elements,)) for tensor in tensors)
 
 
+class CodedSlice(Slice, Protocol):
+    """What the framing needs to know about a tensor that may be coded."""
+
+    @property
+    def coding(self) -> str:
+        """The name of its coding; empty if its bytes are kept as they are."""
+
+
+def coded_frame(tensors: Iterable[CodedSlice], *, reference: str) -> tuple[Frame, list[int]]:
+    """
+    Lay out an object of *tensors* in their own order, each as the parts of its coding, and each part after the other.
+
+    Return the layout of all parts, and the number of the first part of each tensor. The name of the *reference* is
+    part of the file: the same differences to something else are another object.
+    """
+    parts: list[tuple[str, str, tuple[int]]] = []
+    first = []
+    for tensor in tensors:
+        first.append(len(parts))
+        if tensor.coding:
+            key = f"{tensor.key}:{tensor.coding}"
+            parts += [
+                (key + part.suffix, part.dtype, (part.elements,))
+                for part in CODINGS[tensor.coding].parts(tensor.elements)
+            ]
+        else:
+            parts.append((tensor.key, tensor.dtype, (tensor.elements,)))
+    return framed(parts, metadata={"reference": reference} if reference else None), first
+
+
 def framed(tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mapping[str, str] | None = None) -> Frame:
     """Lay out *tensors*, given as (key, element type, shape); the header starts with *metadata*."""
     begin, offsets = 0, []
@@ -154,6 +185,8 @@ class Piece:
     """The source and target element types; None to copy the bytes as they are."""
     crc32: int | None = None
     """The checksum of a whole slice that is copied; no other bytes have a stored checksum."""
+    is_coded: bool = False
+    """Whether the object has to be decoded; then *object_offset* is where the bytes would be in a plain one."""
     is_measured: bool = False
     """Whether its checksum is wanted but unknown, so that the copy must compute it."""
     mean_of: tuple[Addend, ...] = ()
@@ -207,14 +240,16 @@ class StoredSlice:
             object_offset=self.offset + start * item_bytes,
             size_bytes=count * item_bytes,
             offset=offset,
+            is_coded=self.object.is_coded,
             crc32=self.tensor.crc32 if count == self.tensor.elements else None,
         )
 
 
 def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
-    """Yield the slices of an object; raises IntegrityError if they do not fill it."""
+    """Yield the slices of an object, as if none was coded; raises IntegrityError if they do not fill it."""
     framing = frame(stored.tensors)
-    if framing.size_bytes != stored.size_bytes:
+    file = coded_frame(stored.tensors, reference=stored.reference)[0] if stored.is_coded else framing
+    if file.size_bytes != stored.size_bytes:
         raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
     for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):
         yield StoredSlice(object=stored, tensor=tensor, offset=offset)

@@ -21,6 +21,7 @@ from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupport
 from layerstore.layers import typed
 from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, Pin, Saving, StrPath
+from layerstore.precision import PrecisionName
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
 from layerstore.storage import Repository, make_store, open_repository
@@ -112,6 +113,8 @@ class Store:
         allowed_globals: Iterable[str] = (),
         follow: bool = False,
         policy: "str | Policy" = "full",
+        precision: PrecisionName = "exact",
+        exact_every: int | None = 10,
         rollback: bool = False,
         resumed_from: str | None = None,
         pin: str | None = None,
@@ -123,9 +126,10 @@ class Store:
         Store the ZeRO *checkpoint*: a folder written by DeepSpeed, the HF Trainer, Accelerate or Lightning.
 
         Once this returns, the commit survives a power cut. Storing the same content again writes nothing. Only the
-        layers that are due under *policy* are stored; the commit inherits the others. *rollback* says that training
-        went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects that the store already
-        has are read, and replaced if they are damaged; with *trust_store*, only their size is checked.
+        layers that are due under *policy* are stored; the commit inherits the others. In a *precision* other than
+        ``exact``, they take fewer bytes, but for every Nth version of each (*exact_every*). *rollback* says that
+        training went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects that the
+        store already has are read, and replaced if they are damaged; with *trust_store*, only their size is checked.
 
         A folder of ``torch.distributed.checkpoint`` is stored *onto* a commit of the same model, which supplies what
         DeepSpeed needs besides weights and moments; it continues that commit's run.
@@ -146,6 +150,8 @@ class Store:
             allowed_globals=frozenset(allowed_globals),
             follow=follow,
             policy=chosen_policy(policy),
+            precision=precision,
+            exact_every=exact_every,
             rollback=rollback,
             resumed_from=resumed_from,
             pin=pin,
@@ -161,6 +167,7 @@ class Store:
         policy: "str | Policy" = "latest",
         recipe: StrPath | None = None,
         run: str | None = None,
+        exact: bool = False,
         without_damaged: bool = False,
     ) -> "Composite":
         """
@@ -169,27 +176,36 @@ class Store:
         *policy* is a name, with settings or not: ``filter:every=10``, a policy: ``layerstore.Filter(every=10)``, or an
         object of yours.
         A *recipe* is a YAML file, in our grammar or LLMTailor's, that names the base and every layer's step; *run* is
-        the run for steps without one. With *without_damaged*, every byte is read first, and a damaged layer is replaced
-        by its newest sound version: ``recipe_notes`` says which.
+        the run for steps without one. With *exact*, the newest save up to *ref* that was kept bit for bit takes its
+        place (policy ``exact`` is another thing: every layer from the very step of *ref*). With *without_damaged*,
+        every byte is read first, and a damaged layer is replaced by its newest sound version: ``recipe_notes`` says
+        which.
         """
         from layerstore.compose import compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
         from layerstore.composite import Composite
-        from layerstore.policy import EXACT, chosen_policy
+        from layerstore.history import newest_exact
+        from layerstore.policy import EXACT, Latest, chosen_policy
 
+        takes_others = recipe is not None or without_damaged
+        if exact and (takes_others or not (policy == EXACT or isinstance(chosen_policy(policy), Latest))):
+            raise InvalidInput(
+                "an exact save takes no layer from others", hint="leave out the policy or recipe, and without_damaged"
+            )
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
             composition = compose_by_recipe(self._repo, Path(recipe), run=run)
         elif run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
-        elif policy == EXACT:
-            if without_damaged:
-                raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
-            composition = compose_exact(self._repo, self._resolved(ref))
         else:
-            chosen = chosen_policy(policy)
-            composition = compose_by_policy(self._repo, self._resolved(ref), chosen)
+            base = newest_exact(self._repo, self._resolved(ref)) if exact else self._resolved(ref)
+            if policy == EXACT:
+                if without_damaged:
+                    raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
+                composition = compose_exact(self._repo, base)
+            else:
+                composition = compose_by_policy(self._repo, base, chosen_policy(policy))
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 
     def average(

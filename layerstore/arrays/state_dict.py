@@ -27,8 +27,7 @@ def make_state_dict(
     """
     wanted = dtype_code(dtype)
     masters, weights, buffers = (
-        open_tensors(repo.objects, versions, kind=kind, state=None, verify=verify)
-        for kind in ("master", "weights", "buffers")
+        open_tensors(repo, versions, kind=kind, state=None, verify=verify) for kind in ("master", "weights", "buffers")
     )
     made: dict[str, torch.Tensor] = {}
     verified: set[BlobRef] | None = set() if verify else None
@@ -66,7 +65,7 @@ def _mean(
     for piece in slices.pieces(Kind.MASTER, parameter.name, dtype="F32", offset=0):
         if verified is not None:
             for ref in {*piece.objects} - verified:
-                repo.objects.verify(ref)
+                repo.verify_object(ref)
             verified.update(piece.objects)
         parts += list(read_mean(repo, piece)) if piece.mean_of else [_whole(repo, piece)]
     made = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)

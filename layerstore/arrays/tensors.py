@@ -17,7 +17,7 @@ from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
 from layerstore.model import BlobRef, Kind, LayerVersion
 from layerstore.nearest import did_you_mean, nearest, unknown
 from layerstore.slices import StoredSlice, slices_in
-from layerstore.storage import ObjectStore
+from layerstore.storage import Repository
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -80,8 +80,8 @@ class Tensors(Mapping[str, "Array"]):
     Safe to share between threads.
     """
 
-    def __init__(self, objects: ObjectStore, entries: dict[str, _Entry], *, kind: Kind, verify: bool) -> None:
-        self._objects = objects
+    def __init__(self, repo: Repository, entries: dict[str, _Entry], *, kind: Kind, verify: bool) -> None:
+        self._repo = repo
         self._kind = kind
         self._entries = entries
         self._verify = verify
@@ -153,20 +153,21 @@ class Tensors(Mapping[str, "Array"]):
     def _array(self, entry: _Entry, part: StoredSlice) -> "Array":
         import numpy as np
 
-        return np.frombuffer(self._map(part.object.ref), _NUMPY[entry.dtype], part.tensor.elements, part.offset)
+        data = memoryview(self._map(part.object.ref)).toreadonly()  # what was decoded is in memory of our own
+        return np.frombuffer(data, _NUMPY[entry.dtype], part.tensor.elements, part.offset)
 
     def _map(self, ref: BlobRef) -> mmap.mmap:
         with self._guard:
             found = self._maps.get(ref)
             if found is None:
-                found = self._objects.map(ref, verify=self._verify and ref not in self._verified)
+                found = self._repo.map_object(ref, verify=self._verify and ref not in self._verified)
                 self._verified.add(ref)
                 self._maps[ref] = found
         return found
 
 
 def open_tensors(
-    objects: ObjectStore, versions: Iterable[LayerVersion], *, kind: str, state: str | None, verify: bool
+    repo: Repository, versions: Iterable[LayerVersion], *, kind: str, state: str | None, verify: bool
 ) -> Tensors:
     """
     Return the tensors of one *kind* that *versions* hold, by name; none is read yet.
@@ -200,7 +201,7 @@ def open_tensors(
         found, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
         if found != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
             raise LayoutMismatch(f"{name!r} is stored in slices of {found} elements, its shape asks for {expected}")
-    return Tensors(objects, entries, kind=wanted, verify=verify)
+    return Tensors(repo, entries, kind=wanted, verify=verify)
 
 
 def _kind(kind: str, state: str | None) -> Kind:

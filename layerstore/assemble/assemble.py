@@ -23,10 +23,11 @@ from layerstore.errors import IntegrityError
 from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
 from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
-from layerstore.model import BlobRef, ObjectContent, SourceFile
+from layerstore.model import BlobRef
 from layerstore.numbers import convert, newly_infinite
 from layerstore.progress import Progress
 from layerstore.slices import Piece
+from layerstore.states import ObjectContent, SourceFile
 from layerstore.storage import Hashing, Repository
 from layerstore.threads import Threads
 from layerstore.tree import Storage, Tree
@@ -38,6 +39,8 @@ _AHEAD_MAX = 4
 
 # Files written at a time: thousands must not exhaust the descriptors.
 _OPEN_MAX = 16
+
+_AS_IS = ("U8", "U8")
 
 Literals = tuple[tuple[int, bytes], ...]
 """(offset, bytes)."""
@@ -235,6 +238,7 @@ class _Task:
     objects: tuple[BlobRef, ...]
     copies: list[tuple[NewFile, Piece]] = field(default_factory=list)
     conversions: list[tuple[NewFile, Piece]] = field(default_factory=list)
+    """What is computed from the object's bytes: rounded, averaged or decoded."""
 
 
 @contextmanager
@@ -255,9 +259,9 @@ def assembling(
     conversions are the work itself: they get a thread more, count as progress, and new infinities are counted. Means
     get three more.
     """
-    # Hashing fills the memory bus with one thread; where rounding is left, two share it. A mean of ten saves reads
-    # twenty times what it writes: with four threads some read while others compute.
-    threads = 4 if has_means else 2 if is_export or not how.verify else 1
+    # Hashing fills the memory bus with one thread; where rounding or decoding is left, two share it. A mean of ten
+    # saves reads twenty times what it writes: with four threads some read while others compute.
+    threads = 4 if has_means else 2 if is_export or repo.coded or not how.verify else 1
     with (
         Threads(threads, thread_name_prefix="verify") as ahead,
         closing(Syncing(durable=how.durable)) as syncing,
@@ -370,7 +374,7 @@ class Assembly:
     def _move(self, supplies: Iterable[Supply]) -> None:
         """Move the bytes of all *supplies*; raise if an object turns out to be damaged, before or after its copy."""
         tasks = _tasks(supplies)
-        with self.repo.objects.expected(ref for task in tasks for ref in task.objects) as objects:
+        with self.repo.objects.expected(ref for task in tasks for ref in self.repo.read_with(task.objects)) as objects:
             self._do(tasks, replace(self.repo, objects=objects))
 
     def _do(self, tasks: Collection[_Task], repo: Repository) -> None:
@@ -388,10 +392,13 @@ class Assembly:
 
     def _prepare(self, repo: Repository, task: _Task) -> None:
         """Verify the objects, and convert what is to be converted while their pages are warm."""
-        unverified = {*task.objects} - self._claimed if self.how.verify else set()
+        unverified = {*repo.read_with(task.objects)} - self._claimed if self.how.verify else set()
         self._claimed |= unverified
         if len(task.objects) > 1:
-            hashing = Hashing(unverified)
+            # What is coded is decoded as it is read, and what it refers to is read only in part.
+            hashing = Hashing(unverified & {*task.objects} - repo.coded.keys())
+            for ref in unverified - hashing.refs:
+                repo.objects.verify(ref)
             for file, piece in sorted(task.conversions, key=lambda each: each[1].object_offset):
                 self._convert(read_mean(repo, piece, hashing), "F32", file, piece)
             hashing.check(repo.objects)
@@ -399,27 +406,31 @@ class Assembly:
             for ref in unverified:
                 repo.objects.verify(ref)
             if task.conversions:
-                with repo.objects.open(task.objects[0]) as source:
+                with repo.open_object(task.objects[0]) as source:
                     for file, piece in task.conversions:
-                        assert piece.rounding is not None
-                        self._convert(chunks_of(source, piece), piece.rounding[0], file, piece)
+                        self._convert(chunks_of(source, piece), (piece.rounding or _AS_IS)[0], file, piece)
 
     def _convert(self, chunks: Iterable[bytes | memoryview], of: str, file: NewFile, piece: Piece) -> None:
         """Write *chunks*, which are *piece* as the type *of*."""
-        assert piece.rounding is not None
-        _, target = piece.rounding
+        _, target = piece.rounding or _AS_IS
         offset, checksum, infinite = piece.offset, 0, 0
         for data in chunks:
             converted = convert(data, source=of, target=target)
-            if self.is_export:
+            if self.is_export and piece.rounding is not None:
                 infinite += newly_infinite(data, converted, source=of, target=target)
             file.write_at(offset, converted)
             offset, checksum = offset + len(converted), crc32(converted, checksum)
+        if piece.crc32 not in {None, checksum}:
+            raise IntegrityError(
+                f"object {piece.object.id} is whole, but decodes to other bytes than when it was saved",
+                hint="another numpy or processor may compute otherwise: compose on the machine that saved it",
+                object_id=piece.object.id,
+            )
         found = Converted(checksum, offset - piece.offset, infinite)
         self.converted.setdefault(file.path, {})[piece.offset] = found
         if piece.is_measured:
             self._measured.setdefault(file.path, {})[piece.offset] = checksum
-        if self.is_export or piece.mean_of:
+        if self.is_export or piece.mean_of or piece.rounding is None:
             self.progress.advance(piece.size_bytes)
 
     def _copy(self, repo: Repository, task: _Task, prepared: Future[None]) -> None:
@@ -471,7 +482,8 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     for file, pieces in supplies:
         for piece in pieces:
             task = tasks.setdefault(piece.objects, _Task(piece.objects))
-            (task.copies if piece.rounding is None else task.conversions).append((file, piece))
+            is_copied = piece.rounding is None and not piece.is_coded
+            (task.copies if is_copied else task.conversions).append((file, piece))
     return tasks.values()
 
 

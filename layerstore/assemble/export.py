@@ -15,9 +15,10 @@ from layerstore.assemble.safetensors import WeightsFile
 from layerstore.assemble.target import Writing, appearing, checked_target
 from layerstore.compose import Composition
 from layerstore.disk import Files
-from layerstore.model import Kind, LayerVersion, RankState
+from layerstore.model import Kind, LayerVersion
 from layerstore.progress import Progress
 from layerstore.slices import Slices
+from layerstore.states import RankState
 from layerstore.storage import Repository
 from layerstore.units import size
 from layerstore.zero3.trees import TreeView, leaves_out_frozen

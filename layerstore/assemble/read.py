@@ -24,11 +24,11 @@ def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) ->
     buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
     with ExitStack() as stack:
         are_few = len(piece.mean_of) <= _MEAN_OPEN_MAX
-        held = [stack.enter_context(repo.objects.open(of.object)) for of in piece.mean_of if are_few]
+        held = [stack.enter_context(repo.open_object(of.object)) for of in piece.mean_of if are_few]
 
         def parts(start: int, into: memoryview) -> Iterator[tuple[memoryview, float]]:
             for number, of in enumerate(piece.mean_of):
-                with nullcontext(held[number]) if are_few else repo.objects.open(of.object) as file:
+                with nullcontext(held[number]) if are_few else repo.open_object(of.object) as file:
                     hashing.read_into(of.object, file, into, of.object_offset + start)
                 yield into, of.weight
 
@@ -38,6 +38,6 @@ def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) ->
 
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
     """Fill *into* with the bytes of an object from *start*, unverified."""
-    with repo.objects.open(ref, [(start, start + len(into))]) as file:
+    with repo.open_object(ref, [(start, start + len(into))]) as file:
         for at in range(0, len(into), IO_CHUNK_BYTES):
             file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)

@@ -15,8 +15,9 @@ from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
 from layerstore.filenames import WEIGHTS
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
-from layerstore.model import Kind, ObjectContent, TensorSource
+from layerstore.model import Kind
 from layerstore.slices import Frame, Piece, Slices, framed
+from layerstore.states import ObjectContent, TensorSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from layerstore.compose import Composition, losses_told
 from layerstore.filenames import SUMMARY
 from layerstore.hashing import digest
 from layerstore.hf import plan_export
-from layerstore.model import LayerVersion, TensorSource
+from layerstore.model import LayerVersion
 from layerstore.progress import Silent
+from layerstore.states import TensorSource
 from layerstore.storage import Repository
 
 _DIGITS = 12

@@ -251,7 +251,7 @@ def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Col
         version = repo.version_of(entry)
     except LayerstoreError:
         return False
-    return all(stored.kind is Kind.OPTIMIZER for stored in version.objects if stored.id in lost)
+    return all(stored.kind is Kind.OPTIMIZER for stored in version.named if stored.id in lost)
 
 
 def _newest_whole(repo: Repository, run: str, lost: Collection[str]) -> str | None:

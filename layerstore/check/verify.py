@@ -252,7 +252,7 @@ def _read_beside(repo: Repository, named: _Named) -> None:
             reason = f"{_reason(part)}; its save will be given up"
             named.note(Damage(kind="part", id=path.name, path=repo.layout.name(path), reason=reason, error=part.kind))
             continue
-        refs = [stored.ref for layer in part.layers for stored in layer.objects]
+        refs = [stored.ref for layer in part.layers for stored in layer.named]
         for ref in (*refs, *([] if part.state is None else [part.state])):
             named.under_way.add(ref)
     needs = Needs(repo)
@@ -285,7 +285,7 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
                 raise IntegrityError(
                     f"version {ref.id} is of layer {version.layer!r}, a commit has it as {layers[number]!r}"
                 )
-        return [stored.ref for stored in version.objects]
+        return [stored.ref for stored in version.named]
 
     def of_state(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
         return objects_of_state(repo.state(ref))

@@ -14,6 +14,7 @@ from layerstore.compose.choose import (
     losses_told,
     without_damaged,
 )
+from layerstore.compose.exactness import cautions, inexact
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 
@@ -21,12 +22,14 @@ __all__ = [
     "Composition",
     "average",
     "base_of_mean",
+    "cautions",
     "check_members",
     "check_whole",
     "compose_by_policy",
     "compose_by_recipe",
     "compose_exact",
     "compose_latest",
+    "inexact",
     "losses_told",
     "without_damaged",
 ]

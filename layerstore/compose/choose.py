@@ -13,20 +13,30 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, LayoutMismatch, NotFound
 from layerstore.history import (
-    NEVER_EXISTED,
     Past,
     Resolved,
     Staleness,
-    mixture_of,
     named_by,
     objects_of_state,
+    others_in,
     references_to,
     saved_at,
     saves_below,
 )
 from layerstore.layers import typed
-from layerstore.model import BlobRef, Buffer, CommitId, CommitRecord, LayerEntry, LayerVersion, Parameter, PolicyUse
+from layerstore.model import (
+    BlobRef,
+    Buffer,
+    CommitId,
+    CommitRecord,
+    Kind,
+    LayerEntry,
+    LayerVersion,
+    Parameter,
+    PolicyUse,
+)
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
+from layerstore.precision import flagged
 from layerstore.slices import Slices
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
@@ -60,6 +70,9 @@ class Mean:
             return f"masters of {names[0]}"
         ends = f"{names[0]} and {names[1]}" if len(names) == 2 else f"{len(names)} saves, {names[0]} to {names[-1]}"
         return f"the mean of {ends}"
+
+
+_NEVER_EXISTED = "this model never existed during training (docs/evidence.md says what that costs)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +110,8 @@ class Composition:
         if self.mean is not None:
             count, layers = len(self.mean.layers), len(self.layers)
             taken = "" if count == layers else f" in {count} of {layers} layers"
-            return f"{self.mean}{taken}, everything else of step {self.base.step}: {NEVER_EXISTED}"
-        return mixture_of(self.base, self.layers)
+            return f"{self.mean}{taken}, everything else of step {self.base.step}: {_NEVER_EXISTED}"
+        return _mixture_of(self.base, self.layers)
 
     @property
     def entries(self) -> Iterator[LayerEntry]:
@@ -112,11 +125,16 @@ class Composition:
         return [entry for entry in self.layers if not entry.saved_by(self.base)]
 
     def own_parameters(self, versions: Iterable[LayerVersion]) -> frozenset[str]:
-        """Return the parameters of the layers that the base itself saved; *versions* are those of all layers."""
+        """
+        Return the parameters whose masters are the base's own, bit for bit; *versions* are those of all layers.
+
+        Others were gathered and rounded from other numbers, so that these say nothing about what is composed.
+        """
         return frozenset(
             parameter.name
             for entry, version in zip(self.layers, versions, strict=True)
             if entry.saved_by(self.base) and not (self.mean and entry.layer in self.mean.layers)
+            if not any(stored.is_coded for stored in version.objects if stored.kind is Kind.MASTER)
             for parameter in version.parameters
         )
 
@@ -128,15 +146,16 @@ class Composition:
         }
         return Slices(versions, means=means)
 
+    @property
+    def base_resolved(self) -> Resolved:
+        """The base alone."""
+        return Resolved(record=self.base, commit=self.commit, pin=None, time_ns=self.time_ns)
+
     def as_resolved(self) -> Resolved:
         """Return this as the commit that it would be: the base with the chosen layers."""
         policy = PolicyUse(name=self.policy, parameters=self.parameters, decisions={})
-        return Resolved(
-            record=replace(self.base, layers=self.layers, policy=policy),
-            commit=self.commit,
-            pin=None,
-            time_ns=self.time_ns,
-        )
+        record = replace(self.base, layers=self.layers, policy=policy, flags=flagged(self.base.flags, self.layers))
+        return replace(self.base_resolved, record=record)
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
         """Return the content of ``layerstore.json``, which also shows whose folder it is: the summary, and more."""
@@ -166,6 +185,7 @@ class Composition:
                 "layers": {age.layer: {"steps": age.steps, "saves": age.saves} for age in staleness.layers},
             },
             "older_than_due": list(self.older_than_due),
+            "compact": list(dict.fromkeys(entry.layer for entry in self.entries if entry.compact)),
             **({} if self.mean is None else {"mean": self._mean_fields(self.mean)}),
         }
 
@@ -173,6 +193,19 @@ class Composition:
     def _mean_fields(mean: Mean) -> dict[str, object]:
         saves = [{name: getattr(save, name) for name in ("run", "attempt", "step", "weight")} for save in mean.saves]
         return {"saves": saves, "layers": list(mean.layers)}
+
+
+def _mixture_of(base: CommitRecord, layers: tuple[LayerEntry, ...]) -> str | None:
+    """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
+    found = others_in(base, layers)
+    if found is None:
+        return None
+    count, are_older = found
+    are = "is" if count == 1 else "are"
+    return (
+        f"{count} of {len(layers)} layers {are} {'older than' if are_older else 'not from'} step {base.step}: "
+        f"{_NEVER_EXISTED}"
+    )
 
 
 def compose_latest(resolved: Resolved) -> Composition:
@@ -418,7 +451,7 @@ def without_damaged(repo: Repository, composition: Composition) -> Composition:
 def _problem(repo: Repository, entry: LayerEntry) -> LayerstoreError | None:
     """Return what is wrong with the version of *entry*; None if every byte is intact."""
     try:
-        for stored in repo.version_of(entry).objects:
+        for stored in repo.version_of(entry).named:
             repo.objects.verify(stored.ref)
     except IntegrityError as exc:
         return exc

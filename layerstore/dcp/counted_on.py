@@ -11,7 +11,7 @@ from typing import Any
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import TRAINER_STATE
 from layerstore.json_text import parse_json
-from layerstore.model import RankState, SourceFile, TreeFile
+from layerstore.states import RankState, SourceFile, TreeFile
 from layerstore.tree import Tree, changed
 from layerstore.zero3.trees import (
     STEP,

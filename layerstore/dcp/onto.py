@@ -8,6 +8,7 @@ It holds masters and moments. All else that DeepSpeed needs is the base's, count
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -21,12 +22,22 @@ from layerstore.hashing import crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.layers import unwrapped
 from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX, WORKERS_MAX
-from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, RankState, SourceFile
+from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, StoredObject
 from layerstore.numbers import can_convert, convert, equal_bytes
 from layerstore.progress import Progress
-from layerstore.publish import Checksums, Content, SourceReader, Staging, stage_version
 from layerstore.slices import Slices, canonical_order
 from layerstore.source import read_source_file, stat_source
+from layerstore.staging import (
+    NONE_COMPACT,
+    Checksums,
+    CompactLayers,
+    Content,
+    SourceReader,
+    Staging,
+    coding_losses,
+    stage_version,
+)
+from layerstore.states import RankState, SourceFile
 from layerstore.storage import ObjectWriter, Repository
 from layerstore.threads import Threads, run_all
 from layerstore.tree import Tensor, Tree
@@ -82,6 +93,7 @@ class DcpCheckpoint:
         due: Collection[str],
         known_before: bool,
         moments: bool = True,
+        compact: CompactLayers = NONE_COMPACT,
     ) -> Content:
         """Stage what `layerstore.ingest.transfer` stages of a checkpoint of DeepSpeed; raises as it does."""
         checkpoint, checksums = self.checkpoint, Checksums()
@@ -100,9 +112,18 @@ class DcpCheckpoint:
             )
             sources = [[of for of in layer.objects if moments or of.kind is not Kind.OPTIMIZER] for layer in layers]
             progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
-            staged = [run_all(pool, staging.object, of) for of in sources]
+            staged = [
+                run_all(pool, partial(_staged, staging, compact, layer.layer), of)
+                for layer, of in zip(layers, sources, strict=True)
+            ]
             versions = {
-                layer.layer: stage_version(writer, layer, objects, world_size=self._world_sizes[layer.layer])
+                layer.layer: stage_version(
+                    writer,
+                    layer,
+                    objects,
+                    world_size=self._world_sizes[layer.layer],
+                    references=compact.references(layer.layer),
+                )
                 for layer, objects in zip(layers, staged, strict=True)
             }
             states, stale = self._states(staging, writer, versions)
@@ -115,6 +136,11 @@ class DcpCheckpoint:
             bytes_derived=0,
             has_moments=moments,
             notes=tuple(notes[:1]),
+            losses=tuple(
+                loss
+                for layer, objects in zip(layers, staged, strict=True)
+                for loss in coding_losses(layer.layer, objects, staging)
+            ),
         )
 
     def _states(
@@ -437,3 +463,7 @@ class _Reading:
                 hint="train fp32 parameters under FSDP2, with a MixedPrecisionPolicy for the rest",
             )
         return _Wanted(tensor=tensor, dtype=dtype, is_rounded=kind is Kind.BUFFERS)
+
+
+def _staged(staging: Staging, compact: CompactLayers, layer: str, source: ObjectSource) -> StoredObject:
+    return staging.planned(source, compact.plan(layer, source))

@@ -20,7 +20,7 @@ from layerstore.assemble import (
     literal_file,
     plan_source_file,
 )
-from layerstore.compose import Composition, check_members
+from layerstore.compose import Composition, cautions, check_members
 from layerstore.dcp.metadata import METADATA, Chunk, Entry, KeyPath, metadata_bytes
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.filenames import SUMMARY, TRAINER_STATE
@@ -66,7 +66,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     versions = check_members(repo, composition)
     slices, state = composition.slices(repo, versions), repo.state(base.states[0])
     optimizer = plan_optimizer(repo, composition, versions, adam_step=adam_step)
-    notes = [*filter(None, [composition.mixture]), *optimizer.notes, *export_notes(state, versions, slices)]
+    notes = [*cautions(repo, composition), *optimizer.notes, *export_notes(state, versions, slices)]
     writer = _Writer(slices)
     files = [writer.data_file(number, version, optimizer) for number, version in enumerate(versions)]
     files.append(writer.file_of_values(len(versions), optimizer))

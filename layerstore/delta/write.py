@@ -188,7 +188,7 @@ class _Weights:
         view, at = memoryview(data), 0
         for piece in self._cut(name):
             for ref in {*piece.objects} - self._verified if self._verify else ():
-                self._repo.objects.verify(ref)
+                self._repo.verify_object(ref)
                 self._verified.add(ref)
             for chunk in self._chunks(piece):
                 view[at : at + len(chunk)] = chunk

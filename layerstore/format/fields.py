@@ -21,19 +21,8 @@ from layerstore.format.canonical import Plain
 from layerstore.layers import is_inside, is_name
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import NUMBER_MAX
-from layerstore.model import (
-    STAGES,
-    BufferContent,
-    CommitId,
-    CommitRecord,
-    FlatContent,
-    FragmentContent,
-    Kind,
-    LayerVersion,
-    ObjectContent,
-    ObjectId,
-    StoredObject,
-)
+from layerstore.model import STAGES, CommitId, CommitRecord, Kind, LayerVersion, ObjectId, StoredObject
+from layerstore.states import BufferContent, FlatContent, FragmentContent, ObjectContent
 
 Value = TypeVar("Value")
 Reader = Callable[[Plain], Any]
@@ -105,6 +94,8 @@ def _reader_of(cls: Any) -> Reader:
             if check is not None and not check(made[name]):
                 raise _Misfit(f"{name}: {_odd(made[name])}")
         for name, read_field in others:
+            if name not in value:
+                continue  # it has its default
             try:
                 made[name] = read_field(made[name])
             except _Misfit as exc:

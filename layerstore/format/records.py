@@ -23,6 +23,7 @@ import struct
 from collections.abc import Collection
 from typing import TypeVar
 
+from layerstore.coding import CODINGS
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
 from layerstore.format.canonical import Plain, check_containers, pack, pack_again, pack_in_order, unpack, unpack_known
 from layerstore.format.fields import from_plain, to_plain
@@ -36,17 +37,20 @@ from layerstore.model import (
     CommitRecord,
     LayerEntry,
     LayerVersion,
+    ObjectId,
     Observed,
     Part,
     Pin,
-    RankState,
+    StoredObject,
 )
+from layerstore.precision import COMPACT
+from layerstore.states import RankState
 
 WITHOUT_MOMENTS = "without-moments"
 """Of the optimizer, only the masters are left, so training cannot resume from the commit."""
 
 # Records with other flags need a newer layerstore.
-KNOWN_FLAGS: frozenset[str] = frozenset({WITHOUT_MOMENTS})
+KNOWN_FLAGS: frozenset[str] = frozenset({COMPACT, WITHOUT_MOMENTS})
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
 SCHEMA = 2
@@ -255,7 +259,39 @@ def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
             f"version {ref.id} is cut into slices by {version.cut!r}, which this layerstore does not know",
             hint="use a newer layerstore",
         )
+    codings = {tensor.coding for stored in version.named for tensor in stored.tensors} - {""}
+    for name in sorted(codings - CODINGS.keys()):
+        raise Unsupported(
+            f"version {ref.id} has slices coded as {name!r}, which this layerstore does not know",
+            hint="use a newer layerstore",
+        )
+    if (codings or version.references) and (problem := _misfit_of_coded(version)) is not None:
+        raise IntegrityError(f"object {ref.id}: {problem}", object_id=ref.id)
     return version
+
+
+def _misfit_of_coded(version: LayerVersion) -> str | None:
+    """Return what contradicts itself in coded objects and what they refer to."""
+    references = {stored.id: stored for stored in version.references}
+    for stored in version.objects:
+        codings = [CODINGS[tensor.coding] for tensor in stored.tensors if tensor.coding]
+        if any(tensor.coding and tensor.dtype != "F32" for tensor in stored.tensors):
+            return f"object {stored.id} has coded slices that are not of fp32"
+        if bool(stored.reference) != any(coding.needs_reference for coding in codings):
+            return f"object {stored.id} refers to {stored.reference or 'nothing'}, unlike what its slices are coded as"
+        if not stored.reference:
+            continue
+        older = references.get(ObjectId(stored.reference))
+        if older is None:
+            return f"object {stored.id} refers to {stored.reference}, which its version does not name"
+        if older.is_coded or _plain_slices(older) != _plain_slices(stored):
+            return f"object {stored.id} refers to {older.id}, which has coded or other slices"
+    unused = references.keys() - {stored.reference for stored in version.objects}
+    return f"it names {min(unused)}, which none of its objects refers to" if unused else None
+
+
+def _plain_slices(stored: StoredObject) -> list[tuple[str, str, int]]:
+    return [(tensor.key, tensor.dtype, tensor.elements) for tensor in stored.tensors]
 
 
 def decode_state(data: bytes, *, ref: BlobRef) -> RankState:

@@ -13,7 +13,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.format.canonical import Plain, pack, pack_again, unpack_known
 from layerstore.limits import NUMBER_MAX
-from layerstore.model import ObjectContent
+from layerstore.states import ObjectContent
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
 
 Value = TypeVar("Value")

@@ -10,6 +10,7 @@ from layerstore.errors import Overtaken
 from layerstore.format import WITHOUT_MOMENTS, encode_blob, make_commit, ref_of
 from layerstore.history import Needs
 from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.precision import flagged
 from layerstore.publish import Transaction
 from layerstore.storage import RecordName, Repository
 
@@ -47,10 +48,14 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
         bare = without_moments(repo.version_of(entry))
         data = encode_blob(bare)
         versions[ref_of(data)] = data
-        objects += [stored.ref for stored in bare.objects]
-        entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
+        objects += [stored.ref for stored in bare.named]
+        still = 0 if bare.is_exact else entry.compact
+        entries.append(replace(entry, version=ref_of(data), optimizer_step=None, compact=still))
     trimmed = replace(
-        record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
+        record,
+        layers=tuple(entries),
+        supersedes=(commit.id,),
+        flags=flagged({*record.flags, WITHOUT_MOMENTS}, entries),
     )
     # With the old commit's time, for retention rules about age.
     observed = replace(commit.observed, bytes_new=0, bytes_reused=0)

@@ -26,9 +26,10 @@ from layerstore.dtypes import FLOATS
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
-from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
+from layerstore.model import Buffer, Parameter
 from layerstore.slices import Frame, Piece, Slices
 from layerstore.source import read_header, tensors_in
+from layerstore.states import SourceFile, TensorSource
 from layerstore.storage import Repository
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -136,7 +137,7 @@ def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Col
     """
     Plan the *file* of an adapter's weights with the values of the chosen layers.
 
-    *own* are the parameters of the layers that the base itself saved.
+    *own* are the parameters whose weights are those that the base saved.
 
     Raises:
         Unsupported: Some tensors of an adapter's file belong to unknown parameters.

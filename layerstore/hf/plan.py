@@ -22,7 +22,7 @@ from layerstore.assemble import (
     plan_source_file,
     weights_files,
 )
-from layerstore.compose import Composition, check_members
+from layerstore.compose import Composition, cautions, check_members
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
 from layerstore.filenames import SUMMARY, WEIGHTS, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -31,8 +31,8 @@ from layerstore.hf.weight_names import ExportTensors, ask_transformers, may_be_r
 from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX, SHARD_SIZE
-from layerstore.model import ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.source import tensors_in
+from layerstore.states import ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.storage import Repository
 from layerstore.units import size_in_bytes
 from layerstore.zero3.trees import TreeView
@@ -96,7 +96,7 @@ def plan_export(
         files += made
         notes = [*chosen.notes, *export_notes(state, versions, slices), *config_notes]
         beside = [file for file in beside if file.path != CONFIG]
-    notes = [*filter(None, [composition.mixture]), *notes]
+    notes = [*cautions(repo, composition, moments=False), *notes]
     type_name = "mixed" if code is None else dtype_name(code)
     summary = literal_file(SUMMARY, composition.summary_file(notes, format="hf", dtype=type_name))
     return ExportPlan(

@@ -24,8 +24,9 @@ from layerstore.dtypes import FLOATS, by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.layers import is_of_adapter, strip_wrappers
 from layerstore.limits import RENAMING_SECONDS_MAX
-from layerstore.model import Buffer, GatheredFile, Parameter, TensorSource
+from layerstore.model import Buffer, Parameter
 from layerstore.source import supplier_of, suppliers_of, tensors_in
+from layerstore.states import GatheredFile, TensorSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class ExportTensors:
     dtype: str | None
     """The code of the requested element type; None for each parameter's own."""
     is_own: Callable[[str], bool]
-    """Whether the base itself saved the version of a parameter's layer."""
+    """Whether the weights of a parameter are those that the base saved."""
     ask: Ask
     notes: list[str] = field(default_factory=list)
     _by_name: dict[str, WeightTensor] = field(default_factory=dict)

@@ -8,11 +8,10 @@ from layerstore.history.needs import (
     objects_of_state,
 )
 from layerstore.history.past import (
-    NEVER_EXISTED,
     Past,
     Staleness,
     has_shrunk,
-    mixture_of,
+    newest_exact,
     others_in,
     saved_at,
     saves_below,
@@ -33,7 +32,6 @@ from layerstore.history.references import (
 
 __all__ = [
     "METRICS",
-    "NEVER_EXISTED",
     "Needs",
     "NumberedRefs",
     "Past",
@@ -47,8 +45,8 @@ __all__ = [
     "locate",
     "metrics_if_sound",
     "metrics_of",
-    "mixture_of",
     "named_by",
+    "newest_exact",
     "note_pushed",
     "objects_of_state",
     "only_run",

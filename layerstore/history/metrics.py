@@ -13,7 +13,8 @@ from operator import attrgetter
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.filenames import TRAINER_STATE
 from layerstore.json_text import parse_json
-from layerstore.model import CommitRecord, RankState, SourceFile
+from layerstore.model import CommitRecord
+from layerstore.states import RankState, SourceFile
 from layerstore.storage import Repository, RunView
 from layerstore.tree import Tree
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import STATE_MAGIC, decode_state, decode_version
-from layerstore.model import BlobRef, CommitRecord, ObjectContent, ObjectId, Part, RankState
+from layerstore.model import BlobRef, CommitRecord, ObjectId, Part
+from layerstore.states import ObjectContent, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors
 
@@ -71,7 +72,7 @@ def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
         return objects_of_state(decode_state(data, ref=blob))
-    return [stored.ref for stored in decode_version(data, ref=blob).objects]
+    return [stored.ref for stored in decode_version(data, ref=blob).named]
 
 
 class Needs:
@@ -131,7 +132,7 @@ class Needs:
 
     def add_part(self, part: Part) -> None:
         """Add what *part* has written for a commit that is not complete yet."""
-        self.add(stored.ref for layer in part.layers for stored in layer.objects)
+        self.add(stored.ref for layer in part.layers for stored in layer.named)
         if part.state is not None:
             self.add_blob(part.state)
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from layerstore.errors import Conflict, IntegrityError, LayerstoreError
-from layerstore.history.references import Resolved
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError, NotFound
+from layerstore.history.references import Resolved, reference_to
+from layerstore.layers import typed
 from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Saving
 from layerstore.policy import Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
@@ -70,6 +71,30 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
         newer = row
 
 
+def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
+    """
+    Return the newest save up to *resolved*, in its history, that was kept bit for bit: itself if it was.
+
+    Raises:
+        NotFound: There is none.
+        IntegrityError: A record in between is damaged; it might be the one.
+        Conflict: A step has two commits.
+    """
+    record = resolved.record
+    if record.is_exact:
+        return resolved
+    view = repo.catalog.find(record.run)
+    older = () if view is None else saves_below(view, attempt=record.attempt, step=record.step)
+    found = next((row for row in older if row.is_exact), None)
+    if found is None:
+        name = resolved.pin or reference_to(repo, record)
+        raise NotFound(
+            f"no save up to {name} is exact: each has layers that were not kept bit for bit",
+            hint=f"layerstore show {typed(name)} says what they lost; without exact, it is taken as it is",
+        )
+    return Resolved.of_commit(repo.catalog.commit(found.name))
+
+
 class Past:
     """The saves up to a base, newest first and read lazily; the base is at position 0."""
 
@@ -126,8 +151,6 @@ class Past:
 
 
 # -- how old the layers of a composite are -------------------------------------------------------------------------
-
-NEVER_EXISTED = "this model never existed during training (docs/evidence.md says what that costs)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,19 +221,6 @@ class Staleness:
             f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
             hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
         )
-
-
-def mixture_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> str | None:
-    """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
-    found = others_in(base, layers)
-    if found is None:
-        return None
-    count, are_older = found
-    are = "is" if count == 1 else "are"
-    return (
-        f"{count} of {len(layers)} layers {are} {'older than' if are_older else 'not from'} step {base.step}: "
-        f"{NEVER_EXISTED}"
-    )
 
 
 def others_in(base: CommitRecord, layers: Sequence[LayerEntry]) -> tuple[int, bool] | None:

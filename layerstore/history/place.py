@@ -8,12 +8,14 @@ other save one attempt, nothing is lost, but a step that both saved is ambiguous
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 from layerstore.errors import InvalidInput, Locked, StorageIO
 from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse, SourceLayout
+from layerstore.precision import flagged
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import LayerSource
 
@@ -143,10 +145,28 @@ class Place:
         stage: int,
         layout: SourceLayout,
         policy: PolicyUse,
+        precision: str = "exact",
+        compact: Mapping[str, int] = MappingProxyType({}),
         flags: tuple[str, ...] = (),
     ) -> CommitRecord:
-        """Return the record of a commit here: *versions* of the layers that are *due*, the others inherited."""
+        """
+        Return the record of a commit here: *versions* of the layers that are *due*, the others inherited.
+
+        Those of them that are *compact* are so for the Nth time in a row.
+        """
         origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
+        entries = tuple(
+            LayerEntry(
+                layer=of.layer,
+                version=versions[of.layer],
+                origin=origin,
+                optimizer_step=of.optimizer_step,
+                compact=compact.get(of.layer, 0),
+            )
+            if of.layer in due
+            else self.inherited[of.layer]
+            for of in layers
+        )
         return CommitRecord(
             run=run,
             attempt=self.attempt,
@@ -155,17 +175,13 @@ class Place:
             save_number=self.save_number,
             world_size=world_size,
             stage=stage,
-            layers=tuple(
-                LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
-                if of.layer in due
-                else self.inherited[of.layer]
-                for of in layers
-            ),
+            layers=entries,
             states=states,
             layout=layout,
             policy=policy,
             supersedes=self.supersedes,
-            flags=flags,
+            precision=precision,
+            flags=flagged(flags, entries),
         )
 
     def own_numbers(self, run: str) -> dict[str, int]:

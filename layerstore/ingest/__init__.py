@@ -1,6 +1,7 @@
 """Turn a checkpoint on disk into a commit."""
 
-from layerstore.ingest.execute import Ingested, ingest
+from layerstore.ingest.execute import ingest
+from layerstore.ingest.ingested import Ingested
 from layerstore.ingest.selection import is_still, sample_weight, sampled
 
 __all__ = [

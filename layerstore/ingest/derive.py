@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, Parameter
 from layerstore.numbers import can_derive, convert, equal_bytes
-from layerstore.publish import SourceReader, Witness
 from layerstore.source import GatheredSource
+from layerstore.staging import SourceReader, Witness
 from layerstore.zero3 import Checkpoint, ObjectSource, SliceSource
 
 

@@ -8,12 +8,11 @@ index. Linking the record makes it a commit.
 import contextlib
 import errno as errnos
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from layerstore.dcp import read_dcp
 from layerstore.errors import (
@@ -37,23 +36,17 @@ from layerstore.history import (
     resolve,
     view_read_again,
 )
+from layerstore.ingest.ingested import Ingested
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import transfer
 from layerstore.ingest_options import IngestOptions
 from layerstore.layers import check_name, compile_pattern, typed
-from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
+from layerstore.model import CommitRecord, PolicyUse, SourceLayout
 from layerstore.policy import Latest
+from layerstore.precision import compact_counts, keyframes
 from layerstore.progress import Progress
-from layerstore.publish import (
-    Content,
-    Published,
-    Transaction,
-    check_pin_free,
-    check_pin_means,
-    check_pin_name,
-    make_pin,
-    retire,
-)
+from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
+from layerstore.staging import CompactLayers, Content, can_refer
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.units import short_id, size
@@ -71,49 +64,6 @@ _HOW_TO_KEEP_A_COMPOSITE = (
     "layerstore compose wrote this folder from what a store has: compose --pin NAME keeps a mixture there, "
     "--run NAME stores this as another run"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ingested:
-    """What an ingest did."""
-
-    _JSON: ClassVar = (
-        "run step attempt commit is_new record_healed layers=#layers layers_saved=#layers_saved objects_new "
-        "objects_reused bytes_new bytes_reused objects_healed reused_read bytes_derived seconds"
-    )
-
-    run: str
-    step: int
-    attempt: int
-    commit: CommitId
-    is_new: bool
-    """False if this content was saved before: then only what the store had lost was written."""
-    record_healed: bool
-    """Whether its record was damaged and is written again."""
-    layers: tuple[str, ...]
-    layers_saved: tuple[str, ...]
-    """Those that were due; the others are inherited."""
-    objects_new: int
-    objects_reused: int
-    bytes_new: int
-    bytes_reused: int
-    objects_healed: int
-    """New ones that replace damaged objects of the store."""
-    reused_read: bool
-    """Whether reused objects were read and compared."""
-    bytes_derived: int
-    """Gathered weights that were not stored because they follow from the masters."""
-    seconds: float
-    source: Path
-    """The folder of the tag that was read."""
-    notes: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        head = f"<Ingested {self.run}@{self.step} {short_id(self.commit)}"
-        if not self.is_new:
-            return f"{head}: was in the store before>"
-        written = f"{size(self.bytes_new)} new, {size(self.bytes_reused)} reused"
-        return f"{head}: {len(self.layers_saved)} of {len(self.layers)} layers, {written}, {self.seconds:.1f} s>"
 
 
 Transfer = Callable[..., Content]
@@ -235,6 +185,8 @@ def _notes(
             f"{called} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
             f"stored, the others are older; --replace stores what policy {asked.policy.name} asks for"
         )
+    elif not is_new and record.precision != asked.precision:
+        yield f"{called} was saved in precision {record.precision}; --replace stores it as {asked.precision}"
     elif is_new and not is_whole and not asked.replace and tip is not None and tip.step > record.step:
         yield (
             f"{called} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
@@ -246,6 +198,13 @@ def _notes(
             f"{count} {were} damaged (first: {writer.damaged[0].id}) and written again from this checkpoint; "
             "layerstore verify --read-data looks at all the others"
         )
+
+
+def _exact_notes(layers: Sequence[str]) -> Iterator[str]:
+    """Yield a note if *layers* were to be compact, but are exact."""
+    if layers:
+        others = f" and {len(layers) - 1} more are" if len(layers) > 1 else " is"
+        yield f"{layers[0]}{others} kept exactly: no earlier version is whole, exact and cut for as many ranks"
 
 
 @contextlib.contextmanager
@@ -286,6 +245,8 @@ class _Ingest:
     """The run before."""
     progress: Progress
     started: float
+    kept_exactly: list[str] = field(default_factory=list)
+    """Layers that would have been compact, but have no exact version to refer to."""
 
     def stored(self) -> Ingested:
         """Store the checkpoint, unless it was saved before."""
@@ -324,14 +285,24 @@ class _Ingest:
         asked = self.asked
         old = self.repo.catalog.commit(rival.name)
         place, trimmed = Place.of(old.record), WITHOUT_MOMENTS in old.record.flags
-        if asked.replace and (trimmed or old.record.policy.name != asked.policy.name):
-            return None  # the user wants its moments back, or more of its layers
+        as_saved = (old.record.policy.name, old.record.precision)
+        if asked.replace and (trimmed or as_saved != (asked.policy.name, asked.precision)):
+            return None  # the user wants its moments back, more of its layers, or them in another precision
         if asked.opens_attempt and not self._opens_the_same(rival):
             return None
         due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
+        counts = {entry.layer: entry.compact for entry in old.record.layers if entry.layer in due and entry.compact}
+        own = [entry for entry in old.record.layers if entry.layer in counts]
+        compact = CompactLayers(
+            keyframes(old.record.precision, None).precision, {of.layer: self.repo.version_of(of) for of in own}
+        )
         with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
-            content = self.transfer(tx.objects, self.progress, due=due, known_before=True, moments=not trimmed)
-            record = self._record(place, old.record.policy, content, due)
+            content = self.transfer(
+                tx.objects, self.progress, due=due, known_before=True, moments=not trimmed, compact=compact
+            )
+            record = self._record(
+                place, old.record.policy, content, due, precision=old.record.precision, compact=counts
+            )
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
@@ -365,8 +336,10 @@ class _Ingest:
                 due, decisions = layers_due(self.repo, self.checkpoint, place, asked.policy, run=self.run)
             use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
-            content = self.transfer(tx.objects, self.progress, due=due, known_before=known_before)
-            record = self._record(place, use, content, due)
+            compact = self._compact(place, due)
+            content = self.transfer(tx.objects, self.progress, due=due, known_before=known_before, compact=compact)
+            counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
+            record = self._record(place, use, content, due, precision=asked.precision, compact=counts)
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
                     drop = f"layerstore drop {self.run}@{self.checkpoint.step}"
@@ -379,7 +352,22 @@ class _Ingest:
             for entry in record.layers:
                 if entry.layer not in due:
                     tx.inherit(entry)
-            return self._outcome(tx, tx.commit(record), content)
+            observed = replaced(tx.observed(), losses=content.losses)
+            return self._outcome(tx, tx.commit(record, observed=observed), content)
+
+    def _compact(self, place: Place, due: frozenset[str]) -> CompactLayers:
+        """Return those of the layers *due* that need not be exact this time, and have something to refer to."""
+        wanted, older = self.asked.keyframes, {}
+        for layer in self.checkpoint.layers:
+            entry = place.inherited.get(layer.layer) if layer.layer in due else None
+            if entry is None or wanted.is_exact(entry.compact):
+                continue
+            version = self.repo.whole_version_of(entry)
+            if version is not None and can_refer(layer, wanted.precision, version):
+                older[layer.layer] = version
+            else:
+                self.kept_exactly.append(layer.layer)
+        return CompactLayers(wanted.precision, older)
 
     def _place(self, view: RunView | None, rivals: list[RecordRow]) -> Place:
         return Place.at_step(
@@ -404,7 +392,16 @@ class _Ingest:
         damaged = {} if self.view is None else self.view.damaged
         return {name: problem for name, problem in damaged.items() if name.step == self.checkpoint.step}
 
-    def _record(self, place: Place, policy: PolicyUse, content: Content, due: frozenset[str]) -> CommitRecord:
+    def _record(
+        self,
+        place: Place,
+        policy: PolicyUse,
+        content: Content,
+        due: frozenset[str],
+        *,
+        precision: str,
+        compact: Mapping[str, int],
+    ) -> CommitRecord:
         layers, found = self.checkpoint.layers, self.checkpoint.found
         if not content.has_moments:
             layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
@@ -419,6 +416,8 @@ class _Ingest:
             stage=self.checkpoint.stage,
             layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=self.checkpoint.layer_pattern),
             policy=policy,
+            precision=precision,
+            compact=compact,
             flags=() if content.has_moments else (WITHOUT_MOMENTS,),
         )
 
@@ -434,6 +433,8 @@ class _Ingest:
             record_healed=bool(self._damaged()) and not is_new,
             layers=tuple(entry.layer for entry in record.layers),
             layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
+            layers_compact=tuple(of.layer for of in record.layers if of.saved_by(record) and of.compact),
+            precision=record.precision,
             objects_new=writer.count_new,
             objects_reused=writer.count_reused,
             bytes_new=writer.bytes_new,
@@ -446,6 +447,7 @@ class _Ingest:
             notes=(
                 *self.checkpoint.notes,
                 *content.notes,
+                *_exact_notes(self.kept_exactly),
                 *_notes(self.asked, record, self.view, writer, is_new=is_new),
             ),
         )

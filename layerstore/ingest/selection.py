@@ -20,8 +20,8 @@ from layerstore.numbers import (
     weighted_movements,
 )
 from layerstore.policy import Policy, Save, anchored, due_layers
-from layerstore.publish import SourceReader
 from layerstore.slices import Slices
+from layerstore.staging import SourceReader
 from layerstore.storage import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import Checkpoint, LayerSource, SliceSource
@@ -73,7 +73,7 @@ def _samples(
         for begin, end in sampled(elements):
             old = b""
             for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
-                with repo.objects.open(piece.object) as file:
+                with repo.open_object(piece.object) as file:
                     old += file.read_at(piece.object_offset, piece.size_bytes)
             yield (
                 sample_weight(elements),

@@ -11,22 +11,30 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from layerstore.coding import Error
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import owner_of_file
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
-from layerstore.model import (
-    GatheredFile,
-    GatheredTensor,
-    Kind,
-    StoredObject,
-    TensorSource,
-)
+from layerstore.model import Kind, ObjectId, StoredObject
 from layerstore.progress import Progress, Silent
-from layerstore.publish import Checksums, Content, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.shares import cut
 from layerstore.slices import canonical_order
 from layerstore.source import GatheredSource, stat_source
+from layerstore.staging import (
+    NONE_COMPACT,
+    Checksums,
+    Compact,
+    CompactLayers,
+    Content,
+    KeptFile,
+    SourceReader,
+    Staging,
+    coding_losses,
+    crc32_of,
+    stage_version,
+)
+from layerstore.states import GatheredFile, GatheredTensor, TensorSource
 from layerstore.storage import ObjectWriter, Repository, Staged
 from layerstore.threads import Threads, run_all
 from layerstore.zero3 import Checkpoint, LayerSource, ObjectSource, SliceSource, check_unchanged
@@ -41,10 +49,12 @@ def transfer(
     due: Collection[str],
     known_before: bool,
     moments: bool = True,
+    compact: CompactLayers = NONE_COMPACT,
 ) -> Content:
     """
     Stage the layers *due* of *checkpoint*, with or without their *moments*, and everything that is not a layer.
 
+    Those of them that are *compact* are kept in fewer bytes.
     All processes that share the work in *repo* stage layers, this one also the rest. *known_before* says that the store
     is likely to have all of it.
 
@@ -53,10 +63,14 @@ def transfer(
     """
     source = _Source(folder=checkpoint.found.folder, gathered=Gathered.of(checkpoint), known_before=known_before)
     with _reading(source, writer, progress) as readers:
-        content = _Transfer(repo, checkpoint, source, readers, writer, due, moments).run(progress)
+        content = _Transfer(repo, checkpoint, source, readers, writer, due, moments, compact).run(progress)
         readers.checksums.check(checkpoint.checks, readers.reader)
     check_unchanged(checkpoint.found)
     return content
+
+
+Planned = tuple[ObjectSource, Compact | None]
+"""An object to stage, and how it is kept if not as it is."""
 
 
 # -- one process's share -------------------------------------------------------------------------------------------
@@ -83,9 +97,13 @@ class _Readers:
     check: GatheredCheck
     pool: ThreadPoolExecutor
 
-    def objects(self, sources: Sequence[ObjectSource]) -> list[StoredObject]:
+    def objects(self, sources: Sequence[Planned]) -> list[StoredObject]:
         """Stage *sources*, comparing them with the gathered weights on the way."""
-        return run_all(self.pool, lambda source: self.staging.object(source, self.check.witness(source)), sources)
+        return run_all(self.pool, self._staged, sources)
+
+    def _staged(self, planned: Planned) -> StoredObject:
+        source, how = planned
+        return self.staging.planned(source, how, self.check.witness(source))
 
 
 @contextmanager
@@ -115,10 +133,11 @@ class _Done:
     staged: Staged
     known: Mapping[Path, Mapping[int, tuple[int, int]]]
     compared: Compared
+    losses: Mapping[ObjectId, dict[str, Error]]
 
 
 @contextmanager
-def stage_share(repo: Repository, part: tuple[_Source, list[ObjectSource], bool]) -> Iterator[_Done]:
+def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> Iterator[_Done]:
     """Stage some objects for the leading process, which publishes them; the unpublished rest is removed."""
     source, objects, reads_reused = part
     with (
@@ -127,7 +146,11 @@ def stage_share(repo: Repository, part: tuple[_Source, list[ObjectSource], bool]
     ):
         stored = readers.objects(objects)
         yield _Done(
-            objects=stored, staged=writer.staged, known=readers.checksums.known, compared=readers.check.compared
+            objects=stored,
+            staged=writer.staged,
+            known=readers.checksums.known,
+            compared=readers.check.compared,
+            losses=readers.staging.losses,
         )
 
 
@@ -145,21 +168,25 @@ class _Transfer:
     writer: ObjectWriter
     due: Collection[str]
     moments: bool
+    compact: CompactLayers
 
     def run(self, progress: Progress) -> Content:
         layers = [layer for layer in self.checkpoint.layers if layer.layer in self.due]
         world_size = self.checkpoint.world_size
         sources = [
-            (layer.layer, source)
+            (layer.layer, (source, self.compact.plan(layer.layer, source)))
             for layer in layers
             for source in layer.objects
             if self.moments or source.kind is not Kind.OPTIMIZER
         ]
-        sources.sort(key=lambda item: item[1].shard)  # a rank's file is read in one go, and by few processes
+        sources.sort(key=lambda item: item[1][0].shard)  # a rank's file is read in one go, and by few processes
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
         stored = self._objects([source for _, source in sources], progress)
         for (name, _), each in zip(sources, stored, strict=True):
             objects[name].append(each)
+        losses = tuple(
+            loss for layer in layers for loss in coding_losses(layer.layer, objects[layer.layer], self.readers.staging)
+        )
         # Only now is it known which gathered weights follow from their masters.
         notes = tuple(self._doubts(layers))
         for layer in layers:
@@ -171,9 +198,16 @@ class _Transfer:
         ]
         return Content(
             versions={
-                layer.layer: stage_version(self.writer, layer, objects[layer.layer], world_size=world_size)
+                layer.layer: stage_version(
+                    self.writer,
+                    layer,
+                    objects[layer.layer],
+                    world_size=world_size,
+                    references=self.compact.references(layer.layer),
+                )
                 for layer in layers
             },
+            losses=losses,
             states=tuple(states),
             bytes_derived=self.readers.check.bytes_derived,
             has_moments=self.moments,
@@ -194,9 +228,9 @@ class _Transfer:
             )
         yield f"{differ}; they are stored besides, and compose writes them as they are"
 
-    def _objects(self, sources: list[ObjectSource], progress: Progress) -> list[StoredObject]:
+    def _objects(self, sources: list[Planned], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""
-        sizes = [sum(part.size_bytes for part in source.slices) for source in sources]
+        sizes = [sum(part.size_bytes for part in source.slices) for source, _ in sources]
         mine, *theirs = (sources[of.start : of.stop] for of in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
@@ -207,11 +241,12 @@ class _Transfer:
                 self.writer.join(done.staged)
                 self.readers.checksums.join(done.known)
                 self.readers.check.join(done.compared)
+                self.readers.staging.losses.update(done.losses)
         return stored
 
-    def _known_of(self, sources: Sequence[ObjectSource]) -> _Source:
+    def _known_of(self, sources: Sequence[Planned]) -> _Source:
         """Return what a process needs to know for *sources* alone."""
-        names = {part.name for source in sources for part in source.slices}
+        names = {part.name for source, _ in sources for part in source.slices}
         return replace(self.source, gathered=self.source.gathered.only(names))
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:

@@ -6,43 +6,28 @@ from layerstore.publish.rank_parts import (
     GivenUp,
     InheritedLayerLost,
     JointCommit,
+    OlderVersions,
     fail_share,
     join,
     objects_due,
     parts_of,
     write_share,
 )
-from layerstore.publish.staging import (
-    Checksums,
-    Content,
-    KeptFile,
-    SourceReader,
-    Staging,
-    Witness,
-    crc32_of,
-    stage_version,
-)
 from layerstore.publish.timings import SaveTiming, note_timing, read_timings
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
-    "Checksums",
-    "Content",
     "FrozenWeights",
     "GivenUp",
     "InheritedLayerLost",
     "JointCommit",
-    "KeptFile",
+    "OlderVersions",
     "Published",
     "SaveTiming",
-    "SourceReader",
-    "Staging",
     "Transaction",
-    "Witness",
     "check_pin_free",
     "check_pin_means",
     "check_pin_name",
-    "crc32_of",
     "delete_pin",
     "fail_share",
     "join",
@@ -54,6 +39,5 @@ __all__ = [
     "republish",
     "retire",
     "shows_pinned",
-    "stage_version",
     "write_share",
 ]

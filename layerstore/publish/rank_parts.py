@@ -9,18 +9,30 @@ from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, O
 from layerstore.history import Place
 from layerstore.model import (
     BlobRef,
+    CodingLoss,
     Commit,
     Kind,
     LayerEntry,
     LayerPart,
+    LayerVersion,
     Observed,
     Part,
     PolicyUse,
     SourceLayout,
     StoredObject,
 )
-from layerstore.publish.staging import Checksums, KeptFile, Reader, Staging, stage_version
+from layerstore.precision import PRECISIONS, Precision, compact_counts
 from layerstore.publish.transaction import Transaction
+from layerstore.staging import (
+    Checksums,
+    CompactLayers,
+    KeptFile,
+    Reader,
+    Staging,
+    can_refer,
+    coding_losses,
+    stage_version,
+)
 from layerstore.storage import ObjectWriter, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
@@ -46,6 +58,9 @@ class JointCommit:
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
     """Returns the layout of the folder, once the folder is complete."""
+    precision: Precision = PRECISIONS["exact"]
+    compact: frozenset[str] = frozenset()
+    """Those of the layers *due* that are kept in *precision*, where they have something to refer to; others exactly."""
     pin: str | None = None
     """The pin to make for it."""
 
@@ -58,30 +73,70 @@ def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
 FrozenWeights = MutableMapping[str, tuple[Hashable, StoredObject]]
 """The mark and the object of each layer's frozen weights."""
 
+OlderVersions = MutableMapping[str, LayerVersion]
+"""By layer, what the next differences refer to: a version with this rank's exact masters, or that refers to them."""
 
-def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen: FrozenWeights) -> int:
+
+def write_share(
+    repo: Repository, joint: JointCommit, reader: Reader, *, frozen: FrozenWeights, older: OlderVersions
+) -> int:
     """
     Store a rank's share and leave its part; return how many bytes were new.
 
     Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
+    Compact layers refer to what *older* has of them, which forgets a layer if that is no good.
 
     Raises:
-        Overtaken: An object vanished while the part that names it was written.
+        Overtaken: An object vanished while the part that names it was written, or before it could be referred to.
+        IntegrityError: An object to refer to is damaged.
+        Unsupported: A compact layer has numbers that cannot be coded.
     """
     share = joint.share
+    due = [layer for layer in share.layers if layer.layer in joint.due]
+    compact = _compact_layers(joint, due, older)
     with Transaction(repo, past_cache=True) as tx:
         # The pool frees a copy once it has been read.
         staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
-        layers = tuple(
-            LayerPart(layer=layer.layer, objects=tuple(_share_objects(layer, joint, staging, tx.objects, frozen)))
-            for layer in share.layers
-            if layer.layer in joint.due
-        )
+        sharing = _Sharing(joint, staging, tx.objects, frozen, compact)
+        layers = []
+        for layer in due:
+            try:
+                layers.append(sharing.part(layer))
+            except (IntegrityError, Overtaken) as exc:
+                if layer.layer in compact.older:
+                    del older[layer.layer]  # the next save stores it exactly
+                    exc.locate(f"what layer {layer.layer!r} refers to")
+                raise
         state = staging.state(share.state, joint.files())
         new, reused = tx.objects.bytes_new, tx.objects.bytes_reused
-        part = replace(_empty_part(joint), agreement=share.agreement, layers=layers, state=state)
+        part = replace(_empty_part(joint), agreement=share.agreement, layers=tuple(layers), state=state)
         tx.leave(replace(part, bytes_new=new, bytes_reused=reused))
-        return new
+    for layer, left in zip(due, layers, strict=True):
+        masters = tuple(of for of in left.objects if of.kind is Kind.MASTER and not of.is_coded)
+        if masters:
+            older[layer.layer] = _version(layer, masters, world_size=share.world_size)
+    return new
+
+
+def _compact_layers(joint: JointCommit, due: Iterable[LayerSource], older: OlderVersions) -> CompactLayers:
+    """Return those of the layers *due* that are compact, and have something to refer to on this rank."""
+    found = {}
+    for layer in due:
+        version = older.get(layer.layer) if layer.layer in joint.compact else None
+        if version is not None and can_refer(layer, joint.precision, version):
+            found[layer.layer] = version
+    return CompactLayers(joint.precision, found)
+
+
+def _version(layer: LayerSource, masters: tuple[StoredObject, ...], *, world_size: int) -> LayerVersion:
+    return LayerVersion(
+        layer=layer.layer,
+        parameters=layer.parameters,
+        buffers=layer.buffers,
+        world_size=world_size,
+        objects=masters,
+        cut=layer.cut,
+    )
 
 
 def _empty_part(joint: JointCommit) -> Part:
@@ -98,19 +153,38 @@ def _empty_part(joint: JointCommit) -> Part:
     )
 
 
-def _share_objects(
-    layer: LayerSource, joint: JointCommit, staging: Staging, writer: ObjectWriter, frozen: FrozenWeights
-) -> Iterable[StoredObject]:
-    for source in layer.objects:
-        if source.kind is not Kind.WEIGHTS:
-            yield staging.object(source)
-            continue
-        mark = joint.mark(source)
-        known, stored = frozen.get(layer.layer, (None, None))
-        if stored is None or known != mark or not writer.reuse(stored.ref):
-            stored = staging.object(source)
-            frozen[layer.layer] = mark, stored
-        yield stored
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """One rank's share on its way."""
+
+    joint: JointCommit
+    staging: Staging
+    writer: ObjectWriter
+    frozen: FrozenWeights
+    compact: CompactLayers
+
+    def part(self, layer: LayerSource) -> LayerPart:
+        """Stage this rank's objects of *layer*."""
+        objects = tuple(self._objects(layer))
+        referred = {stored.reference for stored in objects}
+        return LayerPart(
+            layer=layer.layer,
+            objects=objects,
+            references=tuple(of for of in self.compact.references(layer.layer) if of.id in referred),
+            losses=tuple(coding_losses(layer.layer, objects, self.staging)),
+        )
+
+    def _objects(self, layer: LayerSource) -> Iterator[StoredObject]:
+        for source in layer.objects:
+            if source.kind is not Kind.WEIGHTS:
+                yield self.staging.planned(source, self.compact.plan(layer.layer, source))
+                continue
+            mark = self.joint.mark(source)
+            known, stored = self.frozen.get(layer.layer, (None, None))
+            if stored is None or known != mark or not self.writer.reuse(stored.ref):
+                stored = self.staging.object(source)
+                self.frozen[layer.layer] = mark, stored
+            yield stored
 
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
@@ -170,6 +244,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
             hint=_STORED_AGAIN,
         )
+    losses = _losses(parts)
     with Transaction(repo) as tx:
         record = replace(joint.place, save_number=joint.save_number, inherited=inherited).record(
             run=joint.run,
@@ -182,6 +257,8 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             stage=joint.share.stage,
             layout=joint.layout(),
             policy=joint.policy,
+            precision=joint.precision.name,
+            compact=compact_counts(inherited, {loss.layer for loss in losses}),
         )
         try:
             for entry in record.layers:
@@ -193,6 +270,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             time_ns=time.time_ns(),
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
             bytes_reused=tx.objects.bytes_reused + sum(part.bytes_reused for part in parts),
+            losses=losses,
         )
         _claim(repo, tx.objects, joint, parts)
         try:
@@ -209,7 +287,7 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
 def _claim(repo: Repository, objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> None:
     """Claim every object that *parts* name: a rank may be withdrawing its part, or a collection removing them."""
     for part in parts:
-        named = [stored.ref for layer in part.layers for stored in layer.objects]
+        named = [stored.ref for layer in part.layers for stored in layer.named]
         for ref in (*named, *([part.state] if part.state is not None else [])):
             is_there = objects.claim(ref)
             if not is_there:
@@ -220,12 +298,38 @@ def _claim(repo: Repository, objects: ObjectWriter, joint: JointCommit, parts: S
                 raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 
+def _losses(parts: Iterable[Part]) -> tuple[CodingLoss, ...]:
+    """Return what coding lost on all ranks together."""
+    found: dict[tuple[str, str], CodingLoss] = {}
+    for loss in (loss for part in parts for layer in part.layers for loss in layer.losses):
+        known = found.get((loss.layer, loss.state))
+        found[loss.layer, loss.state] = loss if known is None else _both(known, loss)
+    return tuple(found.values())
+
+
+def _both(one: CodingLoss, other: CodingLoss) -> CodingLoss:
+    return replace(
+        one,
+        greatest=max(one.greatest, other.greatest),
+        squares=one.squares + other.squares,
+        greatest_value=max(one.greatest_value, other.greatest_value),
+        value_squares=one.value_squares + other.value_squares,
+    )
+
+
 def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
-    of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
+    of_rank = [{part.layer: part for part in each.layers} for each in parts]
     for layer in joint.share.layers:
         if layer.layer in joint.due:
-            objects = _objects([objects[layer.layer] for objects in of_rank])
-            yield layer.layer, stage_version(writer, layer, objects, world_size=joint.share.world_size)
+            of_layer = [found[layer.layer] for found in of_rank]
+            ref = stage_version(
+                writer,
+                layer,
+                _objects([part.objects for part in of_layer]),
+                world_size=joint.share.world_size,
+                references=[of for part in of_layer for of in part.references],
+            )
+            yield layer.layer, ref
 
 
 def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:

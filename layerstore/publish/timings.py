@@ -45,6 +45,8 @@ class SaveTiming:
     """Why it was given up, empty if it was not."""
     commit: str = ""
     """The commit's id; empty if the save was given up."""
+    precision: str = "exact"
+    """How finely layers were to be kept."""
 
 
 def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
@@ -78,7 +80,7 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 
 def _timing(line: bytes) -> SaveTiming | None:
     try:
-        said: Any = {"commit": "", **parse_json(line)}  # older savers did not note it
+        said: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers did not note them
         if not (isinstance(said["attempt"], int) and isinstance(said["step"], int)):
             return None  # timings are sorted by these
         return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})

@@ -109,7 +109,7 @@ class Transaction:
         """
         repo = self._repo
         self.objects.publish()
-        commit = make_commit(record, observed or self._observed())
+        commit = make_commit(record, observed or self.observed())
         identity = repo.records.link(commit)
         try:
             self._check_all_there(f"{record.run}@{record.step}")
@@ -143,7 +143,8 @@ class Transaction:
             self._repo.records.delete_pin(pin.name)
             raise
 
-    def _observed(self) -> Observed:
+    def observed(self) -> Observed:
+        """Return what is seen of a commit now."""
         return Observed(
             time_ns=time.time_ns(), bytes_new=self.objects.bytes_new, bytes_reused=self.objects.bytes_reused
         )

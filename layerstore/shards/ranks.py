@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from layerstore.assemble import OutputFile, plan_source_file
-from layerstore.compose import Composition, check_members, check_whole
+from layerstore.compose import Composition, cautions, check_members, check_whole
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.hf import plan_adapter
 from layerstore.history import references_to
 from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
-from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState, SourceFile, TensorSource
+from layerstore.model import CommitRecord, LayerVersion
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.slices import Slices
+from layerstore.states import FlatContent, RankState, SourceFile, TensorSource
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree, changed
 from layerstore.zero3.reshard import (
@@ -124,7 +125,7 @@ def plan_ranks(
     first = repo.state(base.states[0])
     if is_fresh:
         _check_fresh(first)
-    notes = [*filter(None, [composition.mixture]), *buffer_notes(slices, count)]
+    notes = [*cautions(repo, composition, moments=not is_fresh), *buffer_notes(slices, count)]
     notes += moments_notes(composition, is_fresh=is_fresh)
     notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
     adapted = _adapter(base, first, world_size=count, is_converted=is_converted)

@@ -12,17 +12,18 @@ from math import prod
 from pathlib import PurePosixPath
 
 from layerstore.assemble import Archives, ExportPlan, Fill, OutputFile, export_notes, literal_file
-from layerstore.compose import Composition
+from layerstore.compose import Composition, cautions
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.filenames import RANDOM_STATE, SUMMARY
 from layerstore.history import references_to
 from layerstore.limits import PAGE_BYTES
-from layerstore.model import Kind, Parameter, RankState
+from layerstore.model import Kind, Parameter
 from layerstore.numbers import can_convert
 from layerstore.rank_options import RankOptions
 from layerstore.shards.ranks import buffer_notes, plan_beside, plan_optimizer, plan_ranks
 from layerstore.shards.write import plan_model_states
 from layerstore.slices import Piece, Slices
+from layerstore.states import RankState
 from layerstore.storage import Repository
 from layerstore.tree import Storage, Tree, new_tensor
 from layerstore.zero3.reshard import OptimizerState
@@ -70,7 +71,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
             for file in own
         )
     notes = [
-        *filter(None, [composition.mixture]),
+        *cautions(repo, composition),
         *buffer_notes(slices, 1),
         *export_notes(state, ranks.versions, slices),
     ]

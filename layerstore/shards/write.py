@@ -36,25 +36,24 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
-from layerstore.model import (
-    BlobRef,
-    BufferContent,
-    FlatContent,
-    FragmentContent,
-    GatheredFile,
-    GatheredTensor,
-    Kind,
-    ObjectContent,
-    RankState,
-    TensorSource,
-    TreeFile,
-)
+from layerstore.model import BlobRef, Kind
 from layerstore.numbers import convert
 from layerstore.progress import Progress, Silent
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.shards.ranks import RankStates, plan_beside, plan_ranks
 from layerstore.shares import cut
 from layerstore.slices import Piece, Slices, StoredSlice, slice_length, valid_elements
+from layerstore.states import (
+    BufferContent,
+    FlatContent,
+    FragmentContent,
+    GatheredFile,
+    GatheredTensor,
+    ObjectContent,
+    RankState,
+    TensorSource,
+    TreeFile,
+)
 from layerstore.storage import Repository, Stretch
 from layerstore.tree import Storage
 from layerstore.units import size
@@ -186,7 +185,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
     """
     Write the files of the ranks *mine* and, if this process leads, the weights that all ranks supply.
 
-    *own* are the parameters that the base itself saved.
+    *own* are the parameters whose weights are those that the base saved.
     """
     slices, count = ranks.slices, ranks.world_size
     assembly.progress.start("compose", slices.size_bytes * len(mine) // count)
@@ -369,9 +368,7 @@ class RankLoad:
         for piece in pieces:
             stretch = piece.object_offset, piece.object_offset + piece.size_bytes
             stretches.setdefault(piece.object, []).append(stretch)
-        self._verified |= self._repo.objects.verify_all(
-            {ref: of for ref, of in stretches.items() if ref not in self._verified}
-        )
+        self._repo.verify_stretches(stretches, self._verified)
         end = 0
         for piece in pieces:
             target[end : piece.offset] = bytes(piece.offset - end)
@@ -386,7 +383,7 @@ class RankLoad:
         assert piece.rounding is not None
         source, wanted = piece.rounding
         done = 0
-        with self._repo.objects.open(piece.object) as file:
+        with self._repo.open_object(piece.object) as file:
             for data in chunks_of(file, piece):
                 converted = convert(data, source=source, target=wanted)
                 target[done : done + len(converted)] = converted

@@ -38,7 +38,7 @@ from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, Object
 from layerstore.storage.commits import RecordName
 from layerstore.storage.lmdb_file import preallocate_lock_file, problem_in
 
-SCHEMA = 4
+SCHEMA = 5
 _HEADER_KEY = b"header"
 _LAYERS = b"layers/"
 _RUN = b"run/"
@@ -100,19 +100,25 @@ class RecordRow(NamedTuple):
         is_counted = [each[1] is not None for each in kinds]
         return tuple(is_counted[number] for number in kind)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every layer is kept bit for bit."""
+        return not any(each[-1] for each in _unpacked(self.versions)[2])
+
     def entries(self, layers: Collection[str] | None = None) -> dict[str, LayerEntry]:
         """Return the record's entries for its layers, or for those of *layers* that it has."""
         ids, kind, kinds = _unpacked(self.versions)
         found = {}
         for place, layer in enumerate(self.layer_names):
             if layers is None or layer in layers:
-                size_bytes, optimizer_step, run, attempt, step, save_number = kinds[kind[place]]
+                size_bytes, optimizer_step, run, attempt, step, save_number, compact = kinds[kind[place]]
                 version = ObjectId(ids[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES].hex())
                 found[layer] = LayerEntry(
                     layer=layer,
                     version=BlobRef(id=version, size_bytes=size_bytes),
                     origin=Origin(run=run, attempt=attempt, step=step, save_number=save_number),
                     optimizer_step=optimizer_step,
+                    compact=compact,
                 )
         return found
 
@@ -124,7 +130,7 @@ class RecordRow(NamedTuple):
 
 _Named = tuple[tuple[str, ...], tuple[Fork, ...]]
 """Layer names and a lineage."""
-_Packed = tuple[bytes, list[int], list[tuple[int, int | None, str, int, int, int]]]
+_Packed = tuple[bytes, list[int], list[tuple[int, int | None, str, int, int, int, int]]]
 
 
 def _unpacked(versions: bytes) -> _Packed:
@@ -145,6 +151,7 @@ def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
             origin.attempt,
             origin.step,
             origin.save_number,
+            entry.compact,
         )
         kind.append(kinds.setdefault(common, len(kinds)))
     ids = b"".join(bytes.fromhex(entry.version.id) for entry in entries)

@@ -43,7 +43,7 @@ class ObjectWriter:
     ) -> None:
         self._layout = layout
         self._files = files
-        self._store = store
+        self.store = store
         self._past_cache = past_cache
         self.reads_reused = reads_reused
         self._guard = threading.Lock()
@@ -51,6 +51,7 @@ class ObjectWriter:
         self._staged: dict[ObjectId, tuple[BlobRef, Path]] = {}
         self._damaged: dict[ObjectId, BlobRef] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
+        self._referred: dict[ObjectId, BlobRef] = {}
         self._claimed: dict[ObjectId, BlobRef] = {}
         self._is_over = False
         self.bytes_new = 0
@@ -82,6 +83,14 @@ class ObjectWriter:
                 return True
         return self.put_back(ref) and self._claimed_as_reused(ref)
 
+    def refer(self, ref: BlobRef) -> bool:
+        """Claim *ref*, which is no part of what is saved but is needed to read it; return whether the store has it."""
+        is_there = self.put_back(ref)
+        if is_there:
+            with self._guard:
+                self._referred[ref.id] = ref
+        return is_there
+
     def spares_writing(self, ref: BlobRef) -> bool:
         """
         Claim *ref* if the store already has it; if not, the caller must write its bytes.
@@ -99,7 +108,7 @@ class ObjectWriter:
         try:
             if not self.put_back(ref):
                 return False
-            is_sound = self._store.is_sound(home, ref)
+            is_sound = self.store.is_sound(home, ref)
         except IntegrityError:
             if not self._files.is_file(home):
                 raise  # a link or a folder needs a person's attention
@@ -109,6 +118,11 @@ class ObjectWriter:
                 self._damaged[ref.id] = ref
             return False
         return self._claimed_as_reused(ref)
+
+    @property
+    def _found(self) -> tuple[BlobRef, ...]:
+        """What was in the store before."""
+        return (*self._reused.values(), *self._referred.values())
 
     def _claimed_as_reused(self, ref: BlobRef) -> bool:
         with self._guard:
@@ -242,14 +256,16 @@ class ObjectWriter:
         """
         self._syncing.wait()
         # Touch them again right before they are named: they may have been found hours ago.
-        lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
+        lost = [ref for ref in self._found if not self.put_back(ref)]
         if lost:
             raise Overtaken(
                 f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
                 hint="repeat the command",
             )
         # Reused objects too: their writer may have died before its fsync.
-        folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
+        folders = sorted(
+            {self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused, *self._referred)}
+        )
         for folder in folders:
             self._files.make_directory(folder, durable=False)
         self._files.sync_directory(self._layout.objects)
@@ -279,7 +295,7 @@ class ObjectWriter:
         Call this once the record that names them is visible: from then on no collection takes them. For claimed blobs,
         see `claimed_elsewhere`.
         """
-        lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
+        lost = [ref for ref in self._found if not self.put_back(ref)]
         for ref, path in self._staged.values():
             if self.put_back(ref):
                 continue

@@ -7,7 +7,7 @@ Layout and write order: docs/reference/format.md, sections 3 and 6.
 
 import errno as errnos
 import mmap
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,6 +73,11 @@ class Hashing:
     def __init__(self, refs: Iterable[BlobRef]) -> None:
         """Prepare to hash *refs*; others are only read."""
         self._hashers = {ref: NameHasher() for ref in refs}
+
+    @property
+    def refs(self) -> Set[BlobRef]:
+        """What it hashes."""
+        return self._hashers.keys()
 
     def read_into(self, ref: BlobRef, file: OpenFile, buffer: memoryview, offset: int) -> None:
         """Fill *buffer* from *offset* of *ref*, which *file* is. Going back reads bytes a second time."""

@@ -1,26 +1,29 @@
 """The open repository of one store, which every verb works on; making and opening stores."""
 
+import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-from layerstore.disk import Files, HeldLock, lock, network_filesystem, open_lock_file
+from layerstore.disk import Files, HeldLock, OpenFile, lock, network_filesystem, open_lock_file
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.format import StoreIdentity, decode_state, decode_version
 from layerstore.hashing import digest
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, OWN_JSON_BYTES_MAX
-from layerstore.model import BlobRef, LayerEntry, LayerVersion, ObjectContent, RankState
+from layerstore.model import BlobRef, LayerEntry, LayerVersion
 from layerstore.shares import ALONE, Shares
+from layerstore.states import ObjectContent, RankState
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
-from layerstore.storage.objects import ObjectStore
+from layerstore.storage.decoded import Coded, coded_objects
+from layerstore.storage.objects import ObjectStore, Stretch
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
 
@@ -46,6 +49,8 @@ class Repository:
     """The URL of the bucket that this mirrors; a mirror is read-only."""
     shares: Shares = ALONE
     """The processes that share the work in it."""
+    coded: dict[BlobRef, Coded] = field(default_factory=dict)
+    """The coded objects of every version that was read."""
     closed: Event = field(default_factory=Event)
     """Set once it is closed; copies share it."""
 
@@ -70,8 +75,45 @@ class Repository:
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version."""
         version = decode_version(self.objects.read(ref), ref=ref)
-        self.objects.know(version.objects)
+        self.objects.know(version.named)
+        self.coded.update(coded_objects(version))
         return version
+
+    def open_object(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
+        """Open an object of a version for reading *stretches* of it, or all; one that is coded is decoded."""
+        coded = self.coded.get(ref)
+        return self.objects.open(ref, stretches) if coded is None else coded.open(self.objects, stretches)
+
+    def read_with(self, refs: Iterable[BlobRef]) -> Iterator[BlobRef]:
+        """Yield *refs*, each followed by the object that it cannot be decoded without."""
+        for ref in refs:
+            yield ref
+            coded = self.coded.get(ref)
+            if coded is not None and coded.reference is not None:
+                yield coded.reference.ref
+
+    def verify_object(self, ref: BlobRef) -> None:
+        """Make sure that *ref*, which is about to be read, is sound, and what it refers to as well."""
+        for each in self.read_with([ref]):
+            self.objects.verify(each)
+
+    def verify_stretches(self, stretches: Mapping[BlobRef, Iterable[Stretch]], verified: set[BlobRef]) -> None:
+        """Verify *stretches* of objects that are not among the *verified*; add those that are sound as a whole."""
+        found: dict[BlobRef, list[Stretch]] = {}
+        for ref, wanted in stretches.items():
+            coded = self.coded.get(ref)
+            for each, parts in ({ref: wanted} if coded is None else coded.stretches(wanted)).items():
+                found.setdefault(each, []).extend(parts)
+        verified |= self.objects.verify_all({ref: parts for ref, parts in found.items() if ref not in verified})
+
+    def map_object(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
+        """Map an object of a version as read-only memory; one that is coded is decoded into memory of its own."""
+        if ref not in self.coded:
+            return self.objects.map(ref, verify=verify)
+        if verify:
+            self.verify_object(ref)
+        with self.open_object(ref) as file:
+            return file.map()
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
         """Read the version that *entry* names, and make sure that it belongs to that layer."""
@@ -86,7 +128,7 @@ class Repository:
         """Read the version that *entry* names; None if the store has lost it or one of its objects."""
         try:
             version = self.version_of(entry)
-            return version if all(self.objects.find(stored.ref) for stored in version.objects) else None
+            return version if all(self.objects.find(stored.ref) for stored in version.named) else None
         except IntegrityError:
             return None
 

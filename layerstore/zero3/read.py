@@ -17,18 +17,10 @@ from layerstore.filenames import TRAINER_STATE
 from layerstore.hashing import ObjectHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.model import (
-    Buffer,
-    BufferContent,
-    FlatContent,
-    FragmentContent,
-    Kind,
-    Parameter,
-    RankState,
-    TreeFile,
-)
+from layerstore.model import Buffer, Kind, Parameter
 from layerstore.slices import canonical_order, slice_length, valid_elements
 from layerstore.source import GatheredFileSource, GatheredSource, open_source, read_gathered
+from layerstore.states import BufferContent, FlatContent, FragmentContent, RankState, TreeFile
 from layerstore.tree import Located, Storage, Tensor, changed, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
 from layerstore.zero3.pt import PtFile

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layerstore.assemble.safetensors import WeightTensor, weights_files
 from layerstore.hf.plan import index_of
 from layerstore.limits import PAGE_BYTES
-from layerstore.model import TensorSource
+from layerstore.states import TensorSource
 
 
 def member(name: str, *shape: int, dtype: str = "BF16") -> WeightTensor:

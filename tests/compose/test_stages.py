@@ -10,7 +10,7 @@ import pytest
 from layerstore import Store
 from layerstore.errors import Unsupported
 from layerstore.history import resolve
-from layerstore.model import FragmentContent
+from layerstore.states import FragmentContent
 from layerstore.tree import with_content
 from layerstore.zero3.pt import read_pt
 from layerstore.zero3.trees import TreeView, is_dealt

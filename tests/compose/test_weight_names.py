@@ -10,16 +10,8 @@ from layerstore.assemble.safetensors import Run, WeightTensor
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.hf.weight_names import ExportTensors, FileTensor, saved_tensors
-from layerstore.model import (
-    BlobRef,
-    Buffer,
-    GatheredFile,
-    GatheredTensor,
-    ObjectContent,
-    ObjectId,
-    Parameter,
-    TensorSource,
-)
+from layerstore.model import BlobRef, Buffer, ObjectId, Parameter
+from layerstore.states import GatheredFile, GatheredTensor, ObjectContent, TensorSource
 
 
 def parameter(name: str, *, aliases: tuple[str, ...] = (), dtype: str = "BF16") -> Parameter:

@@ -14,7 +14,7 @@ from pathlib import Path
 from layerstore.history import Place, resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
 from layerstore.publish.rank_parts import JointCommit, join, parts_of, write_share
-from layerstore.publish.staging import SourceReader
+from layerstore.staging import SourceReader
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of
 from layerstore.zero3.rank_files import read_ranks
@@ -36,7 +36,7 @@ class Save:
     def write(self, rank: int) -> None:
         """Write the share of *rank*, and leave its part."""
         with contextlib.closing(SourceReader()) as reader:
-            write_share(self.store.repo, self.works[rank], reader, frozen={})
+            write_share(self.store.repo, self.works[rank], reader, frozen={}, older={})
 
     def write_all(self) -> None:
         """Write the shares of all ranks."""

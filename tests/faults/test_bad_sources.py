@@ -29,7 +29,7 @@ from layerstore.errors import (
     SourceCheckpoint,
     Unsupported,
 )
-from layerstore.ingest.execute import Ingested
+from layerstore.ingest import Ingested
 from layerstore.store import Store, init
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor
 from layerstore.zero3.pt import Pickles, read_pt

@@ -24,7 +24,8 @@ from layerstore.format import (
     unseal_pin,
 )
 from layerstore.format.records import seal
-from layerstore.model import CommitRecord, Fork, LayerVersion, RankState
+from layerstore.model import CommitRecord, Fork, LayerVersion
+from layerstore.states import RankState
 from tests.unit import samples
 from tests.unit.samples import STORE_ID
 from tests.zero3.ptfiles import fingerprint
@@ -69,6 +70,7 @@ CHANGES: dict[str, Any] = {
     "layout": dataclasses.replace(samples.record().layout, tag="other"),
     "policy": dataclasses.replace(samples.record().policy, name="parity"),
     "supersedes": ("0" * 32,),
+    "precision": "delta8",
     "flags": ("trimmed",),
     "notes": ("later",),
 }

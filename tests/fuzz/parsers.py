@@ -49,6 +49,7 @@ from layerstore.history.metrics import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe, read_text
+from layerstore.precision import PrecisionName
 from layerstore.publish import SaveTiming
 from layerstore.publish.timings import _timing
 from layerstore.remote.pull import completed
@@ -419,6 +420,10 @@ def _version() -> Parser:
     return _blob(samples.version(), encode_blob, decode_version, magic=VERSION_MAGIC)
 
 
+def _coded_version() -> Parser:
+    return _blob(samples.coded_version(), encode_blob, decode_version, magic=VERSION_MAGIC)
+
+
 def _state() -> Parser:
     return _blob(samples.state(), encode_blob, decode_state, magic=STATE_MAGIC)
 
@@ -475,7 +480,7 @@ def _recipe() -> Parser:
 # -- whole stores --------------------------------------------------------------------------------------------------
 
 
-def _crafted(part: PartName) -> Parser:
+def _crafted(part: PartName, precision: PrecisionName = "exact") -> Parser:
     """Return the parser of a store with one commit, a *part* of which says something else; asked everything."""
 
     def is_not_asked(question: str) -> object:
@@ -484,7 +489,12 @@ def _crafted(part: PartName) -> Parser:
     vars(weight_names)["_answer"] = is_not_asked
     folder = Path(tempfile.mkdtemp(prefix="crafted-"))
     with layerstore.init(folder / "sound") as store:
-        store.ingest(tiny_checkpoint(folder / "hf", layout="hf"), run="run")
+        if precision != "exact":  # only the compact save is left, and what it refers to
+            store.ingest(tiny_checkpoint(folder / "hf", layout="hf", step=1), run="run")
+            shutil.rmtree(folder / "hf")
+        store.ingest(tiny_checkpoint(folder / "hf", layout="hf"), run="run", precision=precision)
+        for record in store.path.glob("commits/*/1.*"):
+            record.unlink()
     plain = parts_of(folder / "sound")[part]
     ask_all(copied(folder / "sound", folder / "store"), "run@2", folder / "out")  # imports what it needs
 
@@ -507,6 +517,7 @@ STORES: dict[str, Callable[[], Parser]] = {
     "crafted_record": partial(_crafted, "record"),
     "crafted_version": partial(_crafted, "version"),
     "crafted_state": partial(_crafted, "state"),
+    "crafted_compact": partial(_crafted, "version", "delta8"),
 }
 """Each input is a whole store, which takes a hundred times as long as a file."""
 
@@ -525,6 +536,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "pin": _pin,
     "part": _part,
     "version": _version,
+    "coded_version": _coded_version,
     "state": _state,
     "index": _index,
     "own_notes": _own_notes,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import SourceCheckpoint
-from layerstore.publish import SourceReader
+from layerstore.staging import SourceReader
 
 CONTENT = bytes(range(256)) * 4
 

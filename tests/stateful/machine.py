@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from layerstore import Keep
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
-from layerstore.ingest.execute import Ingested
+from layerstore.ingest import Ingested
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
 from tests.stateful.lab import Died, Dying, Lab, expected, held, needed

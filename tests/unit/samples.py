@@ -1,36 +1,39 @@
 """Small valid nouns for tests: every field has a value, and a test names only those that it is about."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from layerstore.disk import Files, Hook, no_hook
 from layerstore.format import make_commit
 from layerstore.model import (
     BlobRef,
-    BufferContent,
     Commit,
     CommitId,
     CommitRecord,
-    FlatContent,
     Fork,
-    FragmentContent,
-    GatheredFile,
-    GatheredTensor,
     Kind,
     LayerEntry,
     LayerVersion,
-    ObjectContent,
     ObjectId,
     Observed,
     Origin,
     Parameter,
     Pin,
     PolicyUse,
-    RankState,
-    SourceFile,
     SourceLayout,
     StoredObject,
     StoredTensor,
+)
+from layerstore.states import (
+    BufferContent,
+    FlatContent,
+    FragmentContent,
+    GatheredFile,
+    GatheredTensor,
+    ObjectContent,
+    RankState,
+    SourceFile,
     TensorSource,
     TreeFile,
 )
@@ -124,6 +127,19 @@ def version(layer: str = "model.layers.0") -> LayerVersion:
             ),
         ),
     )
+
+
+def coded_version(layer: str = "model.layers.0") -> LayerVersion:
+    """Return the same with differences to that object, and a moment in 8 bits."""
+    exact = version(layer)
+    [older] = exact.objects
+    masters = tuple(replace(tensor, coding="difference8") for tensor in older.tensors)
+    moments = tuple(replace(tensor, state="exp_avg", coding="companded8") for tensor in older.tensors)
+    compact = (
+        replace(older, id=ObjectId("d" * 32), tensors=masters, reference=older.id),
+        replace(older, id=ObjectId("c" * 32), tensors=moments, kind=Kind.OPTIMIZER),
+    )
+    return replace(exact, objects=compact, references=(older,))
 
 
 def storage(content: object, *, dtype: str = "F32", elements: int = 4, device: str = "cpu") -> Storage:

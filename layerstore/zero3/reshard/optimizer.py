@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import LayoutMismatch
-from layerstore.model import FlatContent, LayerEntry, LayerVersion, RankState
+from layerstore.model import LayerEntry, LayerVersion
+from layerstore.states import FlatContent, RankState
 from layerstore.tree import Size, Storage, Tensor, Tree
 from layerstore.zero3.trees import (
     STEP,

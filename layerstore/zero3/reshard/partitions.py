@@ -8,7 +8,7 @@ from math import prod
 
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import FIRST_SHARD
-from layerstore.model import FlatContent, FragmentContent, RankState, TreeFile
+from layerstore.states import FlatContent, FragmentContent, RankState, TreeFile
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree, changed
 from layerstore.zero3.reshard.sub_groups import path_of_rank, resized, sub_group_size
 from layerstore.zero3.trees import (

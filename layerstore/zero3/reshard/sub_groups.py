@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.filenames import SHARD_STEM
-from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.slices import slice_length
+from layerstore.states import FlatContent, RankState, TreeFile
 from layerstore.tree import OrderedMap, Size, Tensor, Tree, changed, replace_tensors, with_content
 from layerstore.zero3.trees import (
     TreeView,

@@ -14,8 +14,8 @@ from math import prod
 from typing import Protocol
 
 from layerstore.errors import LayoutMismatch
-from layerstore.model import RankState
 from layerstore.slices import slice_length, valid_elements
+from layerstore.states import RankState
 from layerstore.zero3.trees.view import STAGE_3, TreeView, config_of, outer_optimizer, stage_of, sub_group_shapes
 
 Groups = Sequence[Mapping[str, Sequence[int]]]

@@ -15,8 +15,8 @@ from layerstore.filenames import SHARD_STEM
 from layerstore.format import encode_tree, pack
 from layerstore.hashing import crc32
 from layerstore.limits import INLINE_BYTES_MAX
-from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.source import damaged, open_source
+from layerstore.states import FlatContent, RankState, TreeFile
 from layerstore.tree import Inert, Located, Size, Tensor, Tree, changed, replace_tensors, with_content
 
 STAGE_3 = 3

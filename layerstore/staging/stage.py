@@ -8,28 +8,22 @@ import contextlib
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from layerstore.coding import Error
 from layerstore.dtypes import by_code
-from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.errors import Overtaken, SourceCheckpoint, Unsupported
 from layerstore.format import encode_blob, ref_of
 from layerstore.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
-from layerstore.model import (
-    BlobRef,
-    GatheredFile,
-    Kind,
-    LayerVersion,
-    ObjectContent,
-    RankState,
-    SourceFile,
-    StoredObject,
-    StoredTensor,
-)
+from layerstore.model import BlobRef, CodingLoss, Kind, LayerVersion, ObjectId, StoredObject, StoredTensor
 from layerstore.slices import Frame, frame
 from layerstore.source import OpenedSource, open_source
+from layerstore.staging.encode import Compact, Encoding
+from layerstore.states import GatheredFile, ObjectContent, RankState, SourceFile
 from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor, replace_tensors
 from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
@@ -57,6 +51,8 @@ class Content:
     has_moments: bool
     notes: tuple[str, ...] = ()
     """What was left out, for the user."""
+    losses: tuple[CodingLoss, ...] = ()
+    """What compact layers lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +211,20 @@ _KINDS = tuple(Kind)
 
 
 def stage_version(
-    writer: ObjectWriter, layer: LayerSource, objects: Iterable[StoredObject], *, world_size: int
+    writer: ObjectWriter,
+    layer: LayerSource,
+    objects: Iterable[StoredObject],
+    *,
+    world_size: int,
+    references: Iterable[StoredObject] = (),
 ) -> BlobRef:
-    """Stage the version of *layer* that consists of *objects*, which are put into canonical order."""
+    """
+    Stage the version of *layer* that consists of *objects*, which are put into canonical order.
+
+    *references* are those of older versions that they may refer to.
+    """
+    objects = tuple(objects)
+    referred = {stored.reference for stored in objects}
     version = LayerVersion(
         layer=layer.layer,
         parameters=layer.parameters,
@@ -225,11 +232,29 @@ def stage_version(
         world_size=world_size,
         objects=tuple(sorted(objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))),
         cut=layer.cut,
+        references=tuple(sorted((of for of in references if of.id in referred), key=lambda of: of.shard)),
     )
     data = encode_blob(version)
     ref = ref_of(data)
     writer.put(data, ref)
     return ref
+
+
+def coding_losses(layer: str, objects: Iterable[StoredObject], staging: "Staging") -> Iterator[CodingLoss]:
+    """Yield what the compact *objects* of *layer* lost, for each state of the optimizer and for masters."""
+    found: dict[str, Error] = {}
+    for stored in objects:
+        for state, lost in staging.losses.get(stored.id, {}).items():
+            found[state] = found.get(state, Error()) + lost
+    for state, lost in sorted(found.items()):
+        yield CodingLoss(
+            layer=layer,
+            state=state,
+            greatest=lost.greatest,
+            squares=lost.squares,
+            greatest_value=lost.greatest_value,
+            value_squares=lost.value_squares,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +294,8 @@ class Staging:
         self._known_before = known_before
         self._reads_once = reads_once
         self._likely_known: dict[str, bool] = {}
+        self.losses: dict[ObjectId, dict[str, Error]] = {}
+        """What the compact objects lost, by state of the optimizer."""
         self._local = threading.local()
 
     def object(self, source: ObjectSource, witness: Witness | None = None) -> StoredObject:
@@ -283,6 +310,55 @@ class Staging:
             tensors=found.tensors,
             chunks=found.chunks,
         )
+
+    def planned(self, source: ObjectSource, how: Compact | None, witness: Witness | None = None) -> StoredObject:
+        """Stage the slices of *source*, compactly if *how* says so."""
+        return self.object(source, witness) if how is None else self.compact(source, how, witness)
+
+    def compact(self, source: ObjectSource, how: Compact, witness: Witness | None = None) -> StoredObject:
+        """Stage the slices of *source* coded; the object that they refer to is claimed."""
+        with closing(Encoding(source, how, self._writer.store)) as encoding, ExitStack() as stack:
+            if encoding.reference is not None and not self._writer.refer(encoding.reference.ref):
+                raise Overtaken(
+                    f"object {encoding.reference.id}, which a compact save refers to, is gone; nothing was saved",
+                    hint="repeat the command",
+                )
+            hasher, small = ObjectHasher(), bytearray()
+            is_small = encoding.size_bytes <= SMALL_OBJECT_BYTES
+            draft = None if is_small else stack.enter_context(self._writer.draft())
+            for data in self._encoded(encoding, source, witness):
+                if draft is None:
+                    small += data
+                else:
+                    draft.write_at(hasher.size_bytes, data)
+                hasher.update(data)
+            ref = BlobRef(id=hasher.id(), size_bytes=hasher.size_bytes)
+            stored = encoding.stored(source, ref, hasher.chunks())
+            if draft is None:
+                self._writer.put(small, ref)
+            else:
+                self._writer.keep(draft, ref)
+            self.losses[ref.id] = encoding.losses
+            return stored
+
+    def _encoded(
+        self, encoding: Encoding, source: ObjectSource, witness: Witness | None
+    ) -> Iterator[bytes | memoryview]:
+        yield encoding.header
+        for number, part in enumerate(source.slices):
+            yield from encoding.slice(number, self._witnessed(part, witness))
+
+    def _witnessed(self, part: SliceSource, witness: Witness | None) -> Iterator[memoryview]:
+        """Yield the bytes of *part* as they are read, and note their checksum."""
+        checksum, start = 0, 0
+        for chunk in self._reader.chunks(part.path, part.offset_bytes, part.size_bytes):
+            checksum = crc32(chunk, checksum)
+            if witness is not None:
+                witness(part, start, chunk)
+            start += len(chunk) // by_code(part.dtype).bytes
+            yield chunk
+            self._advance(len(chunk))
+        self._checksums.note(part.path, part.offset_bytes, part.size_bytes, checksum)
 
     def bytes_object(self, path: Path, offset: int, size_bytes: int) -> ObjectContent:
         """Stage a stretch of *path* as an object of its own."""

@@ -1,0 +1,215 @@
+"""
+Compact objects: slices are coded as their bytes stream by, and decoded at once to measure what is lost.
+
+Coding never looks back: blocks are small, scales follow the codes of their slice, and the reference is read beside.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from layerstore.coding import BLOCK, CODINGS, Coded, Error, NotCodable, code
+from layerstore.errors import LayerstoreError, Unsupported
+from layerstore.hashing import crc32
+from layerstore.history import Place
+from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
+from layerstore.precision import PRECISIONS, Precision
+from layerstore.slices import coded_frame, frame
+from layerstore.storage import Hashing, ObjectStore, Repository
+from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
+
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    """How an object is kept in fewer bytes: its precision, and what its differences refer to."""
+
+    precision: Precision
+    reference: StoredObject | None = None
+
+
+def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) -> Compact | None:
+    """Return how *source* is kept in *precision*; None if as it is: there is nothing to code, or to refer to."""
+    codings = {precision.coding(source.kind, part.state, part.dtype) for part in source.slices} - {""}
+    if not codings:
+        return None
+    if not any(CODINGS[name].needs_reference for name in codings):
+        return Compact(precision)
+    reference = _reference(source, older)
+    return None if reference is None else Compact(precision, reference)
+
+
+def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None:
+    """Return the exact masters in *older*, or those that it refers to, of the very slices of *source*."""
+    masters = (of for of in older.objects if of.kind is Kind.MASTER)
+    for stored in (*older.references, *masters):
+        if (stored.shard, stored.shards) == (source.shard, source.shards) and _are_alike(stored, source.slices):
+            return stored
+    return None
+
+
+def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> bool:
+    """Whether *layer* can be kept in *precision*: if that takes differences, *older* has all that they refer to."""
+    return older.cut == layer.cut and all(
+        source.kind is not Kind.MASTER or not precision.master or _reference(source, older) for source in layer.objects
+    )
+
+
+def _are_alike(stored: StoredObject, slices: Sequence[SliceSource]) -> bool:
+    of_source = [(part.key, part.dtype, part.elements) for part in slices]
+    return not stored.is_coded and [(of.key, of.dtype, of.elements) for of in stored.tensors] == of_source
+
+
+@dataclass(frozen=True, slots=True)
+class CompactLayers:
+    """The layers to keep compactly."""
+
+    precision: Precision
+    older: Mapping[str, LayerVersion]
+    """An older version of each that differences can refer to, directly or by what it refers to itself."""
+
+    def plan(self, layer: str, source: ObjectSource) -> Compact | None:
+        """Return how *source*, of *layer*, is kept; None if as it is."""
+        return _compact(source, self.precision, self.older[layer]) if layer in self.older else None
+
+    def references(self, layer: str) -> tuple[StoredObject, ...]:
+        """Return what the objects of *layer* may refer to."""
+        older = self.older.get(layer)
+        return () if older is None else (*older.references, *older.objects)
+
+
+def referable(
+    repo: Repository, place: Place, *, rank: int, world_size: int
+) -> tuple[dict[str, LayerVersion], list[str]]:
+    """
+    Return what differences of *rank* can refer to of the layers inherited at *place*, and the layers cut otherwise.
+
+    A version that cannot be read counts as cut alike, so that all ranks get the same layers.
+    """
+    found, others = {}, []
+    for layer, entry in place.inherited.items():
+        with suppress(LayerstoreError):
+            version = repo.version_of(entry)
+            if version.world_size != world_size:
+                others.append(layer)
+            else:
+                found[layer] = _of_rank(version, rank)
+    return found, others
+
+
+def _of_rank(version: LayerVersion, rank: int) -> LayerVersion:
+    """Return *version* without the objects of other ranks, which are many."""
+    return replace(
+        version,
+        objects=tuple(of for of in version.objects if of.kind is Kind.MASTER and of.shard == rank),
+        references=tuple(of for of in version.references if of.shard == rank),
+    )
+
+
+NONE_COMPACT = CompactLayers(PRECISIONS["exact"], {})
+
+
+class Encoding:
+    """One object that is being coded, slice by slice."""
+
+    def __init__(self, source: ObjectSource, how: Compact, objects: ObjectStore) -> None:
+        codings = [how.precision.coding(source.kind, part.state, part.dtype) for part in source.slices]
+        self.tensors = [_uncoded(part, coding) for part, coding in zip(source.slices, codings, strict=True)]
+        """Their checksums become known one after the other."""
+        self.reference = how.reference
+        self.losses: dict[str, Error] = {}
+        """By the state of the optimizer; empty for masters."""
+        self._name = self.reference.id if self.reference else ""
+        self._frame, _ = coded_frame(self.tensors, reference=self._name)
+        self._offsets = frame(self.tensors).offsets
+        self._objects = objects
+        self._hashing = Hashing([self.reference.ref] if self.reference else [])
+        self._file = objects.open(self.reference.ref) if self.reference else None
+
+    @property
+    def header(self) -> bytes:
+        """All bytes of the file before the payload."""
+        return self._frame.header
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole file."""
+        return self._frame.size_bytes
+
+    def slice(self, number: int, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield the bytes of the slice *number*, which is *chunks*: its codes, then its scales."""
+        tensor, checksum = self.tensors[number], 0
+        if not tensor.coding:
+            for chunk in chunks:
+                checksum = crc32(chunk, checksum)
+                yield chunk
+        else:
+            scales, done = [], 0
+            for values in _whole_blocks(chunks):
+                coded = self._coded(number, values, done)
+                checksum = crc32(coded.decoded, checksum)
+                done += len(values)
+                scales.append(coded.scales)
+                yield coded.codes
+            yield from scales
+        self.tensors[number] = replace(tensor, crc32=checksum)
+
+    def _coded(self, number: int, values: memoryview, done: int) -> Coded:
+        """Code *values*, which come after *done* bytes of the slice *number*."""
+        tensor = self.tensors[number]
+        try:
+            coded = code(CODINGS[tensor.coding], values, self._referred(number, len(values), done))
+        except NotCodable as exc:
+            what = f"{tensor.state} of {tensor.name!r}" if tensor.state else f"the master of {tensor.name!r}"
+            raise Unsupported(f"{what} cannot be kept compactly: {exc}", hint="save it with precision exact") from exc
+        self.losses[tensor.state] = self.losses.get(tensor.state, Error()) + coded.lost
+        return coded
+
+    def _referred(self, number: int, size_bytes: int, done: int) -> memoryview | None:
+        """Return *size_bytes* of what the slice *number* refers to, which are read and hashed on the way."""
+        if not CODINGS[self.tensors[number].coding].needs_reference:
+            return None
+        assert self.reference is not None
+        assert self._file is not None
+        data = memoryview(bytearray(size_bytes))
+        self._hashing.read_into(self.reference.ref, self._file, data, self._offsets[number] + done)
+        return data
+
+    def stored(self, source: ObjectSource, ref: BlobRef, chunks: bytes) -> StoredObject:
+        """Return the finished object; raise IntegrityError if what it refers to is damaged."""
+        self._hashing.check(self._objects)
+        return StoredObject(
+            id=ref.id,
+            size_bytes=ref.size_bytes,
+            kind=source.kind,
+            shard=source.shard,
+            shards=source.shards,
+            tensors=tuple(self.tensors),
+            chunks=chunks,
+            reference=self._name,
+        )
+
+    def close(self) -> None:
+        """Close what it refers to."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _uncoded(part: SliceSource, coding: str) -> StoredTensor:
+    return StoredTensor(
+        name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=0, coding=coding
+    )
+
+
+def _whole_blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes of *chunks*, which may be cut anywhere, in runs of whole blocks and, at last, the rest."""
+    block_bytes, left = BLOCK * _ITEM_BYTES, b""
+    for chunk in chunks:
+        data = memoryview(left + bytes(chunk)) if left else chunk
+        end = len(data) - len(data) % block_bytes
+        left = bytes(data[end:])
+        if end:
+            yield data[:end]
+    if left:
+        yield memoryview(left)

@@ -1,0 +1,179 @@
+"""
+Coded objects, read as if they were plain: every read decodes the blocks that it touches.
+
+Offsets are those of the plain object with the same tensors, so readers need not know that an object is coded. Nothing
+decoded is kept, and the bytes of a coded object are checked against its name like any other's.
+"""
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from layerstore.coding import BLOCK, CODINGS, Part, decode
+from layerstore.disk import OpenFile, new_memory
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.model import BlobRef, LayerVersion, StoredObject, StoredTensor
+from layerstore.slices import coded_frame, frame, slice_bytes
+from layerstore.storage.objects import ObjectStore, Stretch
+
+_ITEM_BYTES = 4  # only fp32 is coded
+
+
+def _part_bytes(part: Part) -> int:
+    """Return the size of *part*."""
+    return part.elements * by_code(part.dtype).bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the parts of one coded tensor are in the file, and where its bytes would be in a plain one."""
+
+    tensor: StoredTensor
+    begin: int
+    parts: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + slice_bytes(self.tensor)
+
+    def stretches(self, first: int, last: int) -> Iterator[Stretch]:
+        """Yield what has to be read of the file for the elements *first* to *last*."""
+        item_bytes = by_code(self.tensor.dtype).bytes
+        if not self.tensor.coding:
+            yield self.parts[0] + first * item_bytes, self.parts[0] + last * item_bytes
+            return
+        coding = CODINGS[self.tensor.coding]
+        for offset, before, part in zip(self.parts, coding.parts(first), coding.parts(last - first), strict=True):
+            start = offset + _part_bytes(before)
+            yield start, start + _part_bytes(part)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A coded object, and the object that its differences add to."""
+
+    stored: StoredObject
+    reference: StoredObject | None
+
+    @cached_property
+    def layouts(self) -> "list[_Layout]":
+        """Where its tensors are, in order."""
+        plain = frame(self.stored.tensors)
+        if self.reference is not None and self.reference.size_bytes != plain.size_bytes:
+            raise IntegrityError(f"object {self.reference.id} is listed with a size that its tensors do not have")
+        file, first = coded_frame(self.stored.tensors, reference=self.stored.reference)
+        bounds = pairwise((*first, len(file.offsets)))
+        return [
+            _Layout(tensor, begin, file.offsets[start:end])
+            for tensor, begin, (start, end) in zip(self.stored.tensors, plain.offsets, bounds, strict=True)
+        ]
+
+    def stretches(self, plain: Iterable[Stretch]) -> dict[BlobRef, list[Stretch]]:
+        """Return what has to be read, by object, for some stretches of the *plain* object."""
+        found: dict[BlobRef, list[Stretch]] = {self.stored.ref: []}
+        for begin, end in plain:
+            for layout in self.layouts:
+                first, last = _blocks(layout, begin, end)
+                if first < last:
+                    found[self.stored.ref] += layout.stretches(first, last)
+            if self.reference is not None:
+                found.setdefault(self.reference.ref, []).append((begin, end))
+        return found
+
+    def open(self, objects: ObjectStore, stretches: Iterable[Stretch] | None) -> "DecodedFile":
+        """Open it for reading *stretches* of the plain object, or all of it."""
+        wanted = None if stretches is None else self.stretches(stretches)
+        with ExitStack() as stack:
+            ref = self.stored.ref
+            file = stack.enter_context(objects.open(ref, None if wanted is None else wanted[ref]))
+            reference = None
+            if self.reference is not None:
+                ref = self.reference.ref
+                reference = stack.enter_context(objects.open(ref, None if wanted is None else wanted[ref]))
+            decoded = DecodedFile(self, file, reference)
+            stack.pop_all()
+        return decoded
+
+
+def coded_objects(version: LayerVersion) -> dict[BlobRef, Coded]:
+    """Return the coded objects of *version*, which names what they refer to."""
+    references: dict[str, StoredObject] = {stored.id: stored for stored in version.references}
+    return {
+        stored.ref: Coded(stored, references[stored.reference] if stored.reference else None)
+        for stored in version.objects
+        if stored.is_coded
+    }
+
+
+def _blocks(layout: _Layout, begin: int, end: int) -> tuple[int, int]:
+    """Return the elements of whole blocks of *layout* that the bytes *begin* to *end* touch."""
+    begin, end = max(begin, layout.begin), min(end, layout.end)
+    if begin >= end:
+        return 0, 0
+    item_bytes = by_code(layout.tensor.dtype).bytes
+    first, last = (begin - layout.begin) // item_bytes, -(-(end - layout.begin) // item_bytes)
+    return first // BLOCK * BLOCK, min(-(-last // BLOCK) * BLOCK, layout.tensor.elements)
+
+
+class DecodedFile(OpenFile):
+    """A coded object that is open for reading as the plain one."""
+
+    def __init__(self, coded: Coded, file: OpenFile, reference: OpenFile | None) -> None:
+        # Without a descriptor, the kernel cannot copy from it, and whoever tries to reads instead.
+        super().__init__(file.path, -1, frame(coded.stored.tensors).size_bytes)
+        self._file = file
+        self._reference = reference
+        self._layouts = coded.layouts
+        self._begins = [layout.begin for layout in self._layouts]
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill *buffer* from *offset*, which is within the payload."""
+        view = buffer.cast("B")
+        at = bisect_right(self._begins, offset) - 1
+        while view:
+            layout = self._layouts[at]
+            count = min(len(view), layout.end - offset, IO_CHUNK_BYTES)
+            if layout.tensor.coding:
+                self._decode(layout, view[:count], offset)
+            else:
+                self._file.read_into(view[:count], layout.parts[0] + offset - layout.begin)
+            view, offset = view[count:], offset + count
+            at += offset == layout.end
+
+    def _decode(self, layout: _Layout, view: memoryview, offset: int) -> None:
+        """Fill *view* from *offset*, which is of the tensor at *layout*."""
+        first, last = _blocks(layout, offset, offset + len(view))
+        start = offset - layout.begin - first * _ITEM_BYTES
+        size_bytes = (last - first) * _ITEM_BYTES
+        parts = [self._file.read_at(begin, end - begin) for begin, end in layout.stretches(first, last)]
+        is_whole = len(view) == size_bytes
+        out = view if is_whole else memoryview(bytearray(size_bytes))
+        decode(CODINGS[layout.tensor.coding], parts, out, self._referred(layout, first, size_bytes))
+        if not is_whole:
+            view[:] = out[start : start + len(view)]
+
+    def _referred(self, layout: _Layout, first: int, size_bytes: int) -> bytes | None:
+        if not CODINGS[layout.tensor.coding].needs_reference:
+            return None
+        assert self._reference is not None, "a version names what its differences refer to"
+        return self._reference.read_at(layout.begin + first * _ITEM_BYTES, size_bytes)
+
+    def map(self) -> mmap.mmap:
+        """Decode all of it into memory of its own; nobody can change it through the arrays made of it."""
+        made = new_memory(max(self.size_bytes, 1))
+        start = self._begins[0] if self._begins else self.size_bytes
+        with memoryview(made) as view, view[start : self.size_bytes] as payload:
+            self.read_into(payload, start)
+        return made
+
+    def close(self) -> None:
+        """Close what it reads; twice is harmless."""
+        self._file.close()
+        if self._reference is not None:
+            self._reference.close()
