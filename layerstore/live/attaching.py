@@ -112,7 +112,8 @@ def _same_on_all_ranks(options: SaverOptions, run: str) -> str:
     policy = chosen_policy(options.policy)
     return (
         f"run {run}, mode {options.mode}, on_pressure {options.on_pressure}, frozen {options.frozen}, "
-        f"push {options.push}, durable {options.durable}, policy {policy.name} {policy.parameters}"
+        f"push {options.push}, durable {options.durable}, policy {policy.name} {policy.parameters}, "
+        f"precision {options.precision}, exact_every {options.exact_every}"
     )
 
 

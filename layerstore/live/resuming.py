@@ -55,6 +55,7 @@ def resume(
     step: int | Literal["latest"] = "latest",
     policy: str | Policy = "latest",
     adam_step: AdamStep = "unify",
+    exact: bool = False,
     must_exist: bool = False,
 ) -> Resumed | None:
     """
@@ -63,7 +64,7 @@ def resume(
     None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
     says so. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
     newest step; otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from
-    *step*.
+    *step*; with *exact*, the newest save up to *step* that was kept bit for bit takes its place.
 
     Raises:
         NotFound: There is no such step or, with *must_exist*, no commit, or no store, at all.
@@ -87,7 +88,7 @@ def resume(
                 log_nothing_yet(store, run)
             return None
         composite, said = exchange.looked(
-            partial(_composite, opened, run, step=step, policy=policy, must_exist=must_exist),
+            partial(_composite, opened, run, step=step, policy=policy, exact=exact, must_exist=must_exist),
             _commit_of,
             may_be_late=opened.repo.aside.is_on_network,
         )
@@ -142,13 +143,13 @@ def check_run(store: Store | None, run: str) -> None:
 
 
 def _composite(
-    store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
+    store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, exact: bool, must_exist: bool
 ) -> Composite | NotFound | None:
     view = store.repo.catalog.find(run)
     if view is None or not view.rows:
         return NotFound(f"run {run!r} has no commit to resume from", hint=runs_here(store, run)) if must_exist else None
     try:
-        return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
+        return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy, exact=exact)
     except NotFound as exc:
         return exc  # another host may see it already
 

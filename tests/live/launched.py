@@ -17,8 +17,9 @@ import layerstore
 from layerstore.filenames import RANDOM_STATE
 from layerstore.format import encode_blob
 from layerstore.history import resolve
-from layerstore.model import CommitRecord, RankState
+from layerstore.model import CommitRecord
 from layerstore.policy import Policy
+from layerstore.states import RankState
 from layerstore.store import Store
 from tests.deepspeed.launch import train
 from tests.deepspeed.scenarios import WORLD_SIZE

@@ -161,10 +161,10 @@ def damaged(out: Path, run: str, damage: str) -> Path:
     return copy
 
 
-def flip(path: Path, run: str, damage: str, *, rank: int) -> None:
-    """Flip a byte in the middle of an object of *rank*'s in the first commit of *run*."""
+def flip(path: Path, run: str, damage: str, *, rank: int, step: int = 1) -> None:
+    """Flip a byte in the middle of an object of *rank*'s in the commit of *run* at *step*."""
     with layerstore.open(path) as store:
-        layers = resolve(store.repo, f"{run}@1").record.layers
+        layers = resolve(store.repo, f"{run}@{step}").record.layers
         kept = [stored for of in layers for stored in store.repo.version_of(of).objects if stored.kind == damage]
     found = next(stored for stored in kept if stored.shard == rank)
     file = next((path / "objects").rglob(found.id))

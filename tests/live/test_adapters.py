@@ -17,7 +17,8 @@ import layerstore
 from layerstore.composite import Composite
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.hf.peft import name_in_file
-from layerstore.model import BlobRef, RankState, SourceFile
+from layerstore.model import BlobRef
+from layerstore.states import RankState, SourceFile
 from layerstore.storage import Repository
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train

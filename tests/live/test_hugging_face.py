@@ -15,7 +15,8 @@ import torch
 import layerstore
 from layerstore.format import encode_blob
 from layerstore.history import resolve
-from layerstore.model import CommitRecord, RankState
+from layerstore.model import CommitRecord
+from layerstore.states import RankState
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
 

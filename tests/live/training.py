@@ -30,7 +30,7 @@ import layerstore
 from layerstore.live.saver.results import Saved
 from layerstore.live.saver.saver import Saver
 from layerstore.model import StoredObject
-from layerstore.publish.staging import Staging
+from layerstore.staging import Staging
 from layerstore.store import Store
 from layerstore.zero3 import ObjectSource
 from tests.deepspeed import client_states, models

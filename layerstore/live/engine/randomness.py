@@ -13,9 +13,9 @@ from layerstore.filenames import RANDOM_STATE
 from layerstore.live.engine.inert import Memory
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.live.scratch import put, scratch
-from layerstore.model import RankState
-from layerstore.publish import KeptFile
 from layerstore.source import open_source
+from layerstore.staging import KeptFile
+from layerstore.states import RankState
 from layerstore.tree import Located, Storage
 from layerstore.zero3.pt import read_pt
 

@@ -171,6 +171,8 @@ class RankReport:
     """From the rank that commits: whether each resolved save became visible."""
     has_lost_base: bool = False
     """From the rank that commits: whether a layer that the next commits would inherit was collected."""
+    precision: str = ""
+    """That of this save."""
     is_mistyped: bool = False
     """Whether *problem* is that client_state holds a type that cannot be kept."""
     problem: str = ""
@@ -200,6 +202,8 @@ def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
     if len({(each.step, each.number) for each in reports}) > 1:
         steps = ", ".join(map(str, sorted({each.step for each in reports})))
         raise Conflict(f"the ranks are not at the same save: they are at step {steps}")
+    if len(wanted := sorted({each.precision for each in reports})) > 1:
+        raise Conflict(f"the ranks save step {report.step} in precision {' and '.join(wanted)}")
     if not all(each.is_at_boundary for each in reports):
         raise InvalidInput(
             f"step {report.step} cannot be saved: gradients are being accumulated for an update that is still to come",

@@ -21,12 +21,14 @@ from layerstore.publish import (
     GivenUp,
     InheritedLayerLost,
     JointCommit,
+    OlderVersions,
     fail_share,
     join,
     make_pin,
     parts_of,
     write_share,
 )
+from layerstore.staging import referable
 from layerstore.storage import Repository
 from layerstore.threads import start
 
@@ -83,13 +85,23 @@ class Background:
     """One rank's threads."""
 
     def __init__(
-        self, repo: Repository, pool: Pool, copier: Copier, *, commits: bool, collector: Collector | None
+        self,
+        repo: Repository,
+        pool: Pool,
+        copier: Copier,
+        *,
+        commits: bool,
+        collector: Collector | None,
+        refers: tuple[int, int] | None,
     ) -> None:
+        """*refers* says which rank this is, of how many, if its differences refer to inherited versions."""
+        self._refers = refers
         self._repo = repo
         self._pool = pool
         self._copier = copier
         self._collector = collector
         self._frozen: FrozenWeights = {}
+        self._older: OlderVersions = {}
         self._inherited: dict[str, LayerEntry] = {}
         """The newest visible version of each layer."""
         self._stop = threading.Event()
@@ -106,10 +118,25 @@ class Background:
         if self._committing is not None:
             self._committing.add(job)
 
-    def begin_at(self, place: Place) -> None:
-        """Continue from *place*, with no pending saves; frozen weights are read again."""
+    def begin_at(self, place: Place) -> Collection[str]:
+        """
+        Continue from *place*, with no pending saves; frozen weights are read again.
+
+        Return the inherited layers that differences can refer to, the same on every rank.
+        """
         self._inherited = dict(place.inherited)
         self._frozen.clear()
+        self._older = {}
+        if self._refers is None:
+            return ()
+        rank, world_size = self._refers
+        self._older, others = referable(self._repo, place, rank=rank, world_size=world_size)
+        if others and rank == 0:
+            more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
+            LOG.info(
+                "%s%s kept exactly at first: the version before is cut for another number of ranks", others[0], more
+            )
+        return place.inherited.keys() - {*others}
 
     def close(self, *, at_once: bool) -> None:
         """End the threads when their work is done, or *at_once*."""
@@ -130,7 +157,7 @@ class Background:
 
     def _write(self, job: Job) -> None:
         try:
-            job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen)
+            job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen, older=self._older)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = words_of(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line

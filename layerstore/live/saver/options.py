@@ -12,6 +12,7 @@ from layerstore.layers import compile_pattern
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
 from layerstore.policy import Keep, Policy, chosen_policy
+from layerstore.precision import EXACT_EVERY, PrecisionName, keyframes
 from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
 
@@ -35,6 +36,10 @@ class SaverOptions:
 
     policy: str | Policy = "latest"
     """Which layers are due at each save; see docs/guides/policies.md."""
+    precision: PrecisionName = "exact"
+    """How finely layers are kept between exact saves: ``exact``, ``moments8``, ``delta8`` or ``delta4``."""
+    exact_every: int | None = EXACT_EVERY
+    """Every Nth version of a layer is exact; with None, only the first."""
     mode: Mode = "async"
     """``async``; with ``sync``, every ``save`` waits until it is durable."""
     host_buffer: int | str = "auto"
@@ -72,6 +77,7 @@ class SaverOptions:
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
         chosen_policy(self.policy)
+        keyframes(self.precision, self.exact_every)
         compile_pattern(self.layer_pattern)
         _buffer_bytes(self.host_buffer)
         if self.durable == "remote" and self.push is None:
@@ -92,6 +98,8 @@ class SaverKeywords(TypedDict, total=False):
     """`SaverOptions` by name, for type checkers, which cannot take the names from a dataclass."""
 
     policy: str | Policy
+    precision: PrecisionName
+    exact_every: int | None
     mode: Mode
     host_buffer: int | str
     on_pressure: Pressure

@@ -2,7 +2,7 @@
 
 import operator
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -14,8 +14,10 @@ from layerstore.limits import GIB
 from layerstore.live.engine import FOLDER, Engine, Memory, NotPlain, random_state
 from layerstore.live.log import LOG
 from layerstore.model import SourceLayout
-from layerstore.publish import KeptFile, check_pin_free, check_pin_name
+from layerstore.precision import Keyframes
+from layerstore.publish import check_pin_free, check_pin_name
 from layerstore.source import read_source_file
+from layerstore.staging import KeptFile
 from layerstore.storage import Repository
 from layerstore.zero3 import beside_shards, flavour_of
 
@@ -38,6 +40,7 @@ class SaveRequest:
     files: dict[str, Path] = field(default_factory=dict)
     """The user's extra files, by their names in the folder."""
     pin: str | None = None
+    keyframes: Keyframes = field(default_factory=Keyframes)
     is_complete: bool
     """Whether no more files will come: a trainer that saves to *folder* may still write next to the shards."""
 
@@ -52,6 +55,7 @@ def read_request(
     client_state: object,
     extra_files: object,
     pin: object,
+    keyframes: Callable[[], Keyframes] = Keyframes,
     metrics: object = None,
 ) -> SaveRequest:
     """
@@ -79,7 +83,9 @@ def read_request(
             raise InvalidInput(f"pin= is {pin!r}, no name")
         check_pin_name(repo, pin)
         check_pin_free(repo, pin, run=run, step=number)
-    return SaveRequest(step=number, client_state=told, tag=tag, files=files, pin=pin, is_complete=True)
+    return SaveRequest(
+        step=number, client_state=told, tag=tag, files=files, pin=pin, keyframes=keyframes(), is_complete=True
+    )
 
 
 def _metrics(metrics: object) -> dict[str, float]:

@@ -88,6 +88,23 @@ class Saved:
     skipped: bool
     blocked_seconds: float
     """Time inside ``save``; the wait before the next update comes on top."""
+    precision: str = "exact"
+    layers_compact: tuple[str, ...] = ()
+    """Those of *layers_due* that are kept in *precision*; the others are kept exactly."""
+
+
+def saved_as(joint: JointCommit, *, blocked_seconds: float) -> Saved:
+    """Return the save that *joint* begins."""
+    layers = [layer.layer for layer in joint.share.layers]
+    return Saved(
+        step=joint.step,
+        number=joint.save_number,
+        layers_due=tuple(layer for layer in layers if layer in joint.due),
+        skipped=False,
+        blocked_seconds=blocked_seconds,
+        precision=joint.precision.name,
+        layers_compact=tuple(layer for layer in layers if layer in joint.compact),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +205,11 @@ class LastSave:
         """Note that the save *number* was given up; if it is the last one, its step may be saved again."""
         self._is_lost |= self._saved is not None and self._saved.number == number
 
-    def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool) -> Saved | None:
+    def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool, precision: str) -> Saved | None:
         """
         Return the last save if this one would repeat it: trainers save twice at the end of training.
 
-        If this one has a *pin*, client_state or files, warn that the first save stays as it is.
+        If this one has a *pin*, client_state, files or another *precision*, warn that the first save stays as it is.
 
         Raises:
             Conflict: *step* is not after the last one.
@@ -210,6 +227,8 @@ class LastSave:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
         if has_extras:
             LOG.warning("step %d was saved already; its client_state and files stay as they are", step)
+        if self._saved is not None and self._saved.precision != precision:
+            LOG.warning("step %d was saved already, in precision %s: it stays as it is", step, self._saved.precision)
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
@@ -230,6 +249,7 @@ def note_job(repo: Repository, session: str, job: Job, options: SaverOptions) ->
         layers_saved=len(joint.due),
         layers=len(joint.share.layers),
         queued=job.queued,
+        precision=joint.precision.name,
         failure=job.failure,
         commit="" if job.commit is None else job.commit.id,
     )

@@ -45,11 +45,12 @@ from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.movements import MovementWatch, Sample
 from layerstore.live.saver.options import SaverOptions, pool_bytes
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
-from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_training, note_job, with_job
+from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_training, note_job, saved_as, with_job
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.snapshot import COPY_BYTES, Copier, CudaCopier, Pool, Snapshot, changing, changing_bytes
 from layerstore.numbers import Movements
 from layerstore.policy import Latest, chosen_policy
+from layerstore.precision import PrecisionName, keyframes
 from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
 from layerstore.zero3 import Share
@@ -95,12 +96,12 @@ class Saver:
         self._session = open_session(exchange, self._repo)
         follows = self._is_first and (options.keep is not None or options.push is not None)
         self._collector = Collector(store, options.keep, run=run, push=options.push) if follows else None
+        refers = None if options.precision == "exact" else (engine.rank, engine.world_size)
         self._background = Background(
-            self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector
+            self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector, refers=refers
         )
-        self._background.begin_at(place)
         policy = chosen_policy(options.policy)
-        self._schedule = Schedule.after(place, policy, run=run)
+        self._schedule = Schedule.after(place, policy, run=run, referable=self._background.begin_at(place))
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
         self._saves = 0
         self._jobs: deque[Job] = deque()
@@ -127,13 +128,15 @@ class Saver:
         tag: str | None = None,
         pin: str | None = None,
         metrics: Mapping[str, float] | None = None,
+        precision: PrecisionName | None = None,
     ) -> Saved:
         """
         Save the engine's state as step *step*, by default the engine's own counter.
 
         Every rank calls it, after ``engine.step()``. ``resume`` returns *client_state*; *extra_files* are kept byte
         for byte, under the names that they get in a composed folder. *pin* names the commit. *metrics*, such as
-        ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that name.
+        ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that name. *precision* is that
+        of this save alone, such as ``"exact"``.
 
         Raises:
             TypeError: *client_state* holds something other than plain values, tensors and numpy's types.
@@ -151,6 +154,7 @@ class Saver:
             client_state=client_state,
             extra_files=extra_files,
             pin=pin,
+            keyframes=partial(keyframes, precision or self.options.precision, self.options.exact_every),
             metrics=metrics,
         )
         saved = self._save(
@@ -171,7 +175,10 @@ class Saver:
 
         Files that are added to *folder* before training continues are kept too.
         """
-        request = SaveRequest(step=self.step_of(), client_state=client_state, folder=folder, tag=tag, is_complete=False)
+        frames, step = keyframes(self.options.precision, self.options.exact_every), self.step_of()
+        request = SaveRequest(
+            step=step, client_state=client_state, folder=folder, tag=tag, keyframes=frames, is_complete=False
+        )
         self._save(lambda: request, lambda _: capture())
 
     def _save(self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]) -> Saved:
@@ -185,10 +192,15 @@ class Saver:
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
         request, share, step = files.request, captured.share, files.request.step
-        agreed = agree_on_save(self.exchange, self._report(step=step, copied_bytes=changing_bytes(captured)))
+        precision = request.keyframes.precision.name
+        agreed = agree_on_save(
+            self.exchange, self._report(step=step, copied_bytes=changing_bytes(captured), precision=precision)
+        )
         self._learn(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
-        repeated = self._last.same(step, updates=self._updates, pin=request.pin, has_extras=has_extras)
+        repeated = self._last.same(
+            step, updates=self._updates, pin=request.pin, has_extras=has_extras, precision=precision
+        )
         if repeated is not None:
             return repeated  # leave the previous save unsealed: more files may come into its folder
         self._seal()
@@ -223,13 +235,7 @@ class Saver:
         if self.options.mode == "sync" and (request.is_complete or self._engine.ungated):
             self._finish(job)
         held.end()
-        saved = Saved(
-            step=step,
-            number=job.joint.save_number,
-            layers_due=tuple(layer.layer for layer in share.layers if layer.layer in due),
-            skipped=False,
-            blocked_seconds=held.seconds,
-        )
+        saved = saved_as(job.joint, blocked_seconds=held.seconds)
         self._last.note(saved, updates=self._updates)
         return saved
 
@@ -323,7 +329,9 @@ class Saver:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(self, *, step: int = 0, copied_bytes: int = 0, problem: Exception | None = None) -> RankReport:
+    def _report(
+        self, *, step: int = 0, copied_bytes: int = 0, precision: str = "", problem: Exception | None = None
+    ) -> RankReport:
         running = self._running()
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
@@ -337,6 +345,7 @@ class Saver:
             failed=tuple(job.joint.save_number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._new_outcomes(),
             has_lost_base=self._background.has_lost_base,
+            precision=precision,
             is_mistyped=isinstance(problem, NotPlain),
             problem="" if problem is None else " ".join(str(problem).split()) or type(problem).__name__,
         )
@@ -395,7 +404,8 @@ class Saver:
         return [job for job in self._jobs if not job.is_written.is_set()]
 
     def _begin(self, captured: Captured, files: SaveFiles, due: frozenset[str], moved: Movements) -> Job:
-        share = captured.share
+        share, frames = captured.share, files.request.keyframes
+        compact = self._schedule.compact_now(due, frames, captured.has_moments)
         joint = JointCommit(
             session=self._session,
             save=self._saves,
@@ -406,9 +416,11 @@ class Saver:
             run=self.run,
             place=self._place,
             step=files.request.step,
-            save_number=self._schedule.begin(due, captured.has_moments),
+            save_number=self._schedule.begin(due, captured.has_moments, compact),
             policy=policy_use(self._schedule.policy, share, due, moved),
             layout=partial(files.layout, layer_pattern=self.options.layer_pattern),
+            precision=frames.precision,
+            compact=compact,
             pin=files.request.pin,
         )
         snapshot = Snapshot(captured, changing(objects_due(share, due)))
@@ -451,8 +463,8 @@ class Saver:
     def went_to(self, composition: Composition | None) -> None:
         """Continue from *composition*, which the engine was filled with; None if that came from no store."""
         self._place = place = self._attempt_lock.acquire(partial(place_resumed, composition=composition))
-        self._background.begin_at(place)
-        self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
+        referable = self._background.begin_at(place)
+        self._schedule = Schedule.after(place, self._schedule.policy, run=self.run, referable=referable)
         if self._movements is not None:
             self._movements.forget()
         self._last.begin_at(place.after, updates=self._updates)

@@ -4,7 +4,7 @@ Decide which layers are due at the next save, given the outcomes of the earlier 
 Every rank keeps a schedule and feeds it the same facts, so all ranks decide alike without asking each other.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -12,6 +12,7 @@ from layerstore.history import Place
 from layerstore.model import PolicyUse
 from layerstore.numbers import Movements
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
+from layerstore.precision import Keyframes
 from layerstore.tree import Tree
 from layerstore.zero3 import Share
 
@@ -33,10 +34,14 @@ class Schedule:
     """Layers of saves that were given up, skipped or cut: they are due at the next one."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
     """The layers due in each save whose outcome is still unknown, by number."""
+    compact: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Those of them that are compact, by the number of their save."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many compact versions in a row each layer's newest visible one ends; none if it cannot be referred to."""
 
     @classmethod
-    def after(cls, place: Place, policy: Policy, *, run: str) -> Self:
-        """Return the schedule of saves of *run* that begin at *place*."""
+    def after(cls, place: Place, policy: Policy, *, run: str, referable: Collection[str] = ()) -> Self:
+        """Return the schedule of saves of *run* that begin at *place*, where *referable* layers can be referred to."""
         own = place.own_numbers(run)
         return cls(
             policy=policy,
@@ -44,6 +49,7 @@ class Schedule:
             visible=own,
             foreign=frozenset(place.inherited.keys() - own.keys()),
             had_moments={layer: entry.optimizer_step is not None for layer, entry in place.inherited.items()},
+            counts={layer: place.inherited[layer].compact for layer in referable},
         )
 
     def due(
@@ -78,7 +84,7 @@ class Schedule:
 
     def begin_anew(self) -> None:
         """Note that nothing can be inherited any more, so that every layer is due until it is saved."""
-        self.visible, self.foreign = {}, frozenset()
+        self.visible, self.foreign, self.counts = {}, frozenset(), {}
         # Pending saves will be given up too, since none of them has every layer.
         self.pending = dict.fromkeys(self.pending, frozenset())
 
@@ -94,10 +100,25 @@ class Schedule:
             found |= dict.fromkeys(due, number)
         return found
 
-    def begin(self, due: frozenset[str], has_moments: Mapping[str, bool]) -> int:
-        """Note that a save of *due* has begun; return its number."""
+    def compact_now(self, due: frozenset[str], keyframes: Keyframes, has_moments: Mapping[str, bool]) -> frozenset[str]:
+        """Return those of *due* that need not be exact this time, as if every pending save became visible."""
+        counts = dict(self.counts)
+        for number, of_save in self.pending.items():
+            self._count(counts, of_save, number)
+        return frozenset(
+            layer
+            for layer in due
+            if not keyframes.is_exact(counts.get(layer)) and (keyframes.precision.master or has_moments[layer])
+        )
+
+    def _count(self, counts: dict[str, int], due: Iterable[str], number: int) -> None:
+        for layer in due:
+            counts[layer] = counts.get(layer, 0) + 1 if layer in self.compact[number] else 0
+
+    def begin(self, due: frozenset[str], has_moments: Mapping[str, bool], compact: frozenset[str] = frozenset()) -> int:
+        """Note that a save of *due* has begun, some of them *compact*; return its number."""
         number = self.number
-        self.pending[number] = due
+        self.pending[number], self.compact[number] = due, compact
         self.had_moments |= {layer: has_moments[layer] for layer in due}
         self.owed -= due
         self.number += 1
@@ -134,8 +155,10 @@ class Schedule:
             due = self.pending.pop(number)
             if outcomes[number]:
                 self.visible |= dict.fromkeys(due, number)
+                self._count(self.counts, due, number)
             else:
                 self.owed |= due
+            del self.compact[number]
 
 
 def policy_use(policy: Policy, share: Share, due: frozenset[str], moved: Movements) -> PolicyUse:

@@ -12,7 +12,7 @@ import torch
 from layerstore.errors import LayerstoreError
 from layerstore.live.engine.inert import Memory
 from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
-from layerstore.model import RankState, SourceFile, TreeFile
+from layerstore.states import RankState, SourceFile, TreeFile
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,8 @@ def test_all_ranks_learn_what_any_rank_knows() -> None:
 def test_outcomes_of_as_many_saves_as_may_be_open_fit_into_a_report() -> None:
     """With numbers of a long training, and a problem whose end is cut."""
     numbers = range(10**7, 10**7 + SAVES_MAX)
-    large = report(outcomes=dict.fromkeys(numbers, False), failed=tuple(numbers), step=10**18, free_bytes=10**12)
+    outcomes = dict.fromkeys(numbers, False)
+    large = report(outcomes=outcomes, failed=tuple(numbers), step=10**18, free_bytes=10**12, precision="moments8")
 
     assert agreed(large, large).outcomes == large.outcomes
     with pytest.raises(InvalidInput, match="problem problem"):
@@ -83,6 +84,12 @@ def test_ranks_at_different_steps_or_saves_do_not_save() -> None:
         agreed(report(step=7), report(step=8))
     with pytest.raises(Conflict, match="not at the same save"):
         agreed(report(number=5), report(number=6))
+
+
+def test_ranks_that_want_different_precisions_do_not_save() -> None:
+    """One commit has one precision."""
+    with pytest.raises(Conflict, match="the ranks save step 7 in precision delta8 and exact"):
+        agreed(report(precision="exact"), report(precision="delta8"))
 
 
 def test_one_rank_off_the_boundary_stops_all() -> None:

@@ -47,13 +47,15 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
     first = Saved(step=7, number=0, layers_due=(), skipped=False, blocked_seconds=0.0)
     last.note(first, updates=7)
 
-    assert last.same(7, updates=7, pin=None, has_extras=False) is first
+    assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is first
     assert not caplog.records
-    assert last.same(7, updates=7, pin="best", has_extras=True) is first
+    assert last.same(7, updates=7, pin="best", has_extras=True, precision="exact") is first
+    assert last.same(7, updates=7, pin=None, has_extras=False, precision="delta8") is first
 
-    pin, told = (record.getMessage() for record in caplog.records)
+    pin, told, finely = (record.getMessage() for record in caplog.records)
     assert pin == "step 7 was saved already, without a pin: layerstore pin best"
     assert told == "step 7 was saved already; its client_state and files stay as they are"
+    assert finely == "step 7 was saved already, in precision exact: it stays as it is"
 
 
 def test_a_step_whose_save_was_given_up_may_be_saved_again() -> None:
@@ -63,12 +65,12 @@ def test_a_step_whose_save_was_given_up_may_be_saved_again() -> None:
     last.note(first, updates=7)
 
     last.note_lost(0)
-    assert last.same(7, updates=7, pin=None, has_extras=False) is first
+    assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is first
     last.note_lost(1)
-    assert last.same(7, updates=7, pin=None, has_extras=False) is None
+    assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is None
     again = replace(first, number=2)
     last.note(again, updates=7)
-    assert last.same(7, updates=7, pin=None, has_extras=False) is again
+    assert last.same(7, updates=7, pin=None, has_extras=False, precision="exact") is again
 
 
 def test_a_hold_is_as_long_as_training_stands_still() -> None:

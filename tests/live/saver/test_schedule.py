@@ -10,6 +10,7 @@ from layerstore.live.saver.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
 from layerstore.numbers.distance import Movements
 from layerstore.policy import Latest, Parity, Policy, Save
+from layerstore.precision import Keyframes, keyframes
 
 LAYERS = ("embed", "layers.0", "layers.1", "layers.2", "head")
 ALL = frozenset(LAYERS)
@@ -144,3 +145,83 @@ def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, 
         visible |= now if is_visible else frozenset()
         of.resolve({number: is_visible})
         assert due(of) >= ALL - visible
+
+
+THIRD = keyframes("delta8", 3)
+
+
+def coded(of: Schedule, asked: Keyframes = THIRD, moments: Mapping[str, bool] = MOMENTS) -> tuple[int, frozenset[str]]:
+    """Begin a save of what is due; return its number, and which layers are compact in it."""
+    now = due(of, moments)
+    found = of.compact_now(now, asked, moments)
+    return of.begin(now, moments, found), found
+
+
+def test_every_nth_version_of_a_layer_is_exact() -> None:
+    """Counted for each layer by itself, and as if every pending save became visible."""
+    of = schedule()
+
+    saves = [coded(of)[1] for _ in range(8)]
+
+    assert saves[0] == frozenset()  # there is nothing to refer to
+    one, other = frozenset({"embed", "layers.1"}), ALL - {"embed", "layers.1"}
+    assert saves[1:] == [one, other, one, other, frozenset(), frozenset(), one]
+
+
+def test_a_save_that_was_given_up_does_not_count() -> None:
+    """What follows a lost compact save is compact once more; what follows a lost exact one is exact."""
+    of = schedule(Latest())
+    outcomes = {1: True, 2: True, 3: False, 4: True, 5: False, 6: True}
+
+    found = {}
+    for save, is_visible in outcomes.items():
+        number, found[save] = coded(of)
+        of.resolve({number: is_visible})
+
+    assert {save: bool(layers) for save, layers in found.items()} == {
+        1: False, 2: True, 3: True, 4: True, 5: False, 6: False
+    }  # fmt: skip
+
+
+def test_a_save_can_be_exact_or_compact_by_itself() -> None:
+    """An exact one out of turn begins the count anew; a compact one of an exact run refers to the last exact one."""
+    of, exact = schedule(Latest()), keyframes("exact", 3)
+
+    found = [bool(coded(of, asked)[1]) for asked in (exact, THIRD, exact, THIRD, THIRD, THIRD)]
+
+    assert found == [False, True, False, True, True, False]
+
+
+def test_before_the_first_update_there_are_no_moments_to_code() -> None:
+    """Such a save is exact in a precision that keeps masters as they are, and counts as that."""
+    of, moments8 = schedule(Latest()), keyframes("moments8", 3)
+
+    without = [coded(of, moments8, dict.fromkeys(LAYERS, False))[1] for _ in range(3)]
+
+    assert without == [frozenset()] * 3
+    assert [bool(coded(of, moments8)[1]) for _ in range(3)] == [True, True, False]
+
+
+def test_what_cannot_be_referred_to_is_exact_after_a_resume() -> None:
+    """Layers whose versions were cut for other ranks begin anew, the others go on counting."""
+    origin = Origin(run="run", attempt=1, step=1, save_number=1)
+    version = BlobRef(id=ObjectId("0" * 32), size_bytes=1)
+    inherited = {
+        layer: LayerEntry(layer=layer, version=version, origin=origin, optimizer_step=1, compact=1) for layer in LAYERS
+    }
+    place = Place(attempt=1, lineage=(), save_number=2, inherited=inherited)
+
+    of = Schedule.after(place, Latest(), run="run", referable=ALL - {"head"})
+
+    assert [coded(of)[1] for _ in range(2)] == [ALL - {"head"}, {"head"}]
+
+
+def test_nothing_refers_to_what_was_lost() -> None:
+    """Once the commit to go on from is lost, every layer is exact."""
+    of = schedule(Latest())
+    coded(of)
+    of.resolve({0: True})
+
+    of.begin_anew()
+
+    assert coded(of)[1] == frozenset()
