@@ -72,6 +72,14 @@ RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead
 Step = Annotated[
     int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.", rich_help_panel=_SOURCE)
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Instead of REF, take the newest save up to it that was kept bit for bit.",
+        rich_help_panel=_SOURCE,
+    ),
+]
 WithoutDamaged = Annotated[
     bool,
     typer.Option(
@@ -125,6 +133,7 @@ def compose(
     *,
     run: RunName = None,
     step: Step = None,
+    exact: Exact = False,
     policy: PolicyName = None,
     recipe: RecipeFile = None,
     settings: Mapping[str, object],
@@ -163,7 +172,7 @@ def compose(
         raise InvalidInput("compose does not know where to write", hint=hint)
     if (out is None or dry_run) and isinstance(into, Delta):
         raise into.unplanned()
-    source = _Source(ref, run, step, policy, recipe, settings, average, without_damaged, pin)
+    source = _Source(ref, run, step, exact, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
         for note in composite.recipe_notes:
@@ -206,6 +215,7 @@ class _Source:
     ref: str | None
     run: str | None
     step: int | None
+    exact: bool
     policy: str | None
     recipe: Path | None
     settings: Mapping[str, object]
@@ -230,12 +240,12 @@ class _Source:
             return store.compose(recipe=self.recipe, run=self.run, without_damaged=self.without_damaged)
         reference = chosen_reference(store, ref=self.ref, run=self.run, step=self.step)
         policy = _policy(self.policy, self.settings)
-        return store.compose(reference, policy=policy, without_damaged=self.without_damaged)
+        return store.compose(reference, policy=policy, exact=self.exact, without_damaged=self.without_damaged)
 
     def _check_alone(self, what: str, given: Mapping[str, object], hint: str) -> None:
         """Raise InvalidInput if *given*, a policy or its settings were given for *what* decides itself."""
         damaged = self.without_damaged and bool(self.average)
-        given = {**given, "--policy": self.policy, "--without-damaged": damaged or None}
+        given = {**given, "--policy": self.policy, "--exact": self.exact or None, "--without-damaged": damaged or None}
         for name, value in {**given, **{f"--{setting}": value for setting, value in self.settings.items()}}.items():
             if value is not None:
                 raise InvalidInput(f"{what} and {name} were both given", hint=hint)

@@ -9,10 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerstore.cli.commands import About
-from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, Table, nearest_store, one_of, opened, with_options
+from layerstore.cli.options import (
+    DEFAULT_STORE,
+    AsJson,
+    StorePath,
+    Table,
+    nearest_store,
+    one_of,
+    opened,
+    read_settings,
+    table_of,
+    with_options,
+)
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
 from layerstore.dtypes import DTypeName, dtype_code
 from layerstore.errors import InvalidInput, NotFound
+from layerstore.ingest_options import IngestOptions
 from layerstore.policy import OURS, PREDICTABLE
 from layerstore.units import size, size_in_bytes
 
@@ -89,8 +101,13 @@ _COSTS: Table = {
 }
 """The options for the costs of a run."""
 
+TrainedType = Annotated[DTypeName | None, _option("--dtype", one_of(DTypeName), "What is trained in. [default: bf16]")]
+
+_PRECISION = {name: row for name, row in table_of(IngestOptions).items() if name in {"precision", "exact_every"}}
+
 
 @with_options("costs", _COSTS, panel="Costs")
+@with_options("precision", _PRECISION, panel="Precision")
 def estimate(
     model: ModelName = None,
     *,
@@ -104,11 +121,10 @@ def estimate(
     bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "What all ranks write together")] = None,
     measure: Annotated[Path | None, _option("--measure", "DIR", "Write there for two seconds, and take that.")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
-    dtype: Annotated[
-        DTypeName | None, _option("--dtype", one_of(DTypeName), "What is trained in. [default: bf16]")
-    ] = None,
+    dtype: TrainedType = None,
     trainable: Trainable = "1",
     movement: Movement = None,
+    precision: Mapping[str, Any],
     costs: Mapping[str, Any],
     store: StorePath = None,
     as_json: AsJson = False,
@@ -127,10 +143,13 @@ def estimate(
       layerstore estimate Llama-3.1-8B/config.json --world-size 16
       layerstore estimate sft@200 --policy filter:every=10 --measure /scratch
       layerstore estimate --params 70B --layers 80 --save-every 50 --disk 40TB
+      layerstore estimate --params 8B --layers 32 --precision delta8 --exact-every 20
       layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
     """
     from layerstore.inspect import Training, estimate_saves
 
+    if bandwidth is not None and measure is not None:
+        raise InvalidInput("--bandwidth and --measure were both given", hint="choose one")
     chosen = _model(model, params=params, layers=layers, store=store)
     asked: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,
@@ -141,8 +160,6 @@ def estimate(
         "--copy-rate": costs.get("copy_rate"),
         "--disk": disk,
     }
-    if bandwidth is not None and measure is not None:
-        raise InvalidInput("--bandwidth and --measure were both given", hint="choose one")
     assumed = sorted(name for name, value in asked.items() if value is None)
     used = asked | {name: _DEFAULTS[name] for name in assumed}
     training = Training(
@@ -156,6 +173,7 @@ def estimate(
         dtype=dtype_code(dtype) or chosen.dtype or "BF16",
         trainable=_share(trainable),
         movement=movement,
+        **read_settings(IngestOptions, precision),
         **_rules_and_prices(costs),
     )
     found = estimate_saves(chosen, training, policy or _POLICIES) | {"assumed": assumed}

@@ -18,7 +18,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.complete import policies
-from layerstore.cli.options import AsJson, StorePath, opened, table_of, with_options
+from layerstore.cli.options import AsJson, StorePath, opened, read_settings, table_of, with_options
 from layerstore.cli.policy import with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
@@ -110,6 +110,7 @@ def ingest(
     """
     is_open, chosen = all_ or watch, policy_named(policy, settings)
     several = is_open or len(checkpoints) > 1
+    options = read_settings(IngestOptions, options)
     asked = IngestOptions(**options)
     _check_number(asked, several=several, is_open=is_open)
     saved: list[Ingested] = []
@@ -294,6 +295,9 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
+    if ingested.layers_compact:
+        is_all = len(ingested.layers_compact) == len(ingested.layers_saved)
+        layers += f" in {ingested.precision}" if is_all else f", {len(ingested.layers_compact)} in {ingested.precision}"
     unread = "" if ingested.reused_read else ", not read"
     reused = f", {size(ingested.bytes_reused)} reused{unread}" if ingested.bytes_reused else ""
     say_paragraph(

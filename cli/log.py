@@ -63,7 +63,8 @@ def log(
     """
     List commits by run, newest step first.
 
-    Where gc has dropped a commit's moments, LACKS says so. PUSHED names remotes as of the last push.
+    Where gc has dropped a commit's moments, LACKS says so. PRECISION is exact where all layers are kept bit for bit,
+    and shown if some are not. PUSHED names remotes as of the last push.
     Metrics come from trainer_state.json, DeepSpeed's client_state and save(metrics=…).
 
     \b
@@ -210,6 +211,8 @@ def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "d
         ),
         Column("NEW", "right", drops=4): lambda entry: size(entry.bytes_new),
     }
+    if any(entry.precision != "exact" for entry in entries):
+        columns[Column("PRECISION")] = lambda entry: entry.precision
     if not all(entry.has_moments for entry in entries):
         lacks = Column("LACKS")
         columns[lacks] = lambda entry: "" if entry.has_moments else "moments"

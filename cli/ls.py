@@ -7,6 +7,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
 from layerstore.cli.render import Column, say_json, say_table
+from layerstore.cli.show import refers_to
 from layerstore.json_fields import json_fields
 from layerstore.units import size
 
@@ -44,17 +45,23 @@ def ls(
         *(Column(kind.upper(), "right", drops=1) for kind in kinds),
         Column("SIZE", "right"),
     ]
+    if are_compact := any(not line.is_exact for line in lines):
+        columns.append(Column("REFERS TO", folds=True))
     total = [
         "total",
         "",
         f"{sum(line.parameters for line in lines):,}",
         *(_size(sum(line.bytes_by_kind[kind] for line in lines)) for kind in kinds),
         size(sum(sum(line.bytes_by_kind.values()) for line in lines)),
+        *([""] if are_compact else []),
     ]
     # The step alone is enough if all versions belong to one history.
     is_one_history = all(name == f"{lines[0].run}@{line.step}" for name, line in zip(names, lines, strict=True))
     steps = [str(line.step) for line in lines] if is_one_history else names
-    rows = (_row(line, step, kinds) for line, step in zip(lines, steps, strict=True))
+    rows = (
+        _row(line, step, kinds) + ([refers_to(line)] if are_compact else [])
+        for line, step in zip(lines, steps, strict=True)
+    )
     say_table(columns, rows, total=total if len(lines) > 1 else None)
 
 

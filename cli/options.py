@@ -95,6 +95,12 @@ def table_of(options: object) -> Table:
     return {name: row_of(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in found}
 
 
+def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what *given*, of the settings of *options*, a class, means; raise InvalidInput if it means nothing."""
+    settings = settings_of(options)
+    return {name: settings[name].value(value) for name, value in given.items()}
+
+
 def row_of(setting: Setting, text: str) -> tuple[Any, str, str]:
     """Return the row of *setting*, whose help is the sentence *text*; no value at all is no default to speak of."""
     default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"

@@ -108,14 +108,15 @@ def _check_order(store: "Store", name: str, ref: str) -> None:
 
 
 def _make(store: "Store", name: str, ref: str, *, as_json: bool) -> None:
-    from layerstore.history import mixture_of
+    from layerstore.compose import cautions, compose_latest
+    from layerstore.history import Resolved
 
     made = store.pin(name, ref)
     if as_json:
         say_json(_fields(made))
     else:
-        if mixture := mixture_of(made.record, made.record.layers):
-            say_warning(mixture)
+        for caution in cautions(store.repo, compose_latest(Resolved.of_pin(made))):
+            say_warning(caution)
         [name_of_base] = store.names_of([made.record])
         base = f"{name_of_base} (commit {short_id(made.base)})"
         mixed_by = _mixed_by(made)
@@ -136,6 +137,8 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         }
         if any(map(_mixed_by, pins)):
             columns[Column("MIXED BY", folds=True)] = lambda row: _mixed_by(row[0])
+        if not all(pin.record.is_exact for pin in pins):
+            columns[Column("PRECISION", drops=4)] = lambda row: row[0].record.kept_precision
         columns[Column("COMMIT", drops=1)] = lambda row: short_id(row[0].base)
         columns[Column("SAVED", drops=2)] = lambda row: age(row[0].observed.time_ns)
         columns[Column("LAYERS", "right", drops=3)] = lambda row: f"{len(row[0].record.layers):,}"

@@ -55,7 +55,7 @@ def choices() -> dict[str, str]:
 
     latest, *others = OURS
     of_others = {policy.name: policy.composed for policy in others}
-    return {LATEST: latest.composed, EXACT: "every layer from exactly this step, or an error", **of_others}
+    return {LATEST: latest.composed, EXACT: "every layer from the very step of REF, or an error", **of_others}
 
 
 def keep_of(rules: Mapping[str, Any]) -> "Keep":

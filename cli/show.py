@@ -32,7 +32,9 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it inherits from.
     The policy decided which layers were saved; full saves all. For a mixture, which is a pinned composite, the
     policy chose where the layers come from. Gathered weights that are just the rounded masters are not stored,
-    so SIZE does not include them.
+    so SIZE does not include them. Where layers are not kept bit for bit, REFERS TO is the save that masters are
+    differences to, and LOST the error that was measured: the root mean square of it, as a share of that of the
+    movement since then. Where (moments) alone are compact, it is that of their values.
 
     \b
     Examples:
@@ -54,6 +56,9 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
         Column("PARAMETERS", "right", drops=2): lambda row: f"{row[0].parameters:,}",
         Column("SIZE", "right"): lambda row: size(sum(row[0].bytes_by_kind.values())),
     }
+    if view.precision != "exact":
+        columns[Column("REFERS TO", folds=True)] = lambda row: refers_to(row[0])
+        columns[Column("LOST", "right", drops=3)] = lambda row: _lost_of(row[0])
     say_rows(columns, zip(view.layers, names, strict=True))
 
 
@@ -69,6 +74,8 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "layout": f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
+        "precision": "" if view.precision == "exact" else f"{view.precision}, {_exact(view)}",
+        "lost": _lost(view),
         "replaces": ", ".join(short_id(commit) for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {_saved(view)}, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
@@ -79,10 +86,34 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
+def refers_to(line: "LayerLine") -> str:
+    """Return what a layer is differences to, for a table; ``moments`` if these alone are not kept bit for bit."""
+    return line.refers_to or ("-" if line.is_exact else "(moments)")
+
+
+def _lost_of(line: "LayerLine") -> str:
+    """Return what a layer's masters lost; if they are exact, the moments that lost most."""
+    losses = {loss.state: loss.relative_rms for loss in line.losses}
+    lost = losses.get("master", max(losses.values(), default=None))
+    return "-" if lost is None else f"{lost:.2%}"
+
+
+def _lost(view: "CommitView") -> str:
+    """Say what coding lost, of the root mean square and of the greatest movement or value."""
+    return ", ".join(
+        f"{loss.state} {loss.relative_rms:.2%} (greatest {loss.relative_greatest:.2%})" for loss in view.losses
+    )
+
+
 def _metrics(view: "CommitView") -> str:
     if view.metrics is None:
         return "cannot be read; layerstore verify says what is damaged"
     return some([f"{name} {metric_in_words(value)}" for name, value in view.metrics.items()])
+
+
+def _exact(view: "CommitView") -> str:
+    exact = sum(line.is_exact for line in view.layers)
+    return f"{exact} of {len(view.layers)} layers bit for bit" if exact else "no layer bit for bit"
 
 
 def _saved(view: "CommitView") -> str:

@@ -94,12 +94,14 @@ class Group:
     blobs: int = 0
     """Version blobs that name them."""
     due: Sequence[int] = ()
-    """When in a cycle, counted from 0. The run's first save, which always has them, is before the first cycle."""
+    """When in a cycle, counted from 0. The run's first save, which is exact and full, is before the first cycle."""
     cycle: int = 1
+    is_in_first: bool = True
 
     def saves(self, count: int) -> Iterator[int]:
         """Yield the numbers of the saves, of *count*, that have them."""
-        yield 0
+        if self.is_in_first:
+            yield 0
         for begin in range(1, count, self.cycle):
             yield from (begin + at for at in self.due if begin + at < count)
 

@@ -307,7 +307,7 @@ def _measure(
     refs = {side.object.ref for each in found for side in (each.a, each.b)} - verified
 
     def check(ref: BlobRef) -> None:
-        repo.objects.verify(ref)
+        repo.verify_object(ref)
         progress.advance(ref.size_bytes)
 
     with Threads(WORKERS_MAX) as pool:
@@ -350,7 +350,7 @@ def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
     buffer_a, buffer_b = (memoryview(bytearray(IO_CHUNK_BYTES)) for _ in range(2))
     stretches = sorted(stretches, key=lambda each: (each.a.object.id, each.b.object.id, each.a.offset, each.start_a))
     for (ref_a, ref_b), group in groupby(stretches, key=lambda each: (each.a.object.ref, each.b.object.ref)):
-        with repo.objects.open(ref_a) as file_a, repo.objects.open(ref_b) as file_b:
+        with repo.open_object(ref_a) as file_a, repo.open_object(ref_b) as file_b:
             for each in group:
                 dtype_a, dtype_b = each.a.tensor.dtype, each.b.tensor.dtype
                 bytes_a, bytes_b = by_code(dtype_a).bytes, by_code(dtype_b).bytes

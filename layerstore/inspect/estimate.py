@@ -5,13 +5,14 @@ The policies decide, save by save, as they would in training, and objects are la
 Anything that cannot be known in advance is assumed, and listed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any, ClassVar
 
+from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.inspect.cost import (
@@ -27,9 +28,10 @@ from layerstore.inspect.cost import (
 from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
 from layerstore.json_fields import json_fields
 from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
-from layerstore.model import StoredTensor
+from layerstore.model import Kind, StoredTensor
 from layerstore.policy import Keep, Policy, Save, anchored, chosen_policy, due_layers
-from layerstore.slices import canonical_order, frame, slice_length, valid_elements
+from layerstore.precision import EXACT_EVERY, PRECISIONS, Keyframes, Precision, PrecisionName, keyframes
+from layerstore.slices import canonical_order, coded_frame, slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 
@@ -45,7 +47,7 @@ class Training:
 
     _JSON: ClassVar = (
         "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement "
-        "copy_bytes_per_second keep_last keep_every prices"
+        "copy_bytes_per_second keep_last keep_every prices precision exact_every"
     )
 
     world_size: int
@@ -70,6 +72,10 @@ class Training:
     keep_every: int | None = None
     """Saves whose step is a multiple of this are kept."""
     prices: Prices | None = None
+    precision: PrecisionName = "exact"
+    """How finely layers are kept between exact saves."""
+    exact_every: int | None = EXACT_EVERY
+    """Every Nth version of a layer is exact; None for the first alone."""
 
     def __post_init__(self) -> None:
         if self.steps < self.every:
@@ -84,6 +90,7 @@ class Training:
         if not (isfinite(self.step_seconds) and self.step_seconds > 0 and min(rates) > 0):
             raise InvalidInput("a step takes some time, and a disk writes something", hint="above 0, and not for ever")
         Keep(last=self.keep_last, every=self.keep_every)  # raises InvalidInput for invalid rules
+        keyframes(self.precision, self.exact_every)  # and so does this
 
     @property
     def saves(self) -> int:
@@ -134,8 +141,13 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
     frozen = _padded([count for _, _, elements in parts for count in elements.values()], training) * weights
     gathered = sum(trained) * weights  # no frozen parameters, as with PEFT
     files = trained_files(model, training)
-    once = sum((_objects(elements, [""], training.dtype, training.world_size) for _, _, elements in parts), Files())
-    sizes = {layer: each.size_bytes for layer, each in files.items()}
+    compact = trained_files(model, training, precision=PRECISIONS[training.precision])
+    each = {
+        **{(layer, True): of for layer, of in files.items()},
+        **{(layer, False): of for layer, of in compact.items()},
+    }
+    once = sum((_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), Files())
+    sizes = {layer: of.size_bytes for layer, of in files.items()}
     first = sum(sizes.values()) + once.size_bytes
     full = shards + frozen
     of_trainer = _shard_files(shards, 0, training) + _trainer_files(gathered, training)
@@ -145,10 +157,11 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
     ]
     for name, policy in policies.items():
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
-        cycle = cycle_of(due)
-        later = [sum(sizes[layer] for layer in layers) for layers in due[:cycle]]
+        kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
+        cycle = cycle_of(kept)
+        later = [sum(each[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
-        groups = [Group(files=once), *_groups(files, due[:cycle])]
+        groups = [Group(files=once), *_groups(each, kept[:cycle])]
         usage = usage_of_store(groups, training.timetable, ranks=training.world_size)
         lines.append(_with_usage(line, usage, training, held_seconds=_held_seconds(line, training)))
     seconds = full / training.bytes_per_second
@@ -176,11 +189,16 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
         yield layer, trained, {name: count - trained[name] for name, count in elements.items()}
 
 
-def trained_files(model: Model, training: Training) -> dict[str, Files]:
+def trained_files(model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]) -> dict[str, Files]:
     """Return the objects of each layer's masters and moments on all ranks: new at each save that includes the layer."""
     return {
-        layer: _objects(trained, [""], "F32", training.world_size)
-        + _objects(trained, model.states, "F32", training.world_size)
+        layer: _objects(trained, {"": precision.coding(Kind.MASTER, "", "F32")}, "F32", training.world_size)
+        + _objects(
+            trained,
+            {state: precision.coding(Kind.OPTIMIZER, state, "F32") for state in model.states},
+            "F32",
+            training.world_size,
+        )
         for layer, trained, _ in _parts(model, training)
     }
 
@@ -195,8 +213,8 @@ def _padded(counts: Sequence[int], training: Training) -> int:
     return sum(training.world_size * slice_length(count, training.world_size) for count in counts)
 
 
-def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> Files:
-    """Return one layer's objects of one kind: one object for each rank that has a slice."""
+def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int) -> Files:
+    """Return one layer's objects of one kind, with *states* in codings: one object for each rank that has a slice."""
     # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
@@ -205,13 +223,15 @@ def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, wor
     total = Files()
     for rank, end in pairwise(sorted(edges)):
         tensors = [
-            StoredTensor(name=name, state=state, dtype=dtype, elements=valid, crc32=0)
+            StoredTensor(name=name, state=state, dtype=dtype, elements=valid, crc32=0, coding=coding)
             for name, count in elements.items()
-            for state in states
+            for state, coding in states.items()
             if (valid := valid_elements(count, world_size, rank))
         ]
         if tensors:
-            total += Files.alike(end - rank, frame(canonical_order(tensors)).size_bytes)
+            refers = any(of.coding and CODINGS[of.coding].needs_reference for of in tensors)
+            framed, _ = coded_frame(canonical_order(tensors), reference="0" * 32 if refers else "")
+            total += Files.alike(end - rank, framed.size_bytes)
     return total
 
 
@@ -252,6 +272,23 @@ def due_sets(
         due = due_layers(anchored(policy, 0), save)
         last |= dict.fromkeys(due, number)
         found.append(due)
+    return found
+
+
+def kept_exactly(due: Iterable[frozenset[str]], keyframes: Keyframes) -> list[frozenset[tuple[str, bool]]]:
+    """
+    Return which layers each save holds, after a full and exact one, and whether exactly.
+
+    >>> every_other = Keyframes(precision=PRECISIONS["delta8"], every=2)
+    >>> kept_exactly([frozenset("a")] * 3, every_other)
+    [frozenset({('a', False)}), frozenset({('a', True)}), frozenset({('a', False)})]
+    """
+    compact: dict[str, int] = {}
+    found = []
+    for layers in due:
+        save = frozenset((layer, keyframes.is_exact(compact.get(layer, 0))) for layer in layers)
+        compact |= {layer: 0 if is_exact else compact.get(layer, 0) + 1 for layer, is_exact in save}
+        found.append(save)
     return found
 
 
@@ -306,14 +343,16 @@ def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
     return copied_seconds + training.saves * late_seconds
 
 
-def _groups(files: Mapping[str, Files], due: Sequence[frozenset[str]]) -> Iterator[Group]:
-    """Yield the layers that are always due together, of those with *files*."""
-    together: dict[tuple[int, ...], list[str]] = {}
-    for layer in files:
-        together.setdefault(tuple(at for at, layers in enumerate(due) if layer in layers), []).append(layer)
-    for at, layers in together.items():
-        whole = sum((files[layer] for layer in layers), Files())
-        yield Group(files=whole, blobs=len(layers), due=at, cycle=len(due))
+def _groups(files: Mapping[tuple[str, bool], Files], kept: Sequence[frozenset[tuple[str, bool]]]) -> Iterator[Group]:
+    """Yield the layers that are always saved together, and exactly or not, of those with *files*."""
+    together: dict[tuple[bool, tuple[int, ...]], list[tuple[str, bool]]] = {}
+    for version in files:
+        at = tuple(at for at, save in enumerate(kept) if version in save)
+        together.setdefault((version[1], at), []).append(version)
+    for (is_exact, at), versions in together.items():
+        if is_exact or at:
+            whole = sum((files[version] for version in versions), Files())
+            yield Group(files=whole, blobs=len(versions), due=at, cycle=len(kept), is_in_first=is_exact)
 
 
 def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
@@ -351,6 +390,9 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
             "with PEFT"
         )
     yield "the first save of a run is full; nothing fails, and no byte is in the store already"
+    if training.precision != "exact":
+        often = "only the first" if training.exact_every is None else f"every {training.exact_every}th"
+        yield f"of each layer, {often} version is exact, the others are in {training.precision}"
     yield (
         f"every object of {LAYERSTORE} begins with a header of 4 kB or more, which is much for a tiny model; the "
         "ranks' own states, records and small files are not counted: kilobytes per save"

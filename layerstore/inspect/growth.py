@@ -12,8 +12,9 @@ from typing import NamedTuple, TypeAlias
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
 from layerstore.history import objects_of_state
-from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, RankState, TensorSource
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry
 from layerstore.policy import Policy, Save, anchored, due_layers
+from layerstore.states import RankState, TensorSource
 from layerstore.storage import Repository
 
 AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", "written_bytes")
@@ -139,7 +140,7 @@ class Growth:
             return 0
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
         weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
-        parts = self._objects.parts([entry.version, *(stored.ref for stored in version.objects)])
+        parts = self._objects.parts([entry.version, *(stored.ref for stored in version.named)])
         size_bytes = self._objects.size_bytes(parts)
         shape = (version.parameters, version.buffers, frozenset(version.optimizer_states))
         self._versions[key] = _Version(

@@ -19,7 +19,7 @@ from layerstore.units import short_id, size, utc
 class LogEntry:
     """One commit in a log."""
 
-    _JSON: ClassVar = "run attempt step commit time=time_ns layers_saved bytes_new pins pushed has_moments"
+    _JSON: ClassVar = "run attempt step commit time=time_ns layers_saved bytes_new precision pins pushed has_moments"
 
     run: str
     attempt: int = 0
@@ -31,6 +31,8 @@ class LogEntry:
     layers: int = 0
     bytes_new: int = 0
     """Bytes that its writer put into the store."""
+    precision: str = "exact"
+    """How finely its layers are kept: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
     pins: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
     """The remotes that had it as of the last push there, by URL."""
@@ -189,6 +191,7 @@ def log_entry(commit: Commit, pins: Iterable[str], pushed: Iterable[str] = ()) -
         layers_saved=sum(entry.saved_by(record) for entry in record.layers),
         layers=len(record.layers),
         bytes_new=commit.observed.bytes_new,
+        precision=record.kept_precision,
         pins=tuple(pins),
         pushed=tuple(pushed),
         has_moments=WITHOUT_MOMENTS not in record.flags,

@@ -1,16 +1,17 @@
 """Show and ls: everything about one commit, and the sizes of its layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from layerstore.errors import NotFound
+from layerstore.errors import LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import Resolved, metrics_if_sound, objects_of_state
+from layerstore.history import Resolved, metrics_if_sound, objects_of_state, reference_to, saved_at, saves_below
 from layerstore.json_fields import json_fields
-from layerstore.model import Kind, LayerEntry
+from layerstore.model import CodingLoss, Kind, LayerEntry, Origin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
 from layerstore.tables import frame, html_table
@@ -24,10 +25,33 @@ _NAMES_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What coding lost of the masters, or of a state of the optimizer."""
+
+    state: str
+    """``master``, or the state's name."""
+    relative_rms: float
+    """The root mean square of the error, of that of the movement since what is referred to, or else of the values."""
+    relative_greatest: float
+    """The greatest error, of the greatest movement or value."""
+
+    @classmethod
+    def of(cls, losses: Iterable[CodingLoss]) -> tuple[Self, ...]:
+        """Return what *losses* are together, by state."""
+        by_state: dict[str, CodingLoss] = {}
+        for loss in losses:
+            by_state[loss.state] = loss + by_state[loss.state] if loss.state in by_state else loss
+        return tuple(
+            cls(state=state or "master", relative_rms=of.relative, relative_greatest=of.relative_greatest)
+            for state, of in sorted(by_state.items())
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLine:
     """One layer of a commit, with the size of each kind."""
 
-    _JSON: ClassVar = "layer run attempt step version parameters frozen bytes=bytes_by_kind"
+    _JSON: ClassVar = "layer run attempt step version parameters frozen bytes=bytes_by_kind is_exact refers_to losses"
 
     layer: str
     run: str
@@ -39,6 +63,12 @@ class LayerLine:
     """The number of elements in all its parameters."""
     frozen: bool
     bytes_by_kind: dict[str, int]
+    is_exact: bool
+    """Whether it is kept bit for bit."""
+    refers_to: str | None
+    """What its masters are differences to: a save, or an object that no save of its history has; None if nothing."""
+    losses: tuple[Loss, ...]
+    """What coding lost of its masters, and of each state of the optimizer, as measured when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +77,8 @@ class CommitView:
 
     _JSON: ClassVar = (
         "run step attempt fork save_number commit pin time=time_ns world_size stage flavour tag policy "
-        "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
-        "has_moments metrics"
+        "policy_parameters precision mixture=is_mixture supersedes pins layers_saved size_bytes layers files "
+        "beside_bytes has_moments metrics losses"
     )
 
     run: str
@@ -68,6 +98,10 @@ class CommitView:
     tag: str
     policy: str
     policy_parameters: dict[str, str]
+    precision: str
+    """How finely its layers are kept: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
+    losses: tuple[Loss, ...]
+    """What coding lost of all its layers together."""
     is_mixture: bool
     """Whether it is a pinned composite, for which the policy chose the layers but did not save them."""
     supersedes: tuple[str, ...]
@@ -119,6 +153,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
     states = [repo.state(ref) for ref in record.states]
     beside = {*record.states, *(ref for state in states for ref in objects_of_state(state))}
     gathered = [file.path for state in states for file in state.gathered]
+    losses, references = _losses(repo, record.layers), _references(repo, record.layers)
     return CommitView(
         run=record.run,
         step=record.step,
@@ -134,10 +169,12 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         tag=record.layout.tag,
         policy=record.policy.name,
         policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
+        precision=record.kept_precision,
+        losses=Loss.of(loss for each in losses.values() for loss in each),
         is_mixture=resolved.is_mixture,
         supersedes=record.supersedes,
         pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.record == record),
-        layers=tuple(layer_lines(repo, record.layers)),
+        layers=tuple(_layer_line(repo, entry, losses, references) for entry in record.layers),
         files=tuple(sorted([file.path for state in states for file in state.files] + gathered)),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
@@ -153,10 +190,57 @@ def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str |
         shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
         hint = did_you_mean(nearest(layer, names), else_=f"layers: {shown}")
         raise NotFound(f"there is no layer {layer!r} in this commit", hint=hint)
-    return [_layer_line(repo, entry) for entry in found]
+    losses, references = _losses(repo, found), _references(repo, found)
+    return [_layer_line(repo, entry, losses, references) for entry in found]
 
 
-def _layer_line(repo: Repository, entry: LayerEntry) -> LayerLine:
+def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[CodingLoss]]:
+    """Return what coding lost of each layer, where the save that wrote it is still there to say so."""
+    found: dict[str, list[CodingLoss]] = {}
+    for origin, layers in _compact_by_origin(entries):
+        name = saved_at(repo, origin)
+        with suppress(LayerstoreError):  # what was lost says nothing about whether what is there can be read
+            for loss in () if name is None else repo.catalog.commit(name).observed.losses:
+                if loss.layer in layers:
+                    found.setdefault(loss.layer, []).append(loss)
+    return found
+
+
+def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, str]:
+    """Return what the differences of each layer refer to: the newest exact save in its history that has it."""
+    found: dict[str, str] = {}
+    for origin, layers in _compact_by_origin(entries):
+        wanted = {
+            name: {of.id for of in version.references}
+            for name, entry in layers.items()
+            if (version := repo.version_of(entry)).references
+        }
+        found |= {name: f"object {short_id(min(ids))}" for name, ids in wanted.items()}
+        view = repo.catalog.find(origin.run)
+        with suppress(LayerstoreError):  # a damaged record, say: the object's name has to do
+            for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and wanted else ():
+                exact = {name: entry for name, entry in row.entries(wanted).items() if not entry.compact}
+                for name, entry in exact.items():
+                    if wanted[name] <= {of.id for of in repo.version_of(entry).objects}:
+                        found[name] = reference_to(repo, entry.origin)
+                        del wanted[name]
+                if not wanted:
+                    break
+    return found
+
+
+def _compact_by_origin(entries: Iterable[LayerEntry]) -> Iterable[tuple[Origin, dict[str, LayerEntry]]]:
+    """Return those of *entries* that are compact, by the save that wrote them."""
+    found: dict[Origin, dict[str, LayerEntry]] = {}
+    for entry in entries:
+        if entry.compact:
+            found.setdefault(entry.origin, {})[entry.layer] = entry
+    return found.items()
+
+
+def _layer_line(
+    repo: Repository, entry: LayerEntry, losses: Mapping[str, list[CodingLoss]], references: Mapping[str, str]
+) -> LayerLine:
     version = repo.version_of(entry)
     return LayerLine(
         layer=entry.layer,
@@ -169,4 +253,7 @@ def _layer_line(repo: Repository, entry: LayerEntry) -> LayerLine:
         bytes_by_kind={
             kind.value: sum(stored.size_bytes for stored in version.objects if stored.kind is kind) for kind in Kind
         },
+        is_exact=not entry.compact,
+        refers_to=references.get(entry.layer),
+        losses=Loss.of(losses.get(entry.layer, ())),
     )

@@ -261,7 +261,7 @@ def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, 
     version = repo.version(ref)
     layer = tally.stats.layers.setdefault(version.layer, Amount())
     versions = layer.count + 1
-    for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.objects)]:
+    for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.named)]:
         tally.add(part, uses, tally.stats.kinds[kind], layer)
     layer.count = versions
 

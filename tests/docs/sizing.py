@@ -15,9 +15,10 @@ from typing import Any
 from layerstore import Drift, Filter, Latest, Parity
 from layerstore.inspect import Model, Training, estimate_saves, made_up
 from layerstore.inspect.cost import Files, stored
-from layerstore.inspect.estimate import _groups, cycle_of, due_sets, trained_files
+from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.limits import GC_GRACE_SECONDS
 from layerstore.policy import Policy
+from layerstore.precision import Keyframes
 from layerstore.units import size
 from tests.docs.pages import DOCS
 
@@ -91,7 +92,9 @@ class Size:
     def kept(self, policy: str, rules: Rules) -> tuple[int, int]:
         """Return the bytes and files that a disk has when the run ends, records and states of ranks among the files."""
         times = replace(self.training, keep_last=rules[0], keep_every=rules[1]).timetable
-        found = stored([*_groups(self.files, self.due(policy))], times, lingers_seconds=GC_GRACE_SECONDS)
+        files = {(layer, True): of for layer, of in self.files.items()}
+        groups = _groups(files, kept_exactly(self.due(policy), Keyframes()))
+        found = stored([*groups], times, lingers_seconds=GC_GRACE_SECONDS)
         return found.end_bytes, found.end_files + (self.ranks + 1) * times.kept
 
     def files_a_save(self, policy: str) -> float:

@@ -22,11 +22,10 @@ from layerstore.model import (
     Observed,
     Origin,
     PolicyUse,
-    RankState,
     SourceLayout,
-    TreeFile,
 )
 from layerstore.publish import SaveTiming, note_timing
+from layerstore.states import RankState, TreeFile
 from layerstore.storage import Repository, open_repository
 from layerstore.tree import Tree
 from tests.bench.histories import OBJECT_BYTES, layer_names, write_blob, write_version

@@ -18,6 +18,7 @@ from layerstore.inspect import Model, Training, estimate_saves, made_up, model_a
 from layerstore.inspect.estimate import due_sets, trained_files
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.policy import Policy
+from layerstore.precision import PrecisionName
 from layerstore.zero3 import Pointer, pointer_bytes
 from tests.bench.published import models
 from tests.bench.shapes import ModelShape
@@ -93,6 +94,25 @@ def test_the_bytes_are_those_that_a_real_run_stores(policy: str, checkpoints: Pa
     assert sum(kind.unique_bytes for kind in kinds.values()) == pytest.approx(stored, rel=BESIDE_SHARE_MAX)
     assert new[0] == pytest.approx(line["first_bytes"], rel=BESIDE_SHARE_MAX)
     assert max(new[1:]) == pytest.approx(line["largest_bytes"], rel=BESIDE_SHARE_MAX)
+
+
+@pytest.mark.parametrize(("policy", "precision", "every"), [("full", "delta4", None), ("parity", "delta8", 3)])
+def test_the_bytes_of_compact_saves_are_those_that_a_real_run_stores(
+    policy: str, precision: PrecisionName, every: int | None, checkpoints: Path, tmp_path: Path
+) -> None:
+    """To the byte, keyframes included, also where a policy leaves layers out."""
+    shape = ModelShape(intermediate=3 * SHAPE["hidden"], **SHAPE)
+    model = model_of_shapes("tiny", [(of.name, of.shape) for of in shape.parameters()])
+    kept = {"precision": precision, "exact_every": every}
+    found = estimate_saves(model, training(world_size=3, steps=SAVES, every=1, **kept), {policy: POLICIES[policy]})
+    with layerstore.init(tmp_path / "store") as store:
+        for step in range(1, SAVES + 1):
+            words: dict[str, Any] = {"policy": POLICIES[policy], **kept}
+            store.ingest(checkpoints, run="r", tag=f"global_step{step}", **words)
+        kinds = store.stats("r").kinds
+
+    assert by_policy(found)[policy]["run_bytes"] == kinds["master"].unique_bytes + kinds["optimizer"].unique_bytes
+    assert any(f"the others are in {precision}" in text for text in found["assumptions"])
 
 
 @pytest.mark.parametrize("frozen", [(), ("model.layers.0", "lm_head")], ids=["all trained", "some frozen"])

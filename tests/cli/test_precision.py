@@ -1,0 +1,100 @@
+"""Precision on the command line: asked for, told, and refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.unit.checkpoints import Checkpoints
+
+SAID = (
+    "masters and moments were kept in 8 bits: this resume is not bit for bit; the newest exact save is sft@1 (--exact"
+)
+
+
+@pytest.fixture
+def saved(run: Run, tmp_path: Path) -> Path:
+    """Return the folder of three checkpoints, the first of which is in a store as it is, the second in ``delta8``."""
+    source = Checkpoints(tmp_path / "sft")
+    for step in (1, 2, 3):
+        source(step)
+    run("init")
+    run("ingest", "sft/1-1", "sft/2-2", "--run", "sft", "--precision", "delta8")
+    return tmp_path / "sft"
+
+
+def test_an_ingest_says_how_many_layers_are_compact(run: Run, saved: Path) -> None:
+    """People read the precision beside the layers, programs both counts."""
+    said = run("ingest", saved / "3-3", "--run", "sft", "--precision", "delta4", "--exact-every", "none").out
+    again = run("ingest", saved / "3-3", "--run", "sft", "--json").fields
+
+    assert ": 5 layers, 4 in delta4, " in said or ": 5 layers in delta4, " in said
+    assert (again["precision"], again["layers"] - again["layers_compact"]) in {("delta4", 0), ("delta4", 1)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--precision", "delta9"), "'delta9' is not one of 'exact', 'moments8', 'delta8', 'delta4'"),
+        (("--exact-every", "0"), "exact_every is 0: every Nth version of a layer is exact, N at least 1"),
+        (("--exact-every", "often"), "invalid count 'often'"),
+    ],
+)
+def test_a_precision_that_means_nothing_is_refused_in_one_line(
+    run: Run, saved: Path, words: tuple[str, str], message: str
+) -> None:
+    """Before anything is read; the message lists the choices."""
+    outcome = run("ingest", saved / "3-3", *words)
+
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[0].endswith(message)
+    assert len(outcome.err.splitlines()) == 2
+
+
+def test_the_log_has_a_column_only_where_a_commit_is_not_exact(run: Run, saved: Path) -> None:
+    """So does the list of pins; programs always get the field."""
+    run("pin", "best", "sft@1")
+    pins = run("pin", "--list").out
+    warned = run("pin", "last", "sft@2").err
+    log = run("log").out.splitlines()
+
+    assert "PRECISION" not in pins
+    assert "PRECISION" in run("pin", "--list").out
+    assert SAID in warned
+    assert [line.split()[-2 if "best" in line or "last" in line else -1] for line in log[1:]] == ["delta8", "exact"]
+    assert [of["precision"] for of in run("log", "--json").fields["commits"]] == ["delta8", "exact"]
+    run("drop", "sft@2")
+    assert "PRECISION" not in run("log").out
+
+
+def test_show_and_ls_say_what_a_layer_refers_to_and_has_lost(run: Run, saved: Path) -> None:
+    """And that of all layers together; an exact commit looks as ever."""
+    shown, exact = run("show", "sft@2").out, run("show", "sft@1").out
+
+    assert "precision    delta8, " in shown
+    assert "lost         master 0." in shown
+    assert "REFERS TO" in shown
+    assert "REFERS TO" in run("ls", "sft@2").out
+    assert not any(word in exact + run("ls", "sft@1").out for word in ("REFERS TO", "LOST", "precision", "lost"))
+    assert {of["refers_to"] for of in run("ls", "sft@2", "--json").fields["layers"]} <= {"sft@1", None}
+
+
+def test_compose_says_that_it_is_not_exact_and_takes_what_is(run: Run, saved: Path) -> None:
+    """As loudly as of a mixture; with ``--exact`` there is nothing to say."""
+    warned = run("compose", "sft", "-o", "out")
+    exact = run("compose", "sft", "--exact", "-o", "exact")
+    refused = run("compose", "sft", "--exact", "--policy", "parity", "--dry-run")
+
+    assert SAID in warned.err
+    assert (exact.code, exact.err) == (0, "")
+    assert "exact: sft@1, policy latest" in exact.out
+    assert run("compose", "sft", "--dry-run", "--json").fields["compact"]
+    assert (refused.code, refused.err.splitlines()[0]) == (2, "error: an exact save takes no layer from others")
+
+
+def test_the_two_meanings_of_exact_cannot_be_confused(run: Run) -> None:
+    """Each is told in the words of what it does."""
+    text = " ".join(run("compose", "--help").out.split())
+
+    assert "--exact Instead of REF, take the newest save up to it that was kept bit for bit." in text
+    assert "exact every layer from the very step of REF, or an error" in text
