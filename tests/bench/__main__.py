@@ -2,6 +2,7 @@
 Print the figures of docs/reference/measured.md.
 
     python -m tests.bench ingest|reingest|compose|dcp|universal|all [--gb 2] [--stage 2] [--odd] [--runs 5]
+    python -m tests.bench compact [--gb 2] [--runs 3]    # compact saves: their verbs, and the bytes of 100 saves
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench worlds [--gb 1.5] [--world 32 128] [--runs 5]    # by many ranks: small objects
     python -m tests.bench query [--commits 10000] [--layers 80]
@@ -11,9 +12,13 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench remote [--gb 1] [--runs 5]    # a bucket behind a link of 100 MB/s; as root, with s3fs
     python -m tests.bench shares [--gb 1] [--runs 5]    # by one, two and four processes
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
+    python -m tests.bench loop --every 1 [--gb 1] [--saves 10] [--tokens 16]    # each step saved, compact or exact
+    python -m tests.bench gpu [--rows FILE] [--dir DIR] [--tiny]    # on one GPU, eight minutes; again: goes on
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
     python -m tests.bench quality [--seeds 3] [--tiny] [--rows DIR]    # what a mixture costs a fine-tuning
     python -m tests.bench quality [--rows DIR] --trial    # what many policies cost at once, over the histories it kept
+    python -m tests.bench quality [--rows DIR] --precision-trial    # what each precision loses of them at once
+    python -m tests.bench quality [--rows DIR] --real-model    # SmolLM2-135M, resumed in every precision
     python -m tests.bench quality [--rows DIR] --table | --page    # of rows that are there; into docs/evidence.md
     python -m tests.bench chaos [--points 40] [--ranks 1] [--rows FILE]    # saves that are killed, with ckpt-chaos
     python -m tests.bench peers [--gb 1] [--saves 10] [--rounds 3] [--rows FILE] [--plots DIR]    # what others take
@@ -35,7 +40,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.bench import (
@@ -43,8 +48,10 @@ from tests.bench import (
     bisect,
     chaos,
     coding,
+    compact,
     delta,
     drift,
+    gpu,
     loop,
     query,
     remote,
@@ -58,8 +65,9 @@ from tests.bench.generate import Layout, generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.peers import run as peers
 from tests.bench.quality import run as quality
+from tests.bench.quality.real_model import HANDFUL, WHOLE
 from tests.bench.quality.settings import REAL, TINY
-from tests.bench.verbs import COPY, DURABLE_COPY, VERBS, Workplace, warm_up
+from tests.bench.verbs import COPY, DURABLE_COPY, VERBS, Verb, Workplace, warm_up
 
 
 def main() -> None:
@@ -67,11 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = [*VERBS, "all", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers", "chaos", "mean", "bisect", "delta", "retention", "coding"]
+    verbs = [*VERBS, "all", "compact", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
+    verbs += ["quality", "peers", "gpu", "chaos", "mean", "bisect", "delta", "retention", "coding"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
-    parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds: raw")
+    parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds, compact: raw")
     parser.add_argument("--world", type=int, nargs="+", default=[32, 128], help="of worlds (default: 32 and 128)")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="of ZeRO (default: 3)")
@@ -85,13 +93,18 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="of drift and quality, a run for each (default: 3)")
     parser.add_argument(
-        "--saves", type=int, help="of each job (default: 3; drift: 100, after the first; peers, mean: 10)"
+        "--saves",
+        type=int,
+        help="of each job (default: 3, or 10 if each step is saved; drift: 100, after the first; peers, mean: 10)",
     )
     parser.add_argument("--every", type=int, help="steps from one to the next (default: 3; drift: 10)")
-    parser.add_argument("--tiny", action="store_true", help="quality or peers, so small that it ends in a minute")
-    parser.add_argument("--rows", type=Path, help="where results are kept: a folder for quality, a file for peers")
+    parser.add_argument("--tokens", type=int, default=16, help="of each rank in a step of loop (default: 16)")
+    parser.add_argument("--tiny", action="store_true", help="quality, peers or gpu, so small that it ends in a minute")
+    parser.add_argument("--rows", type=Path, help="where results are kept: a folder for quality, else a file")
     parser.add_argument("--table", action="store_true", help="only print what quality or peers has found, and draw it")
     parser.add_argument("--trial", action="store_true", help="ask many policies over the histories that quality kept")
+    parser.add_argument("--precision-trial", action="store_true", help="ask what each precision loses of them at once")
+    parser.add_argument("--real-model", action="store_true", help="resume SmolLM2-135M in every precision of quality")
     parser.add_argument("--plots", type=Path, help="folder for pictures of what quality or peers has found")
     parser.add_argument(
         "--page", action="store_true", help="only write what was found into docs/benchmarks.md or evidence.md"
@@ -127,7 +140,8 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
         "remote": lambda: remote.run(folder, gb=gb or 1.0, rounds=rounds),
         "chaos": lambda: chaos.run(folder, rows=of.rows, points=of.points, ranks=of.ranks),
         "shares": lambda: shares.run(folder, gb=gb or 1.0, rounds=rounds),
-        "loop": lambda: loop.run(folder, gb=gb or 1.0, rounds=of.rounds, saves=saves or 3, every=of.every or 3),
+        "gpu": lambda: gpu.run(folder / "gpu", rows=of.rows or folder / "rows.jsonl", is_tiny=of.tiny),
+        "loop": lambda: _run_loop(folder, of),
         "bisect": lambda: bisect.run(folder, faults=of.faults, saves=saves or 32),
         "coding": lambda: coding.run(gb=gb or 0.2, rounds=rounds),
         "delta": lambda: delta.run(folder, gb=gb or 0.3),
@@ -143,10 +157,20 @@ def _run_worlds(folder: Path, options: argparse.Namespace) -> None:
     worlds.run(folder, gb=options.gb or 1.5, worlds=options.world, layout=layout, rounds=options.runs)
 
 
+def _run_loop(folder: Path, options: argparse.Namespace) -> None:
+    every = options.every or 3
+    saves = options.saves or (10 if every == 1 else 3)
+    loop.run(folder, gb=options.gb or 1.0, rounds=options.rounds, saves=saves, every=every, tokens=options.tokens)
+
+
 def _run_quality(options: argparse.Namespace) -> None:
     size = TINY if options.tiny else REAL
     if options.page:
         quality.write_page(REAL, rows=options.rows or quality.COMMITTED)
+    elif options.real_model:
+        quality.try_real_model(HANDFUL if options.tiny else WHOLE, rows=options.rows)
+    elif options.precision_trial:
+        quality.try_precisions(size, folder=options.dir, rows=options.rows)
     elif options.trial:
         quality.try_policies(size, folder=options.dir, rows=options.rows)
     elif options.table:
@@ -174,21 +198,28 @@ def _run_peers(options: argparse.Namespace) -> None:
 
 
 def _run_verbs(folder: Path, options: argparse.Namespace) -> None:
-    layout: Layout = options.layout or "hf"
+    is_compact = options.verb == "compact"
+    layout: Layout = options.layout or ("raw" if is_compact else "hf")
     odd, gb, stage = options.odd, options.gb or 2.0, options.stage
-    warm_up(folder / "tiny", lambda path: generate(path, layout=layout))
+    verbs: Sequence[Verb] = VERBS if options.verb == "all" else [options.verb]
+    warm_up(folder / "tiny", lambda path: generate(path, layout=layout), verbs=verbs)
     source = generate_size(folder / "run/checkpoint-2", gb, layout=layout, odd=odd, stage=stage)
     older = None
-    if options.policy != "latest":
+    if is_compact or options.policy != "latest":
         older = generate_size(folder / "run/checkpoint-1", gb, layout=layout, odd=odd, stage=stage, step=1, seed=1)
     os.sync()
-    place = Workplace(folder, source, older=older, policy=options.policy)
+    place = Workplace(folder, source, older=older, policy=options.policy, precision=compact.PRECISION)
     kind = "odd sizes, three ranks" if odd else "page-filling, two ranks"
     print(f"{place.size_bytes / 2**30:.2f} GiB, stage {stage}, {layout}, {kind}; page cache warm", flush=True)
-    for verb in VERBS if options.verb == "all" else [options.verb]:
+    for verb in verbs:
         timings = alternate(place.contenders(verb), rounds=options.runs, tell=lambda line: print(f"  {line}"))
         print("\n".join(["", *_table(timings), ""]), flush=True)
+        if verb == "compact":
+            print("\n".join([*(bar.text() for bar in compact.bars(timings)), ""]), flush=True)
     place.close()
+    if older is not None and is_compact:
+        parameters = compact.parameters_of(gb, is_gathered=layout == "hf", is_odd=odd)
+        compact.show_bytes(folder / "bytes", older, source, parameters=parameters)
 
 
 def _table(timings: dict[str, list[Timing]]) -> Iterator[str]:

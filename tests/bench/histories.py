@@ -14,16 +14,8 @@ from pathlib import Path
 import layerstore
 from layerstore.disk import Files
 from layerstore.format import encode_blob, make_commit, ref_of
-from layerstore.model import (
-    BlobRef,
-    Commit,
-    CommitRecord,
-    Fork,
-    LayerEntry,
-    ObjectId,
-    RankState,
-    TreeFile,
-)
+from layerstore.model import BlobRef, Commit, CommitRecord, Fork, LayerEntry, ObjectId
+from layerstore.states import RankState, TreeFile
 from layerstore.storage import Repository, open_repository
 from tests.unit import samples
 

@@ -10,27 +10,32 @@ import argparse
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import layerstore
+from layerstore import Keep
+from layerstore.live.saver.options import SaverKeywords
 from layerstore.live.saver.saver import Saver
-from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
+from layerstore.precision import PrecisionName
+from tests.bench.measure import disk_bytes, machine_busy_seconds, own_cpu_seconds, wait_for_quiet
 from tests.bench.ranked import asked, begin, end
 from tests.bench.shapes import ModelShape
 
 HIDDEN = 512
 INTERMEDIATE = 1408
-HEADS = 8
+HEAD = 64
 VOCAB_MIN = 4096
 BATCH = 2
 SEQUENCE = 8
 """Short: half-precision arithmetic on a CPU takes a time for each token, and what is saved does not depend on it."""
 RUN = "bench"
+KEPT = 3
+"""How many saves are kept by a job that saves every step."""
 
 Engine = Any  # deepspeed ships no types
 
@@ -59,6 +64,10 @@ class Way:
         """Return how long every save took that is known to be on disk; nothing where nobody can tell."""
         return []
 
+    def written_bytes(self) -> int:
+        """Return what this rank has written, and nobody else has counted."""
+        return 0
+
     def close(self) -> None:
         """Let go of the engine; every rank calls it."""
 
@@ -72,6 +81,8 @@ class Variant:
     """Called on every rank with a folder that is its own, and empty."""
     cycle: int = 1
     """How many saves after the first it takes until the same layers come again."""
+    in_memory: bool = False
+    """Whether its folder is in memory instead of on the disk."""
 
 
 class DeepSpeed(Way):
@@ -80,6 +91,30 @@ class DeepSpeed(Way):
     def save(self) -> None:
         """Save a checkpoint."""
         self._engine.save_checkpoint(str(self._folder), tag=f"global_step{self._engine.global_steps}")
+
+
+class FewDeepSpeed(DeepSpeed):
+    """The same, and all saves but the newest are removed."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        super().__init__(engine, folder)
+        self._removed_bytes = 0
+
+    def save(self) -> None:
+        """Save a checkpoint; the first rank removes what is older."""
+        import torch.distributed as dist
+
+        super().save()
+        if dist.get_rank() == 0:
+            for tag in sorted(self._folder.glob("global_step*"), key=lambda tag: tag.stat().st_mtime)[:-KEPT]:
+                self._removed_bytes += disk_bytes(tag)
+                shutil.rmtree(tag)
+
+    def written_bytes(self) -> int:
+        """Return the sizes of all saves; the first rank knows them."""
+        import torch.distributed as dist
+
+        return self._removed_bytes + disk_bytes(self._folder) if dist.get_rank() == 0 else 0
 
 
 class SyncedDeepSpeed(DeepSpeed):
@@ -101,14 +136,14 @@ class SyncedDeepSpeed(DeepSpeed):
 class Layerstore(Way):
     """A saver of this project, on a store of its own."""
 
-    def __init__(self, engine: Engine, folder: Path, *, policy: str, mode: Literal["async", "sync"] = "async") -> None:
+    def __init__(self, engine: Engine, folder: Path, **options: Unpack[SaverKeywords]) -> None:
         import torch.distributed as dist
 
         super().__init__(engine, folder)
         if dist.get_rank() == 0:
             layerstore.init(folder / "store").close()
         dist.barrier()
-        self._saver: Saver = layerstore.attach(engine, folder / "store", run=RUN, policy=policy, mode=mode)
+        self._saver: Saver = layerstore.attach(engine, folder / "store", run=RUN, **options)
         self._within = 0.0
 
     def durable_seconds(self) -> list[float]:
@@ -131,6 +166,10 @@ class Layerstore(Way):
         status = self._saver.status()
         if status.failed:
             raise RuntimeError(f"a save came to nothing: {status.errors}")
+
+    def written_bytes(self) -> int:
+        """Return the bytes of this rank that the store did not have."""
+        return self._saver.status().written_bytes
 
     def close(self) -> None:
         """Detach."""
@@ -155,6 +194,24 @@ VARIANTS = (
 """What takes turns; a policy that is added here has its line in every table."""
 
 
+def _each_step(place: str, *, in_memory: bool) -> Iterator[Variant]:
+    """Yield the ways to save every step into *place*; each keeps the newest few."""
+    yield Variant(name=f"DeepSpeed{place}", begin=FewDeepSpeed, in_memory=in_memory)
+    for precision in EACH_STEP_PRECISIONS:
+        begin = partial(Layerstore, precision=precision, keep=Keep(last=KEPT))
+        yield Variant(name=f"{precision}{place}", begin=begin, in_memory=in_memory)
+
+
+EACH_STEP_PRECISIONS: tuple[PrecisionName, ...] = ("exact", "delta8", "delta4")
+EACH_STEP = (NONE, *_each_step(", disk", in_memory=False), *_each_step(", memory", in_memory=True))
+"""What takes turns if every step is saved: in memory, a save outlives the job, but not the machine."""
+
+
+def variants(every: int) -> tuple[Variant, ...]:
+    """Return what takes turns in a job that saves once in *every* steps."""
+    return EACH_STEP if every == 1 else VARIANTS
+
+
 # -- the job ------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +225,10 @@ class Job:
     blocked: list[float] = field(default_factory=list)
     """Of every save: inside it, and before updates until the next one."""
     durable: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    """Of all ranks."""
+    written_bytes: int = 0
+    """By all ranks in all saves, what was removed again included; nothing where nobody counts."""
     others_share: float = 0.0
     """How much of the machine's processors somebody else used meanwhile; the kernel's own flushing is in it."""
 
@@ -195,9 +256,9 @@ def shape_of(gb: float) -> ModelShape:
 
 def main() -> None:
     """Go through all variants as the command line says."""
-    options = asked(gb=float, rounds=int, saves=int, every=int)
+    options = asked(gb=float, rounds=int, saves=int, every=int, tokens=int, memory=Path, is_patient=int)
     begin()
-    training = Training(shape_of(options.gb))
+    training = Training(shape_of(options.gb), sequence=options.tokens // BATCH)
     training.step()  # the optimizer has its moments now
     end(_measured(training, options), options.out)
 
@@ -205,11 +266,11 @@ def main() -> None:
 class Training:
     """A Llama under ZeRO-3, and one step of its training."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, sequence: int = SEQUENCE) -> None:
         import torch.distributed as dist
 
-        self._shape = shape
-        self.engine = _engine(shape)
+        self._shape, self._sequence = shape, sequence
+        self.engine = _engine(shape, sequence)
         self.rank = dist.get_rank()
         self.parameters = sum(parameter.elements for parameter in shape.parameters())
 
@@ -218,7 +279,8 @@ class Training:
         import torch
 
         generator = torch.Generator().manual_seed(1000 * self.engine.global_steps + self.rank)
-        tokens = torch.randint(0, self._shape.vocab, (BATCH, SEQUENCE), generator=generator)
+        tokens = torch.randint(0, self._shape.vocab, (BATCH, self._sequence), generator=generator)
+        tokens = tokens.to(self.engine.device)
         self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
         self.engine.step()
 
@@ -230,7 +292,7 @@ class Training:
         return int(_sum(sum(part.numel() * part.element_size() for part in flats + moments)))
 
 
-def _engine(shape: ModelShape) -> Engine:
+def _engine(shape: ModelShape, sequence: int) -> Engine:
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -247,10 +309,10 @@ def _engine(shape: ModelShape) -> Engine:
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        num_attention_heads=shape.hidden // HEAD,
+        num_key_value_heads=shape.hidden // HEAD,
         vocab_size=shape.vocab,
-        max_position_embeddings=SEQUENCE,
+        max_position_embeddings=sequence,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -264,18 +326,25 @@ def _engine(shape: ModelShape) -> Engine:
 
 def _measured(training: Training, options: argparse.Namespace) -> Result:
     result = Result(state_bytes=training.state_bytes(), parameters=training.parameters, sizes={}, jobs=[])
-    for variant in VARIANTS:
-        result.sizes[variant.name] = _rehearsed(training, variant, options.data)
+    contenders = variants(options.every)
+    for variant in contenders:
+        result.sizes[variant.name] = _rehearsed(training, variant, options)
     for number in range(options.rounds):
-        start = number % len(VARIANTS)
-        for variant in [*VARIANTS[start:], *VARIANTS[:start]]:
+        start = number % len(contenders)
+        for variant in [*contenders[start:], *contenders[:start]]:
             result.jobs.append(_job(training, variant, options))
     return result
 
 
-def _rehearsed(training: Training, variant: Variant, folder: Path) -> list[int]:
+def _folder(variant: Variant, options: argparse.Namespace) -> Path:
+    folder: Path = options.memory if variant.in_memory else options.data
+    return folder
+
+
+def _rehearsed(training: Training, variant: Variant, options: argparse.Namespace) -> list[int]:
     """Save a whole cycle, one after the other, a step between them; return what each save added on disk."""
-    _fresh(folder)
+    folder = _folder(variant, options)
+    _fresh(folder, is_patient=False)
     way, sizes = variant.begin(training.engine, folder), [0]
     for _ in range(1 + variant.cycle):
         training.step()
@@ -285,26 +354,29 @@ def _rehearsed(training: Training, variant: Variant, folder: Path) -> list[int]:
         sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         _meet()
     way.close()
-    _fresh(folder)
+    _fresh(folder, is_patient=False)
     return [later - earlier for earlier, later in pairwise(sizes)]
 
 
 def _job(training: Training, variant: Variant, options: argparse.Namespace) -> Job:
     """Do the job once: an interval of steps follows every save, the last one too."""
-    _fresh(options.data)
+    folder = _folder(variant, options)
+    _fresh(folder, is_patient=bool(options.is_patient))
     job = Job(variant=variant.name)
-    way = variant.begin(training.engine, options.data)
+    way = variant.begin(training.engine, folder)
     own = _sum(own_cpu_seconds())
     machine, started = machine_busy_seconds(), time.monotonic()
     for _ in range(options.saves):
         job.blocked.append(_max(_interval(training, way, options.every)))
     way.finish()
     job.seconds = _max(time.monotonic() - started)
-    others = machine_busy_seconds() - machine - (_sum(own_cpu_seconds()) - own)
+    job.cpu_seconds = _sum(own_cpu_seconds()) - own
+    others = machine_busy_seconds() - machine - job.cpu_seconds
     job.others_share = max(others, 0.0) / job.seconds / (os.cpu_count() or 1)
     job.durable = [_max(seconds) for seconds in way.durable_seconds()]
+    job.written_bytes = int(_sum(way.written_bytes()))
     way.close()
-    _fresh(options.data)
+    _fresh(folder, is_patient=False)
     return job
 
 
@@ -318,16 +390,17 @@ def _interval(training: Training, way: Way, steps: int) -> float:
     return blocked + way.blocked_elsewhere() - elsewhere
 
 
-def _fresh(folder: Path) -> None:
-    """Make *folder* empty, and wait until disk and processors have nothing else to do, but not for ever."""
+def _fresh(folder: Path, *, is_patient: bool) -> None:
+    """Make *folder* empty and, if told to, wait until disk and processors have nothing else to do, but not for ever."""
     import torch.distributed as dist
 
     _meet()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        os.sync()
-        wait_for_quiet()
+        if is_patient:
+            os.sync()
+            wait_for_quiet()
     _meet()
 
 

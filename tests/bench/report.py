@@ -8,6 +8,33 @@ END = "<!-- end -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A figure, and the bound that it was promised to keep."""
+
+    what: str
+    value: float
+    most: float | None = None
+    least: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps it."""
+        is_low_enough = self.most is None or self.value <= self.most
+        return is_low_enough and (self.least is None or self.value >= self.least)
+
+    def text(self) -> str:
+        """
+        Return the line that says so.
+
+        >>> print(Bar(what="whole job", value=1.234, most=1.1).text())
+        whole job: 1.23 x, at most 1.1 x: MISSED
+        """
+        bounds = [f"at most {self.most:g} x"] if self.most is not None else []
+        bounds += [f"at least {self.least:g} x"] if self.least is not None else []
+        return f"{self.what}: {self.value:.2f} x, {', '.join(bounds)}: {'holds' if self.holds else 'MISSED'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """A table; the first column names the lines."""
 

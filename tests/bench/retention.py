@@ -17,7 +17,8 @@ from layerstore.disk import Files
 from layerstore.filenames import TRAINER_STATE
 from layerstore.format import encode_blob, make_commit
 from layerstore.gc import Facts, has_work
-from layerstore.model import LayerEntry, RankState, SourceFile, TreeFile
+from layerstore.model import LayerEntry
+from layerstore.states import RankState, SourceFile, TreeFile
 from layerstore.storage import Repository, open_repository
 from tests.bench.histories import (
     RUN,

@@ -24,7 +24,7 @@ from layerstore.format import decode_version, encode_blob, make_commit, ref_of, 
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
 from layerstore.inspect.cost import Files, Stored, stored
-from layerstore.inspect.estimate import _groups, cycle_of, due_sets, trained_files
+from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
 from layerstore.model import (
@@ -39,6 +39,7 @@ from layerstore.model import (
     StoredTensor,
 )
 from layerstore.policy import Policy
+from layerstore.precision import Keyframes
 from layerstore.slices import canonical_order, frame, valid_elements
 from layerstore.storage import Repository
 from tests.bench.generate import generate
@@ -224,7 +225,8 @@ class Case:
 
     def kept(self, policy: Policy) -> Stored:
         """Return what is on a disk when the month ends."""
-        groups = list(_groups(self.files, self.due(policy)))
+        files = {(layer, True): of for layer, of in self.files.items()}
+        groups = list(_groups(files, kept_exactly(self.due(policy), Keyframes())))
         return stored(groups, self.training.timetable, lingers_seconds=GC_GRACE_SECONDS)
 
     def files_kept(self, policy: Policy) -> int:

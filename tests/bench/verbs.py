@@ -5,31 +5,50 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import layerstore
+from layerstore.precision import PrecisionName
 from tests.bench.measure import Contender
 
-Verb = Literal["ingest", "reingest", "compose", "dcp", "universal"]
+Verb = Literal["ingest", "reingest", "compose", "dcp", "universal", "compact"]
 VERBS: tuple[Verb, ...] = ("ingest", "reingest", "compose", "dcp", "universal")
+"""Those of a single save; ``compact`` wants an older one too."""
 
 COPY = "cp -r"
 DURABLE_COPY = "cp -r + sync"
+
+INGEST, COMPACT_INGEST = "ingest", "ingest, compact"
+COMPACT_REINGEST, COMPACT_COMPOSE = "ingest, compact, again", "compose, compact"
 
 RUN = "bench"
 
 LATEST_UNIVERSAL = "latest_universal"
 
 
+Saved: TypeAlias = tuple[Path, PrecisionName]
+"""A checkpoint that a store holds, and in which precision."""
+
+
 class Workplace:
     """A source checkpoint, and a folder where copies, stores and composites come and go."""
 
-    def __init__(self, folder: Path, source: Path, *, older: Path | None = None, policy: str = "latest") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        source: Path,
+        *,
+        older: Path | None = None,
+        policy: str = "latest",
+        precision: PrecisionName = "exact",
+    ) -> None:
         self.source = source
         self._older = older
         self._policy = policy
+        self._precision = precision
         self.size_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         self._away = folder / "away"
         self._copy = folder / "copy"
@@ -37,17 +56,17 @@ class Workplace:
         self._dcp = folder / "dcp"
         self._store_path = folder / "store"
         self._store: layerstore.Store | None = None
+        self._saved: list[Saved] = []
+        """What the store holds, in the order of its ingests."""
 
     def contenders(self, verb: Verb) -> list[Contender]:
         """Return what takes turns in the benchmark of *verb*."""
         self._clear()
         self._drop_store()
         self._put_away(self._dcp)
-        if verb != "ingest":
-            store = self._fresh_store()
-            for saved in (self._older, self.source):
-                if saved is not None:
-                    store.ingest(saved, run=RUN)
+        if verb not in ("ingest", "compact"):
+            exact: list[Saved] = [(saved, "exact") for saved in (self._older, self.source) if saved is not None]
+            self._hold(*exact)
         copies = [
             Contender(COPY, self._run_copy, self._clear),
             Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
@@ -58,6 +77,7 @@ class Workplace:
             "compose": self._composes,
             "dcp": self._to_pytorch,
             "universal": self._to_universal,
+            "compact": self._compacts,
         }
         return copies + ours[verb]()
 
@@ -71,13 +91,9 @@ class Workplace:
     # -- contenders ------------------------------------------------------------------------------------------------
 
     def _ingests(self) -> list[Contender]:
-        def prepare() -> None:
-            self._clear()
-            self._fresh_store()
-
         return [
-            Contender("ingest", self._ingest, prepare),
-            Contender("the whole command", lambda: self._command("ingest", str(self.source), "--run", RUN), prepare),
+            Contender(INGEST, self._ingest, self._hold),
+            Contender("the whole command", lambda: self._command("ingest", str(self.source), "--run", RUN), self._hold),
         ]
 
     def _reingests(self) -> list[Contender]:
@@ -101,6 +117,19 @@ class Workplace:
                 lambda: self._command("compose", RUN, "--policy", self._policy, "-o", str(self._out)),
                 self._clear,
             ),
+        ]
+
+    def _compacts(self) -> list[Contender]:
+        """A save that refers to an exact older one, beside an exact one."""
+        assert self._older is not None
+        older: Saved = (self._older, "exact")
+        both = (older, (self.source, self._precision))
+        compact = partial(self._ingest, precision=self._precision)
+        return [
+            Contender(INGEST, self._ingest, self._hold),
+            Contender(COMPACT_INGEST, compact, partial(self._hold, older)),
+            Contender(COMPACT_REINGEST, compact, partial(self._hold, *both)),
+            Contender(COMPACT_COMPOSE, partial(self._compose, verify=True, durable=True), partial(self._hold, *both)),
         ]
 
     def _to_pytorch(self) -> list[Contender]:
@@ -128,9 +157,11 @@ class Workplace:
         # The filesystem of the copy, not the machine: what others have written elsewhere is not waited for.
         subprocess.run(["sync", "--file-system", self._copy], check=True)
 
-    def _ingest(self, *, trust_store: bool = False) -> None:
+    def _ingest(self, *, trust_store: bool = False, precision: PrecisionName = "exact") -> None:
         assert self._store is not None
-        self._store.ingest(self.source, run=RUN, trust_store=trust_store)
+        self._store.ingest(self.source, run=RUN, trust_store=trust_store, precision=precision)
+        if self._saved[-1:] != [(self.source, precision)]:
+            self._saved.append((self.source, precision))
 
     def _compose(self, *, verify: bool, durable: bool) -> None:
         assert self._store is not None
@@ -174,6 +205,17 @@ class Workplace:
             self._store.close()
             self._store = None
         self._put_away(self._store_path)
+        self._saved = []
+
+    def _hold(self, *saves: Saved) -> None:
+        """Leave a store with the ingests of *saves*, in that order, and nothing else."""
+        self._clear()
+        if saves and self._saved == list(saves):
+            return
+        store = self._fresh_store()
+        for source, precision in saves:
+            store.ingest(source, run=RUN, precision=precision)
+        self._saved = list(saves)
 
     def _put_away(self, path: Path) -> None:
         """
@@ -197,10 +239,11 @@ class Workplace:
         return self._store
 
 
-def warm_up(folder: Path, make_source: Callable[[Path], Path]) -> None:
+def warm_up(folder: Path, make_source: Callable[[Path], Path], *, verbs: Sequence[Verb] = VERBS) -> None:
     """Do everything once with a tiny checkpoint: imports, first calls and caches are no part of the times."""
-    tiny = Workplace(folder, make_source(folder / "source"))
-    for verb in VERBS:
+    older = make_source(folder / "older") if "compact" in verbs else None
+    tiny = Workplace(folder, make_source(folder / "source"), older=older, precision="delta8")
+    for verb in verbs:
         for contender in tiny.contenders(verb):
             contender.prepare()
             contender.run()

@@ -21,7 +21,7 @@ from statistics import median
 
 from layerstore.demo.launch import tell
 from tests.bench.loop_job import Training, shape_of
-from tests.bench.measure import FamilyPeak, wait_for_quiet
+from tests.bench.measure import FamilyPeak, disk_bytes, wait_for_quiet
 from tests.bench.peers.state import State
 from tests.bench.peers.systems import IMPOSSIBLE, SYSTEMS, System
 from tests.bench.ranked import asked, begin, leave
@@ -121,10 +121,10 @@ class Job:
                 with FamilyPeak() as peak:
                     row = self._save(system) | {"system": kind.name, "round": number, "number": count + 1}
                 used = max(used, self._sum(peak.size_bytes - idle.size_bytes))
-                size = _disk_bytes(folder)
+                size = disk_bytes(folder)
                 self._add(row | {"bytes": removed + size})
                 self._alone(system.forget_earlier)
-                removed += size - _disk_bytes(folder)
+                removed += size - disk_bytes(folder)
         self._add({"kind": "memory", "system": kind.name, "round": number, "bytes": int(used)})
         stepped = self._state.digests()
         self._alone(lambda: self._digests_of(kind).write_text(json.dumps([digests, stepped])))
@@ -297,12 +297,6 @@ def _flip(path: Path) -> None:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Return what the files in *folder* take on disk, each once however many names it has."""
-    found = [path.lstat() for path in folder.rglob("*") if not path.is_dir()]
-    return sum({each.st_ino: 512 * each.st_blocks for each in found}.values())
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import shutil
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import layerstore
+from layerstore.live.saver.options import SaverKeywords
 from layerstore.live.saver.saver import Saver
 from tests.bench.peers.state import Engine, State
 
@@ -246,7 +247,10 @@ class AsyncDistributed(Distributed):
         import torch
 
         super().__init__(engine, folder)
-        self._copies = {name: torch.empty_like(flat) for name, flat in self.state.flats().items()}
+        self._copies = {
+            name: torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+            for name, flat in self.state.flats().items()
+        }
         self._saving: Any = None
 
     def save(self) -> None:
@@ -366,8 +370,7 @@ class Layerstore(System):
 
     name = "layerstore, full"
     data = "store/objects"
-    policy: ClassVar[str] = "latest"
-    mode: ClassVar[Literal["async", "sync"]] = "async"
+    options: ClassVar[SaverKeywords] = {}
     is_waited_for_beside = False
     is_for_any_world = True
 
@@ -385,7 +388,7 @@ class Layerstore(System):
     def save(self) -> None:
         """Begin a save."""
         if self._saver is None:
-            self._saver = layerstore.attach(self.engine, self._store, run=RUN, policy=self.policy, mode=self.mode)
+            self._saver = layerstore.attach(self.engine, self._store, run=RUN, **self.options)
         started = time.monotonic()
         self._saver.save()
         self._within += time.monotonic() - started
@@ -426,7 +429,7 @@ class SyncLayerstore(Layerstore):
     """The same, on disk before training goes on."""
 
     name = "layerstore, full, sync"
-    mode = "sync"
+    options: ClassVar[SaverKeywords] = {"mode": "sync"}
     is_for_any_world = False  # its store is that of the asynchronous one
 
 
@@ -434,7 +437,7 @@ class ParityLayerstore(Layerstore):
     """The same, half of the layers at a time."""
 
     name = "layerstore, parity"
-    policy = "parity"
+    options: ClassVar[SaverKeywords] = {"policy": "parity"}
     saves_mixed = 2
 
 
