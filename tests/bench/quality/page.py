@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.bench.quality import means, trial
+from tests.bench.quality import means, precision_trial, real_model, trial
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import Settings
 from tests.bench.quality.table import Findings, about, remarks, tables
@@ -51,6 +51,6 @@ def section(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
     tried = trial.table(rows)
     if tried is not None:
         yield from [*tried.markdown(), "", f"![{_TRIAL}](pictures/quality-trial.svg)", ""]
-    averaged = means.table(rows)
-    if averaged is not None:
-        yield from [*averaged.markdown(), ""]
+    for other in (means.table(rows), precision_trial.table(rows), real_model.table(rows)):
+        if other is not None:
+            yield from [*other.markdown(), ""]

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from tests.bench.chart import COLOURS, WIDTH, Chart, spanning
-from tests.bench.quality.arms import FULL, NOISE, RARE, arms
+from tests.bench.quality.arms import FULL, NOISE, NOT_TRAINED, arms, taken_once_in
 from tests.bench.quality.intervals import interval, root_mean_square
 from tests.bench.quality.settings import TASKS, Settings
 from tests.bench.quality.table import Findings
@@ -168,7 +168,7 @@ def movements(settings: Settings, found: Findings) -> str:
 
 def recovery(settings: Settings, found: Findings) -> str:
     """Draw how the difference to the control changes after a resume, in the mean over all jobs and failures."""
-    names = [name for name in _names(settings) if name not in (FULL, RARE) and found.keys(name)]
+    names = [name for name in _names(settings) if name not in (FULL, *NOT_TRAINED) and found.keys(name)]
     curves = {name: _curve(found, name) for name in names}
     said = "; ".join(f"{name} {curve[0][1]:+.4f} and {curve[-1][1]:+.4f}" for name, curve in curves.items() if curve)
     chart = Chart(
@@ -220,17 +220,17 @@ def at_once(tried: Sequence[Row]) -> str:
 
 
 def _names(settings: Settings) -> list[str]:
-    return [*(arm.name for arm in arms(settings)), RARE]
+    return [*(arm.name for arm in arms(settings)), *NOT_TRAINED]
 
 
 def _colour(settings: Settings, name: str) -> str:
     """Return the arm's colour, the same in all pictures; what is only compared with is grey."""
-    return COLOURS[-1] if name in (FULL, NOISE, RARE) else COLOURS[_place(settings, name) % (len(COLOURS) - 1)]
+    return COLOURS[-1] if name in (FULL, NOISE, *NOT_TRAINED) else COLOURS[_place(settings, name) % (len(COLOURS) - 1)]
 
 
 def _is_dashed(settings: Settings, name: str) -> bool:
     """Return whether an arm before it has its colour already."""
-    return name not in (FULL, NOISE, RARE) and _place(settings, name) >= len(COLOURS) - 1
+    return name not in (FULL, NOISE, *NOT_TRAINED) and _place(settings, name) >= len(COLOURS) - 1
 
 
 def _place(settings: Settings, name: str) -> int:
@@ -242,9 +242,9 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def _times_fewer(settings: Settings, found: Findings, name: str) -> float | None:
-    if name == RARE:
+    if name in NOT_TRAINED:
         saves = settings.steps // settings.save_every
-        return saves / -(-saves // settings.fewer)
+        return saves / -(-saves // taken_once_in(settings, name))
     times = found.times_fewer(name)
     return None if times is None else times[1]
 

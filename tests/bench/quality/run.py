@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from layerstore.demo.launch import Event, run_ranks
-from tests.bench.quality import data, means, page, table, trial
+from tests.bench.quality import data, means, page, precision_trial, real_model, table, trial
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import TASKS, Settings, TaskName
@@ -43,6 +43,26 @@ def try_policies(settings: Settings, *, folder: Path | None, rows: Path | None) 
     _show(settings, _of_one(_read(rows)), plots=None)
 
 
+def try_precisions(settings: Settings, *, folder: Path | None, rows: Path | None) -> None:
+    """Ask what every precision loses of the histories that `run` has kept in *folder*, or of ones that are made now."""
+    work = _work(settings, folder)
+    rows = (rows or work / "rows").absolute()
+    _prepare(settings, work=work, rows=rows)
+    for task in TASKS:
+        if not (work / trial.history_name(task)).exists():
+            _job(settings, task, 0, work, rows, "--history")
+        precision_trial.run(settings, task, work=work, rows=Rows(rows / f"precision-{task}.jsonl"))
+    _show(settings, _of_one(_read(rows)), plots=None)
+
+
+def try_real_model(size: real_model.Size, *, rows: Path | None) -> None:
+    """Fine-tune a real model, resume it in every way, and print the table."""
+    found = Rows((rows or Path(tempfile.gettempdir()) / "layerstore-quality/real") / "real.jsonl")
+    real_model.run(size, rows=found, material=real_model.load(size))
+    if (table := real_model.table(found.find())) is not None:
+        print("\n".join(table.text()), flush=True)
+
+
 def show(settings: Settings, *, rows: Path, plots: Path | None) -> None:
     """Print the table of *rows* that are there, and draw the *plots*."""
     _show(settings, _of_one(_read(rows)), plots=plots)
@@ -69,8 +89,8 @@ def _work(settings: Settings, folder: Path | None) -> Path:
     return (folder / f"{settings.name}-{settings.digest('')[:8]}").absolute()
 
 
-def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
-    """Run what *rows* lack; return what marks them as this experiment's."""
+def _prepare(settings: Settings, *, work: Path, rows: Path) -> str:
+    """Make the texts and the base, unless they are there; return what marks rows as this experiment's."""
     work.mkdir(parents=True, exist_ok=True)
     data.make(work / DATA, settings)
     made_by = settings.digest(data.digest_of(work / DATA))
@@ -78,6 +98,12 @@ def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
     if not (work / BASE).exists() or not Rows(base).find(kind="base", made_by=made_by):
         print("training the base", flush=True)
         _launch("training", settings, work=work, rows=base, log=work / "base.log")
+    return made_by
+
+
+def _make(settings: Settings, *, work: Path, rows: Path, seeds: int) -> str:
+    """Run what *rows* lack; return what marks them as this experiment's."""
+    made_by = _prepare(settings, work=work, rows=rows)
     # Processes, not threads: Ctrl-C reaches each, and each ends its own ranks.
     with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
         jobs = [
@@ -98,14 +124,14 @@ def _is_lacking(settings: Settings, rows: Rows, of: Row) -> bool:
     return bool(lacking(settings, rows, of) or means.lacking(rows, of))
 
 
-def _job(settings: Settings, task: TaskName, seed: int, work: Path, rows: Path) -> None:
+def _job(settings: Settings, task: TaskName, seed: int, work: Path, rows: Path, *options: str) -> None:
     _launch(
         "job",
         settings,
         work=work,
         rows=_rows_of(rows, task, seed).path,
         log=work / f"{task}-{seed}.log",
-        arguments=["--task", task, "--seed", str(seed)],
+        arguments=["--task", task, "--seed", str(seed), *options],
     )
 
 
@@ -126,7 +152,12 @@ def _hear(event: Event) -> None:
 
 
 def _of_one(rows: list[Row], made_by: str | None = None) -> list[Row]:
-    """Return the rows of one experiment, that of most rows if it is not named: texts or settings of others differ."""
-    if made_by is None and rows:
-        [(made_by, _)] = Counter(str(row["made_by"]) for row in rows).most_common(1)
-    return [row for row in rows if row["made_by"] == made_by]
+    """
+    Return the rows of one experiment, that of most rows if it is not named: texts or settings of others differ.
+
+    Those of the real model are an experiment of their own, and always there.
+    """
+    of_settings = [row for row in rows if row["kind"] != "real"]
+    if made_by is None and of_settings:
+        [(made_by, _)] = Counter(str(row["made_by"]) for row in of_settings).most_common(1)
+    return [row for row in rows if row["made_by"] == made_by or row["kind"] == "real"]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,17 @@ from tests.bench.quality.training import DATA, llama, schedule
 from tests.bench.report import Table
 from tests.bench.rows import Row, Rows
 
+if TYPE_CHECKING:
+    import torch
+
 Flat = npt.NDArray[np.float32]
 Choice = Mapping[str, int]
 """The step that each layer of a mixture comes from."""
 
 RUN = "job"
 _POINTS = 9
-_EVALUATED = 96
+EVALUATED = 96
+"""Held-out sequences."""
 _THRESHOLDS = (0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.04)
 
 
@@ -182,7 +186,7 @@ class Judge:
         self._history, self._model = history, llama(settings).eval()
         self._parameters = dict(self._model.named_parameters())
         tokens, labels = task_data(work / DATA, task, settings).held_out()
-        self._held_out = tokens[:_EVALUATED], labels[:_EVALUATED]
+        self._held_out = tokens[:EVALUATED], labels[:EVALUATED]
         self._whole = dict[int, float]()
 
     def damage(self, choice: Choice, step: int) -> float:
@@ -200,11 +204,16 @@ class Judge:
                 for name, master in self._history.parameters(layer, step):
                     # As it is trained and evaluated: rounded once.
                     self._parameters[name].copy_(torch.from_numpy(master).bfloat16())
-            logits = self._model(input_ids=tokens).logits[:, :-1].float()
-            wanted = labels[:, 1:]
-            return float(
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
-            )
+        return held_out_loss(self._model, tokens, labels)
+
+
+def held_out_loss(model: Any, tokens: "torch.Tensor", labels: "torch.Tensor") -> float:
+    """Return the loss of *model* over *tokens*, in nats a token that counts."""
+    import torch
+
+    with torch.no_grad():
+        logits, wanted = model(input_ids=tokens).logits[:, :-1].float(), labels[:, 1:]
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED))
 
 
 # -- what came out -------------------------------------------------------------------------------------------------
