@@ -76,7 +76,8 @@ class Repository:
         """Read and check a layer version."""
         version = decode_version(self.objects.read(ref), ref=ref)
         self.objects.know(version.named)
-        self.coded.update(coded_objects(version))
+        if not version.is_exact:
+            self.coded.update(coded_objects(version))
         return version
 
     def open_object(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
