@@ -284,7 +284,7 @@ class CommitRecord:
     supersedes: tuple[CommitId, ...]
     """Commits of the same run that this one replaces."""
     precision: str = field(default="exact", metadata=OMITTED)
-    """How finely the layers that it saved were to be kept; some of them are exact all the same."""
+    """How finely the layers that it saved were to be kept; some may be exact all the same. If all are, so is it."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()

@@ -136,3 +136,8 @@ def flagged(flags: Iterable[str], layers: Iterable[LayerEntry]) -> tuple[str, ..
     """Return *flags*, and that some of *layers* are compact if any is."""
     found = {*flags, COMPACT} if any(entry.compact for entry in layers) else {*flags} - {COMPACT}
     return tuple(sorted(found))
+
+
+def stated(precision: str, layers: Iterable[LayerEntry]) -> str:
+    """Return what a record of *layers* says of its precision: ``exact`` if all of them are, whatever was asked for."""
+    return precision if any(entry.compact for entry in layers) else "exact"

@@ -140,7 +140,8 @@ class Tensors(Mapping[str, "Array"]):
 
     def is_mapped(self, name: str) -> bool:
         """Whether the array *name* is an object's own memory; otherwise each access copies it together."""
-        return self._entry(name).is_whole
+        entry = self._entry(name)
+        return entry.is_whole and not entry.parts[0].object.is_coded
 
     def _entry(self, name: str) -> _Entry:
         found = self._entries.get(name)
@@ -153,14 +154,21 @@ class Tensors(Mapping[str, "Array"]):
     def _array(self, entry: _Entry, part: StoredSlice) -> "Array":
         import numpy as np
 
-        data = memoryview(self._map(part.object.ref)).toreadonly()  # what was decoded is in memory of our own
-        return np.frombuffer(data, _NUMPY[entry.dtype], part.tensor.elements, part.offset)
+        kind, ref = _NUMPY[entry.dtype], part.object.ref
+        if not part.object.is_coded:
+            return np.frombuffer(self._map(ref), kind, part.tensor.elements, part.offset)
+        with self._guard:
+            if self._verify and ref not in self._verified:
+                self._repo.verify_object(ref)
+            self._verified.add(ref)
+        with self._repo.open_object(ref) as file:  # as bytes, which nobody can change
+            return np.frombuffer(file.read_at(part.offset, part.size_bytes), kind)
 
     def _map(self, ref: BlobRef) -> mmap.mmap:
         with self._guard:
             found = self._maps.get(ref)
             if found is None:
-                found = self._repo.map_object(ref, verify=self._verify and ref not in self._verified)
+                found = self._repo.objects.map(ref, verify=self._verify and ref not in self._verified)
                 self._verified.add(ref)
                 self._maps[ref] = found
         return found

@@ -19,7 +19,7 @@ from layerstore.assemble.assemble import (
     whole,
 )
 from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes
-from layerstore.assemble.read import read_mean, read_stretch
+from layerstore.assemble.read import check_decoded, read_mean, read_stretch
 from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
 from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, files_in, write_file
 
@@ -38,6 +38,7 @@ __all__ = [
     "Writing",
     "appearing",
     "assembling",
+    "check_decoded",
     "checked_file",
     "checked_target",
     "chunks_of",

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.assemble.read import read_mean
+from layerstore.assemble.read import check_decoded, read_mean
 from layerstore.assemble.target import Writing
 from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
@@ -105,8 +105,8 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _continues(first: Piece, second: Piece) -> bool:
-    # Conversions and measured checksums apply to a single piece.
-    is_plain = not (first.rounding or second.rounding or first.is_measured or second.is_measured)
+    # Conversions, decoding and measured checksums apply to a single piece.
+    is_plain = not any(piece.rounding or piece.is_coded or piece.is_measured for piece in (first, second))
     return is_plain and (second.object, second.object_offset, second.offset) == (
         first.object,
         first.object_offset + first.size_bytes,
@@ -420,12 +420,7 @@ class Assembly:
                 infinite += newly_infinite(data, converted, source=of, target=target)
             file.write_at(offset, converted)
             offset, checksum = offset + len(converted), crc32(converted, checksum)
-        if piece.crc32 not in {None, checksum}:
-            raise IntegrityError(
-                f"object {piece.object.id} is whole, but decodes to other bytes than when it was saved",
-                hint="another numpy or processor may compute otherwise: compose on the machine that saved it",
-                object_id=piece.object.id,
-            )
+        check_decoded(piece, checksum)
         found = Converted(checksum, offset - piece.offset, infinite)
         self.converted.setdefault(file.path, {})[piece.offset] = found
         if piece.is_measured:

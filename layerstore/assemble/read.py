@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 
+from layerstore.errors import IntegrityError
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.numbers import mean
@@ -12,8 +13,8 @@ from layerstore.storage import Hashing, Repository
 # Of each object that takes part in a mean at a time: sum and parts stay in a processor's cache.
 _MEAN_BYTES = IO_CHUNK_BYTES // 2
 
-# With more objects than these, each is opened anew for every chunk.
-_MEAN_OPEN_MAX = 128
+# With more objects than these, each is opened anew for every chunk; one that is coded takes two files.
+_MEAN_OPEN_MAX = 64
 
 
 def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) -> Iterator[memoryview]:
@@ -34,6 +35,16 @@ def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) ->
 
         for start in range(0, piece.size_bytes, _MEAN_BYTES):
             yield mean(parts(start, buffer[: piece.size_bytes - start]), dtype=dtype)
+
+
+def check_decoded(piece: Piece, checksum: int) -> None:
+    """Raise IntegrityError if *piece*, a whole slice, has another *checksum* than when it was saved."""
+    if piece.crc32 not in {None, checksum}:
+        raise IntegrityError(
+            f"object {piece.object.id} is whole, but decodes to other bytes than when it was saved",
+            hint="another numpy or processor may compute otherwise: compose on the machine that saved it",
+            object_id=piece.object.id,
+        )
 
 
 def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:

@@ -36,7 +36,7 @@ from layerstore.model import (
     PolicyUse,
 )
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
-from layerstore.precision import flagged
+from layerstore.precision import flagged, stated
 from layerstore.slices import Slices
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
@@ -154,7 +154,13 @@ class Composition:
     def as_resolved(self) -> Resolved:
         """Return this as the commit that it would be: the base with the chosen layers."""
         policy = PolicyUse(name=self.policy, parameters=self.parameters, decisions={})
-        record = replace(self.base, layers=self.layers, policy=policy, flags=flagged(self.base.flags, self.layers))
+        record = replace(
+            self.base,
+            layers=self.layers,
+            policy=policy,
+            precision=stated(self.base.precision, self.layers),
+            flags=flagged(self.base.flags, self.layers),
+        )
         return replace(self.base_resolved, record=record)
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:

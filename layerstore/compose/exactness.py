@@ -23,9 +23,13 @@ def inexact(repo: Repository, composition: Composition, *, moments: bool = True)
     """
     bits: dict[Kind, int] = {}
     layers = set()
-    for entry in composition.entries:
+    averaged = {} if composition.mean is None else composition.mean.layers
+    used = [
+        (entry, {*Kind} - ({Kind.MASTER} if entry.layer in averaged else set())) for entry in composition.layers
+    ] + [(entry, {Kind.MASTER}) for parts in averaged.values() for entry, _ in parts]
+    for entry, kinds in used:
         coded = _bits(repo.version_of(entry)) if entry.compact else {}
-        for kind in coded.keys() - (set() if moments else {Kind.OPTIMIZER}):
+        for kind in coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER}):
             bits[kind] = min(coded[kind], bits.get(kind, coded[kind]))
             layers.add(entry.layer)
     if not bits:

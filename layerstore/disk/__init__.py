@@ -1,7 +1,7 @@
 """The disk: the only room that opens and changes files, and its locks."""
 
 from layerstore.disk.files import Files, Mount, WeakDurability, mount_of, network_filesystem
-from layerstore.disk.handles import Hook, NewFile, OpenFile, Syncing, mapped_errors, new_memory, no_hook, pauses
+from layerstore.disk.handles import Hook, NewFile, OpenFile, Syncing, mapped_errors, no_hook, pauses
 from layerstore.disk.locks import HeldLock, alone, host_name, hosts_seen, lock, open_lock_file, try_flock
 from layerstore.disk.stream import Stream
 
@@ -22,7 +22,6 @@ __all__ = [
     "mapped_errors",
     "mount_of",
     "network_filesystem",
-    "new_memory",
     "no_hook",
     "open_lock_file",
     "pauses",

@@ -262,11 +262,6 @@ class NewFile:
         self.close()
 
 
-def new_memory(size_bytes: int) -> mmap.mmap:
-    """Return memory of *size_bytes* that looks like a file's, for what is no file's."""
-    return mmap.mmap(-1, size_bytes)
-
-
 class OpenFile:
     """A regular file open for reading."""
 

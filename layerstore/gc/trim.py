@@ -10,7 +10,7 @@ from layerstore.errors import Overtaken
 from layerstore.format import WITHOUT_MOMENTS, encode_blob, make_commit, ref_of
 from layerstore.history import Needs
 from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
-from layerstore.precision import flagged
+from layerstore.precision import flagged, stated
 from layerstore.publish import Transaction
 from layerstore.storage import RecordName, Repository
 
@@ -29,7 +29,7 @@ class Trim:
 def has_moments(repo: Repository, record: CommitRecord) -> bool:
     """Whether *record* has moments; mostly known from its first layer."""
     return WITHOUT_MOMENTS not in record.flags and any(
-        stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in repo.version_of(entry).objects
+        stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in repo.version(entry.version).objects
     )
 
 
@@ -45,7 +45,7 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
     versions: dict[BlobRef, bytes] = {}
     objects: list[BlobRef] = []
     for entry in record.layers:
-        bare = without_moments(repo.version_of(entry))
+        bare = without_moments(repo.version(entry.version))
         data = encode_blob(bare)
         versions[ref_of(data)] = data
         objects += [stored.ref for stored in bare.named]
@@ -55,10 +55,12 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
         record,
         layers=tuple(entries),
         supersedes=(commit.id,),
+        precision=stated(record.precision, entries),
         flags=flagged({*record.flags, WITHOUT_MOMENTS}, entries),
     )
     # With the old commit's time, for retention rules about age.
-    observed = replace(commit.observed, bytes_new=0, bytes_reused=0)
+    losses = tuple(loss for loss in commit.observed.losses if not loss.state)
+    observed = replace(commit.observed, bytes_new=0, bytes_reused=0, losses=losses)
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 

@@ -7,6 +7,7 @@ Below a fork, the saves are those of the earlier attempt.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Self
 
 from layerstore.errors import Conflict, IntegrityError, LayerstoreError, NotFound
@@ -84,8 +85,9 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     if record.is_exact:
         return resolved
     view = repo.catalog.find(record.run)
+    rows = [] if view is None else [row for row in view.visible if row.id == resolved.commit]  # a pin's base
     older = () if view is None else saves_below(view, attempt=record.attempt, step=record.step)
-    found = next((row for row in older if row.is_exact), None)
+    found = next((row for row in chain(rows, older) if row.is_exact), None)
     if found is None:
         name = resolved.pin or reference_to(repo, record)
         raise NotFound(

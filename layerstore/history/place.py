@@ -15,7 +15,7 @@ from layerstore.errors import InvalidInput, Locked, StorageIO
 from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse, SourceLayout
-from layerstore.precision import flagged
+from layerstore.precision import flagged, stated
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import LayerSource
 
@@ -180,7 +180,7 @@ class Place:
             layout=layout,
             policy=policy,
             supersedes=self.supersedes,
-            precision=precision,
+            precision=stated(precision, entries),
             flags=flagged(flags, entries),
         )
 

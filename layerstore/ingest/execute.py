@@ -34,6 +34,7 @@ from layerstore.history import (
     has_shrunk,
     reserve,
     resolve,
+    saves_below,
     view_read_again,
 )
 from layerstore.ingest.ingested import Ingested
@@ -41,7 +42,7 @@ from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import transfer
 from layerstore.ingest_options import IngestOptions
 from layerstore.layers import check_name, compile_pattern, typed
-from layerstore.model import CommitRecord, PolicyUse, SourceLayout
+from layerstore.model import CommitRecord, LayerEntry, PolicyUse, SourceLayout
 from layerstore.policy import Latest
 from layerstore.precision import compact_counts, keyframes
 from layerstore.progress import Progress
@@ -291,11 +292,9 @@ class _Ingest:
         if asked.opens_attempt and not self._opens_the_same(rival):
             return None
         due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
-        counts = {entry.layer: entry.compact for entry in old.record.layers if entry.layer in due and entry.compact}
-        own = [entry for entry in old.record.layers if entry.layer in counts]
-        compact = CompactLayers(
-            keyframes(old.record.precision, None).precision, {of.layer: self.repo.version_of(of) for of in own}
-        )
+        own = {entry.layer: entry for entry in old.record.layers if entry.layer in due and entry.compact}
+        counts = {layer: entry.compact for layer, entry in own.items()}
+        compact = self._compact_as(old.record, own)
         with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
             content = self.transfer(
                 tx.objects, self.progress, due=due, known_before=True, moments=not trimmed, compact=compact
@@ -318,6 +317,18 @@ class _Ingest:
                 else _HOW_TO_SAVE_IT,
             )
         return None
+
+    def _compact_as(self, record: CommitRecord, own: Mapping[str, LayerEntry]) -> CompactLayers:
+        """Return how *own*, the compact layers that *record* saved, were kept: as the save before, if it was lost."""
+        assert self.view is not None, "the record is of the view"
+        before = next(saves_below(self.view, attempt=record.attempt, step=record.step), None)
+        older = {}
+        for layer, entry in own.items():
+            earlier = None if before is None else before.entries([layer]).get(layer)
+            found = filter(None, (self.repo.whole_version_of(each) for each in (entry, earlier) if each is not None))
+            if (version := next(found, None)) is not None:
+                older[layer] = version
+        return CompactLayers(keyframes(record.precision, None).precision, older)
 
     def _as_new(self, replaced_rows: list[RecordRow], *, known_before: bool) -> Ingested:
         """Store a new commit in place of *replaced_rows*."""

@@ -133,7 +133,7 @@ class Growth:
         if key in self._versions:
             return 0
         try:
-            version = self._repo.version_of(entry)
+            version = self._repo.version(entry.version)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
             self._versions[key] = _Version()

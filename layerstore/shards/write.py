@@ -25,6 +25,7 @@ from layerstore.assemble import (
     Writing,
     appearing,
     assembling,
+    check_decoded,
     checked_target,
     chunks_of,
     files_in,
@@ -36,6 +37,7 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
+from layerstore.hashing import crc32
 from layerstore.model import BlobRef, Kind
 from layerstore.numbers import convert
 from layerstore.progress import Progress, Silent
@@ -375,6 +377,8 @@ class RankLoad:
             end = piece.offset + piece.written_bytes
             if piece.rounding is None:
                 read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
+                if piece.is_coded:
+                    check_decoded(piece, crc32(target[piece.offset : end]))
             else:
                 self._round(piece, target[piece.offset : end])
         target[end:] = bytes(len(target) - end)

@@ -5,7 +5,6 @@ Offsets are those of the plain object with the same tensors, so readers need not
 decoded is kept, and the bytes of a coded object are checked against its name like any other's.
 """
 
-import mmap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from layerstore.coding import BLOCK, CODINGS, Part, decode
-from layerstore.disk import OpenFile, new_memory
+from layerstore.disk import OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
 from layerstore.limits import IO_CHUNK_BYTES
@@ -163,14 +162,6 @@ class DecodedFile(OpenFile):
             return None
         assert self._reference is not None, "a version names what its differences refer to"
         return self._reference.read_at(layout.begin + first * _ITEM_BYTES, size_bytes)
-
-    def map(self) -> mmap.mmap:
-        """Decode all of it into memory of its own; nobody can change it through the arrays made of it."""
-        made = new_memory(max(self.size_bytes, 1))
-        start = self._begins[0] if self._begins else self.size_bytes
-        with memoryview(made) as view, view[start : self.size_bytes] as payload:
-            self.read_into(payload, start)
-        return made
 
     def close(self) -> None:
         """Close what it reads; twice is harmless."""

@@ -27,6 +27,8 @@ class Staged:
     new: tuple[tuple[BlobRef, Path], ...]
     """New objects, each with its file in ``tmp/``."""
     reused: tuple[BlobRef, ...]
+    referred: tuple[BlobRef, ...]
+    """What coded ones refer to."""
     damaged: tuple[BlobRef, ...]
 
 
@@ -229,6 +231,7 @@ class ObjectWriter:
             return Staged(
                 new=tuple(self._staged.values()),
                 reused=tuple(self._reused.values()),
+                referred=tuple(self._referred.values()),
                 damaged=tuple(self._damaged.values()),
             )
 
@@ -243,6 +246,7 @@ class ObjectWriter:
                 if ref.id not in self._reused and ref.id not in self._staged:
                     self._reused[ref.id] = ref
                     self.bytes_reused += ref.size_bytes
+            self._referred.update((ref.id, ref) for ref in others.referred)
             self._damaged.update((ref.id, ref) for ref in others.damaged)
 
     def publish(self) -> None:

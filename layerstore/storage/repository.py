@@ -1,6 +1,5 @@
 """The open repository of one store, which every verb works on; making and opening stores."""
 
-import mmap
 import os
 import tempfile
 import time
@@ -50,7 +49,7 @@ class Repository:
     shares: Shares = ALONE
     """The processes that share the work in it."""
     coded: dict[BlobRef, Coded] = field(default_factory=dict)
-    """The coded objects of every version that was read."""
+    """The coded objects of versions whose objects may be read."""
     closed: Event = field(default_factory=Event)
     """Set once it is closed; copies share it."""
 
@@ -73,11 +72,9 @@ class Repository:
             )
 
     def version(self, ref: BlobRef) -> LayerVersion:
-        """Read and check a layer version."""
+        """Read and check a layer version, whose objects are not read."""
         version = decode_version(self.objects.read(ref), ref=ref)
         self.objects.know(version.named)
-        if not version.is_exact:
-            self.coded.update(coded_objects(version))
         return version
 
     def open_object(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
@@ -107,22 +104,15 @@ class Repository:
                 found.setdefault(each, []).extend(parts)
         verified |= self.objects.verify_all({ref: parts for ref, parts in found.items() if ref not in verified})
 
-    def map_object(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
-        """Map an object of a version as read-only memory; one that is coded is decoded into memory of its own."""
-        if ref not in self.coded:
-            return self.objects.map(ref, verify=verify)
-        if verify:
-            self.verify_object(ref)
-        with self.open_object(ref) as file:
-            return file.map()
-
     def version_of(self, entry: LayerEntry) -> LayerVersion:
-        """Read the version that *entry* names, and make sure that it belongs to that layer."""
+        """Read the version that *entry* names, and make sure that it belongs to that layer; its objects may be read."""
         version = self.version(entry.version)
         if version.layer != entry.layer:
             raise IntegrityError(
                 f"version {entry.version.id} is of layer {version.layer!r}, a commit has it as {entry.layer!r}"
             )
+        if not version.is_exact:
+            self.coded.update(coded_objects(version))
         return version
 
     def whole_version_of(self, entry: LayerEntry) -> LayerVersion | None:

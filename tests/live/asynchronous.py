@@ -26,7 +26,7 @@ from torch import nn
 import layerstore
 from layerstore.disk import stream
 from layerstore.live.saver.saver import Saver
-from layerstore.publish import staging
+from layerstore.staging import stage
 from layerstore.store import Store
 from tests.live.cases import COURSES, Course
 from tests.live.tiny import plainly
@@ -65,7 +65,7 @@ def main() -> None:
     begin(out)
     # So small a model would be in memory as a whole, and never wait for the disk.
     vars(stream)["STREAM_BYTES"] = 1 << 16
-    vars(staging)["SMALL_OBJECT_BYTES"] = 0
+    vars(stage)["SMALL_OBJECT_BYTES"] = 0
     for course in COURSES:
         Init.param_id = 0
         torch.manual_seed(0)
