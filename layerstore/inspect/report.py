@@ -138,12 +138,13 @@ def _run(
     growth, wanted, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
     what_ifs, columns = {policy.name: WhatIf(policy) for policy in SELECTIVE}, list[int]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
-    times: dict[tuple[int, int], str] = {}
+    times, precisions = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
     commits = 0
     for commits, commit in enumerate(commits_of(repo, view, problems), start=1):
         own = growth.add(commit, *what_ifs.values())
         total = [before + each for before, each in zip(total, own, strict=True)]
-        times[commit.record.attempt, commit.record.step] = short_time(commit.observed.time_ns)
+        place = commit.record.attempt, commit.record.step
+        times[place], precisions[place] = short_time(commit.observed.time_ns), commit.record.kept_precision
         progress.advance(1)
         if commit.id in wanted:
             shown.append(commit)
@@ -154,6 +155,10 @@ def _run(
     names, timings = _layer_names(view.visible), read_timings(repo, view.run)
     layers = names[:_LAYERS_MAX]
     saves = _saves(repo, shown, pins=pins, timings=timings, fates=fates)
+    if set(precisions.values()) <= {"exact"}:
+        precisions = {}  # the page of such a run is as if there were no precisions
+    else:
+        saves["precision"] = [commit.record.kept_precision for commit in shown]
     return {
         "run": view.run,
         "commits": commits,
@@ -164,7 +169,7 @@ def _run(
         "layers": layers,
         "layers_left_out": len(names) - len(layers),
         "saves": saves | {"bytes": own_bytes, "total_bytes": total_bytes},
-        **_composites(repo, view, shown, layers, times),
+        **_composites(repo, view, shown, layers, times=times, precisions=precisions),
         "versions": [_versions(commit, layers) for commit in shown],
         "layer_bytes": _layer_bytes(growth, shown, layers),
         "versions_overlap": growth.versions_overlap,
@@ -219,13 +224,19 @@ def _composites(
     view: RunView,
     shown: list[Commit],
     layers: list[str],
+    *,
     times: Mapping[tuple[int, int], str],
+    precisions: Mapping[tuple[int, int], str],
 ) -> dict[str, object]:
-    """Return where each layer of a composite at each save comes from, by policy, as indexes into the origins."""
-    indexes: dict[Origin, int] = {}
+    """
+    Return where each layer of a composite at each save comes from, by policy, as indexes into the origins.
+
+    A save that kept only some of its layers bit for bit is two origins. *precisions* are empty if all saves are exact.
+    """
+    indexes: dict[tuple[Origin, bool], int] = {}
 
     def places(entries: Iterable[LayerEntry]) -> list[int]:
-        origins = {entry.layer: entry.origin for entry in entries}
+        origins = {entry.layer: (entry.origin, entry.compact > 0) for entry in entries}
         return [indexes.setdefault(origins[name], len(indexes)) if name in origins else -1 for name in layers]
 
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
@@ -240,18 +251,20 @@ def _composites(
                 mixed if entries is None else mixture_fields(commit.record, entries)
                 for commit, entries, mixed in zip(shown, taken, mixtures["latest"], strict=True)
             ]
-    own = [origin if origin.run == view.run else None for origin in indexes]
-    return {
-        "composites": composites,
-        "mixtures": mixtures,
-        "origins": {
-            "run": [origin.run for origin in indexes],
-            "attempt": [origin.attempt for origin in indexes],
-            "step": [origin.step for origin in indexes],
-            "save_number": [origin and origin.save_number for origin in own],
-            "time": [origin and times.get((origin.attempt, origin.step)) for origin in own],
-        },
+    own = [origin if origin.run == view.run else None for origin, _ in indexes]
+    origins: dict[str, object] = {
+        "run": [origin.run for origin, _ in indexes],
+        "attempt": [origin.attempt for origin, _ in indexes],
+        "step": [origin.step for origin, _ in indexes],
+        "save_number": [origin and origin.save_number for origin in own],
+        "time": [origin and times.get((origin.attempt, origin.step)) for origin in own],
     }
+    if precisions:
+        origins["precision"] = [
+            origin and precisions.get((origin.attempt, origin.step)) if is_compact else "exact"
+            for origin, (_, is_compact) in zip(own, indexes, strict=True)
+        ]
+    return {"composites": composites, "mixtures": mixtures, "origins": origins}
 
 
 def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:

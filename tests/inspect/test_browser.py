@@ -11,6 +11,7 @@ from layerstore import Keep, Store
 from tests.inspect.chromium import Browser, Page, opened, program
 from tests.inspect.made_up import STARTED_NS, History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
+from tests.unit.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian: chromium)")
 
@@ -337,6 +338,34 @@ def test_next_to_nothing_is_shown_too(browser: Browser, tmp_path: Path, historie
     with opened(browser, tmp_path / "report.html") as page:
         assert page.said() == []
         assert text in page.text("body")
+
+
+def test_compact_cells_are_fainter_and_exact_saves_are_marked(browser: Browser, tmp_path: Path) -> None:
+    """With a line in the legend, and the precision of a cell in words; a run without compact saves has none of it."""
+    with layerstore.init(tmp_path / "store") as store:
+        Checkpoints(tmp_path / "compact").into(store, 1, 2, 3, 4, precision="delta8", exact_every=3)
+        Checkpoints(tmp_path / "exact").into(store, 1, 2, run="plain")
+        store.report(tmp_path / "report.html")
+        layers = len(store.ls("r"))
+    with opened(browser, tmp_path / "report.html", fragment="#run=r&step=4") as page:
+        drawn = {
+            name: page.look(f"document.querySelector('#heat {name}').getAttribute('d')").count("M")
+            for name in (".c0:not(.compact)", ".c0.compact", ".keyframe")
+        }
+        legend, tips = page.text("#legend"), []
+        (x, y), width = middle_of(page, 0, 1), page.look("document.querySelector('#heat .band').width.baseVal.value")
+        for column in (0, 1):
+            page.mouse("mouseMoved", x + column * width, y)
+            tips.append(page.text("#tip").splitlines()[5])
+        opacity = float(page.look("getComputedStyle(document.querySelector('#heat .compact')).fillOpacity"))
+        page.choose("#run", "0")
+        assert page.text("#legend") + "\nmarked: an exact save; fainter: in fewer bytes" == legend
+        assert page.look("document.querySelectorAll('svg .compact, svg .keyframe').length") == 0
+        assert page.said() == []
+
+    assert drawn == {".c0:not(.compact)": 2 * layers, ".c0.compact": 2 * layers, ".keyframe": 2}
+    assert tips == ["precision exact", "precision delta8"]
+    assert 0.3 < opacity < 0.6
 
 
 def test_pins_of_dropped_commits_are_shown_alone(browser: Browser, tmp_path: Path) -> None:

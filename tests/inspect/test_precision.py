@@ -74,3 +74,32 @@ def test_two_compact_saves_are_compared_by_their_numbers(saved: Store) -> None:
     assert all(layer.distance is not None for layer in far.layers)
     assert {layer.distance.relative_l2 for layer in near.layers if layer.distance} == {0.0}
     assert max(layer.distance.relative_l2 for layer in far.layers if layer.distance) > 0.01
+
+
+def test_a_report_has_precisions_only_of_runs_with_compact_saves(saved: Store, tmp_path: Path) -> None:
+    """Of each save what `log` says, of each layer in it how its own save kept it; of other runs no field more."""
+    Checkpoints(tmp_path / "exact").into(saved, 1, 2, run="plain")
+    plain, run = saved.report()["runs"]
+    kept = dict(zip(run["saves"]["step"], run["composites"]["latest"], strict=True))
+
+    assert run["saves"]["precision"] == [entry.precision for entry in reversed(saved.log("r"))]
+    for step, origins in kept.items():
+        told = [run["origins"]["precision"][index] for index in origins]
+        assert told == ["exact" if line.is_exact else "delta8" for line in saved.ls(f"r@{step}")]
+    assert "precision" not in {*plain["saves"], *plain["origins"]}
+    assert {**run["saves"], **plain["saves"]}.keys() - plain["saves"].keys() == {"precision"}
+
+
+def test_a_report_tells_the_precision_of_each_version_that_a_policy_takes(saved: Store, tmp_path: Path) -> None:
+    """A save whose layers are exact in part is two origins; nobody can tell the name of a save that is gone."""
+    saved.ingest(Checkpoints(tmp_path / "more")(6), run="r", policy="parity", precision="delta4", exact_every=3)
+    saved.drop("r@5")
+    [run] = saved.report()["runs"]
+    origins = run["origins"]
+
+    told = {(origins["step"][index], origins["precision"][index]) for index in run["composites"]["latest"][-1]}
+
+    assert run["saves"]["precision"] == ["exact", "delta8", "delta8", "exact", "delta4"]
+    assert told == {(5, None), (6, "delta4")}
+    parity = run["composites"]["parity"][2]
+    assert {(origins["step"][index], origins["precision"][index]) for index in parity} == {(2, "delta8"), (3, "delta8")}

@@ -10,6 +10,7 @@ const AGES = [
   { upto: Infinity, name: "16 and more", height: 0.16, style: "c5" },
 ];
 const OTHER = { name: "of another run", height: 0.6, style: "other", dashed: true };
+const FAINT = new Map([...AGES, OTHER].map((kind) => [kind, { ...kind, style: `${kind.style} compact` }]));
 const MOVES = [
   { upto: 0.001, name: "below 0.1 %", height: 0.16, style: "c0" },
   { upto: 0.003, name: "to 0.3 %", height: 0.3, style: "c1" },
@@ -18,12 +19,15 @@ const MOVES = [
   { upto: 0.1, name: "to 10 %", height: 0.8, style: "c4" },
   { upto: Infinity, name: "more, or no number any more", height: 1, style: "c5" },
 ];
-const ageClass = (column, layer) => {
-  const of = origin(column, layer);
-  if (of === null) return null;
+const ageOf = (of) => {
   if (of.saves === null) return OTHER;
   if (of.saves <= 0 && of.steps !== 0) return AGES[1];
   return AGES.find((each) => of.saves <= each.upto);
+};
+const ageClass = (column, layer) => {
+  const of = origin(column, layer);
+  if (of === null) return null;
+  return isCompact(of) ? FAINT.get(ageOf(of)) : ageOf(of);
 };
 const moveClass = (column, layer) => {
   const moved = run().drift[column]?.[layer] ?? null;
@@ -91,19 +95,33 @@ function legend(id, kinds) {
 
 const TOP = 16;
 
+// A mark above a column or, in the legend, above a block.
+const keyframe = (x, y) => `M${(x - 3).toFixed(2)} ${y}h6l-3 4z`;
+const PRECISIONS = {
+  name: "marked: an exact save; fainter: in fewer bytes",
+  draw: (swatch) => swatch.append(s("path", { class: "keyframe", d: keyframe(5.5, 0) }),
+    s("path", { class: "c0", d: rect(1, 5, 9, 8) }), s("path", { class: "c0 compact", d: rect(12, 5, 9, 8) })),
+};
+
+function drawKeyframes(svg) {
+  const marks = saves().precision.map((precision, column) => (precision === "exact" ? keyframe(grid.left[column] + inner() / 2, TOP - 5) : ""));
+  svg.append(s("path", { class: "keyframe", d: marks.join("") }));
+}
+
 function drawHeat() {
   const height = rowHeight();
   const bottom = TOP + height * run().layers.length;
   const svg = canvas("heat", bottom + 22, "");
   svg.setAttribute("role", "presentation");
   svg.removeAttribute("aria-label");
-  attemptLabels(svg, 11);
+  attemptLabels(svg, hasPrecisions() ? 9 : 11);
   cells(svg, TOP, height, ageClass);
+  if (hasPrecisions()) drawKeyframes(svg);
   rowLabels(svg, TOP, height);
   ticks(svg, bottom + 2);
   for (const style of ["compared", "cursor"]) svg.append(s("rect", { class: style, width: 0, height: 0, x: 0, y: 0 }));
   const others = run().origins.run.some((name) => name !== run().run);
-  legend("legend", [...AGES, ...(others ? [OTHER] : [])]);
+  legend("legend", [...AGES, ...(others ? [OTHER] : []), ...(hasPrecisions() ? [PRECISIONS] : [])]);
 }
 
 function drawDrift() {

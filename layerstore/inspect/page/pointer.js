@@ -5,7 +5,7 @@ function cellText(column, layer) {
   const head = `${name}\nat ${shown(saves().reference[column])}`;
   if (of === null) return `${head}\nno such layer`;
   const known = version(column, layer), bytes = layerSize(column, layer), drift = moved(column, layer);
-  return [head, `version of ${shown(placeOf(of))}`, age(of), `saved ${time(of.time)}`, known && `version ${known}…`, bytes,
+  return [head, `version of ${shown(placeOf(of))}`, age(of), `saved ${time(of.time)}`, precisionText(of), known && `version ${known}…`, bytes,
     drift && `had moved ${drift}`].filter(Boolean).join("\n");
 }
 

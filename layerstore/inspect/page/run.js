@@ -29,7 +29,7 @@ function origin(column, layer) {
 function originAt(of, index, column) {
   const own = of.run[index] === run().run;
   return {
-    run: of.run[index], attempt: of.attempt[index], step: of.step[index], time: of.time[index], own,
+    run: of.run[index], attempt: of.attempt[index], step: of.step[index], time: of.time[index], own, precision: of.precision?.[index],
     saves: own ? saves().save_number[column] - of.save_number[index] : null,
     steps: own ? saves().step[column] - of.step[index] : null,
   };
@@ -92,5 +92,12 @@ function mixtureText(found, step) {
   return `${others} of ${layers} layers ${others === 1 ? "is" : "are"} ${areOlder ? "older than" : "not from"} step ${step}: ` +
     "this model never existed during training (docs/evidence.md says what that costs)";
 }
+
+// Only a run that has compact saves has precisions; null is one that nobody can tell any more.
+const hasPrecisions = () => saves().precision !== undefined;
+const isCompact = (of) => of.precision !== undefined && of.precision !== "exact";
+
+const precisionText = (of) =>
+  of.precision === undefined ? "" : of.precision === null ? "not kept bit for bit" : `precision ${of.precision}`;
 
 const placeOf = (of) => `${of.own ? "" : `${of.run} `}step ${number(of.step)}${run().attempts > 1 || !of.own ? `, attempt ${of.attempt}` : ""}`;
