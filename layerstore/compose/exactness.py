@@ -10,16 +10,17 @@ from layerstore.model import Kind, LayerVersion
 from layerstore.storage import Repository
 
 
-def cautions(repo: Repository, composition: Composition, *, moments: bool = True) -> list[str]:
+def cautions(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> list[str]:
     """Return what a user has to know of its layers: that they are a mixture, and that they are `inexact`."""
-    return [*filter(None, (composition.mixture, inexact(repo, composition, moments=moments)))]
+    return [*filter(None, (composition.mixture, inexact(repo, composition, moments=moments, is_live=is_live)))]
 
 
-def inexact(repo: Repository, composition: Composition, *, moments: bool = True) -> str | None:
+def inexact(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> str | None:
     """
     Return a sentence that says what was not kept bit for bit, None if everything was.
 
-    Without *moments*, it is about the masters alone, which is all that an export of weights has.
+    Without *moments*, it is about the masters alone, which is all that an export of weights has. It names the newest
+    exact save, and what takes it: an option of the command, or if an engine *is_live*, of ``resume``.
     """
     bits: dict[Kind, int] = {}
     layers = set()
@@ -36,7 +37,8 @@ def inexact(repo: Repository, composition: Composition, *, moments: bool = True)
         return None
     some = "" if len(layers) == len(composition.layers) else f" of {len(layers)} of {len(composition.layers)} layers"
     what = "this resume is" if moments else "these weights are"
-    return f"{_kept_in(bits, some)}: {what} not bit for bit{_newest_exact(repo, composition.base_resolved)}"
+    newest = _newest_exact(repo, composition.base_resolved, is_live=is_live)
+    return f"{_kept_in(bits, some)}: {what} not bit for bit{newest}"
 
 
 def _bits(version: LayerVersion) -> dict[Kind, int]:
@@ -68,12 +70,12 @@ def _kept_in(bits: Mapping[Kind, int], some: str) -> str:
     return f"{names[first]}{some} were kept in {count} bits and {names[second]} in {other}"
 
 
-def _newest_exact(repo: Repository, base: Resolved) -> str:
-    """Say which save up to *base* is exact."""
+def _newest_exact(repo: Repository, base: Resolved, *, is_live: bool) -> str:
+    """Say which save up to *base* is exact, and what takes it."""
     try:
         name = reference_to(repo, newest_exact(repo, base).record)
     except NotFound:
         return "; no save up to it is exact"
     except LayerstoreError:
         return ""  # whoever asks for it is told why it cannot be found
-    return f"; the newest exact save is {name} (--exact takes it)"
+    return f"; the newest exact save is {name} ({'resume(…, exact=True)' if is_live else '--exact'} takes it)"

@@ -43,7 +43,7 @@ class Resumed:
     """The step at which each layer's version was saved."""
     random_state_restored: bool
     notes: tuple[str, ...]
-    """What did not carry over; before that, how many layers are older than the base, if any are."""
+    """What did not carry over; before that, if so, that layers are older than the base, or not kept bit for bit."""
 
 
 @checked

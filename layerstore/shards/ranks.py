@@ -106,9 +106,11 @@ def plan_ranks(
     repo: Repository,
     composition: Composition,
     asked: RankOptions,
+    *,
+    is_live: bool = False,
 ) -> RankStates:
     """
-    Plan *composition* for the ranks of *asked*.
+    Plan *composition* for the ranks of *asked*; if an engine *is_live*, notes name what a program can do.
 
     Raises:
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
@@ -125,7 +127,7 @@ def plan_ranks(
     first = repo.state(base.states[0])
     if is_fresh:
         _check_fresh(first)
-    notes = [*cautions(repo, composition, moments=not is_fresh), *buffer_notes(slices, count)]
+    notes = [*cautions(repo, composition, moments=not is_fresh, is_live=is_live), *buffer_notes(slices, count)]
     notes += moments_notes(composition, is_fresh=is_fresh)
     notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
     adapted = _adapter(base, first, world_size=count, is_converted=is_converted)

@@ -347,7 +347,7 @@ class RankLoad:
     ) -> None:
         """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
         asked = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step)
-        ranks = plan_ranks(repo, composition, asked)
+        ranks = plan_ranks(repo, composition, asked, is_live=True)
         self.state = ranks.state(rank)
         self.notes = ranks.notes
         """What does not carry over to this number of ranks."""

@@ -7,6 +7,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.errors import InvalidInput, NotFound
+from layerstore.shards import RankLoad
 from tests.unit.checkpoints import Checkpoints, tensors_of
 
 
@@ -68,6 +69,17 @@ def test_a_composite_says_what_was_not_kept_bit_for_bit(saved: Store, tmp_path: 
     summary = json.loads((tmp_path / "out" / "layerstore.json").read_bytes())
     assert summary["notes"][0] == said
     assert set(summary["compact"]) == {entry.layer for entry in composite.composition.layers if entry.compact}
+
+
+def test_a_live_resume_says_it_and_names_what_a_program_can_do(saved: Store) -> None:
+    """The sentence of the command, but for the way to the exact save; of an exact one nothing."""
+    composite = saved.compose("r@3")
+    load = RankLoad(saved.repo, composite.composition, rank=0, world_size=composite.world_size)
+    exact = RankLoad(saved.repo, saved.compose("r@4").composition, rank=0, world_size=composite.world_size)
+
+    assert load.notes == (str(composite.inexact).replace("(--exact takes", "(resume(…, exact=True) takes"),)
+    assert "exact=True" in load.notes[0]
+    assert exact.notes == ()
 
 
 def test_an_exact_composite_says_nothing(saved: Store) -> None:

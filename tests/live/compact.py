@@ -76,7 +76,7 @@ def resumed(engine: Engine, store: str, name: str, **named: Any) -> None:
     """Resume, and tell from where."""
     found = layerstore.resume(engine, store, run=name, must_exist=True, **named)
     assert found is not None
-    tell("resumed", step=found.step, name=name, asked=named)
+    tell("resumed", step=found.step, name=name, asked=named, notes=found.notes)
 
 
 def resumed_from(engine: Engine, store: str, name: str) -> None:

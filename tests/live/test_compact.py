@@ -140,6 +140,18 @@ def test_a_compact_save_resumes_nearly(saved: Ran, run: str, within: float) -> N
     )
 
 
+def test_a_resume_says_whether_it_is_bit_for_bit(saved: Ran) -> None:
+    """On every rank, in its notes and on the first rank in the log: from which save it would be, and how to take it."""
+    launch, _ = saved
+    said = "this resume is not bit for bit; the newest exact save is delta8@4 (resume(…, exact=True) takes it)"
+
+    for rank in range(2):
+        [note] = one(launch, "resumed", name="delta8", asked={}, rank=rank)["notes"]
+        assert note.endswith(f"were kept in 8 bits: {said}")
+        assert one(launch, "resumed", name="delta8", asked={"exact": True}, rank=rank)["notes"] == []
+    assert launch.log.read_text().count(f"delta8@5: {note}") == 1
+
+
 def test_exact_resumes_from_the_newest_exact_save(saved: Ran) -> None:
     """The run's newest save is compact, the one before it is not."""
     launch, _ = saved

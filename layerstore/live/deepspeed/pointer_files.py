@@ -176,7 +176,7 @@ def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, P
 def _written(store: Store, composition: Composition, pointer: Pointer, folder: StrPath | None) -> str:
     """Write this rank's folder; return its path."""
     repo, layout = store.repo, composition.base.layout
-    ranks = plan_ranks(repo, composition, RankOptions(world_size=_world_size()))
+    ranks = plan_ranks(repo, composition, RankOptions(world_size=_world_size()), is_live=True)
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
     target = lasting_scratch() if folder is None else Path(folder)
