@@ -159,7 +159,7 @@ def stored(groups: Sequence[Group], times: Timetable, *, lingers_seconds: float)
     byte_seconds, end_bytes, end_files = 0.0, 0, 0
     for group in groups:
         begins = list(group.saves(times.saves))
-        for begin, end in zip(begins, [*begins[1:], times.saves], strict=True):
+        for begin, end in zip(begins, [*begins, times.saves][1:], strict=True):
             stays = not times.has_rules or bool(times.keeper and end // times.keeper > begin // times.keeper)
             # The last save with this version is *end* - 1; *last* saves later, it is no longer among the newest.
             goes_seconds = (end + times.last) * times.interval_seconds + lingers_seconds
@@ -219,7 +219,8 @@ def usage_of_store(groups: Sequence[Group], times: Timetable, *, ranks: int) -> 
     puts, lists = objects + blobs + times.saves * _PUSH_PUTS, times.saves * (folders + _PUSH_LISTS)
     # To read the newest save: store.json, the records, and all that it names.
     gets = times.saves * _PUSH_GETS
-    gets += 1 + times.kept + sum(group.files.count + group.blobs for group in groups) + ranks
+    written = [group for group, count in zip(groups, counts, strict=True) if count]
+    gets += 1 + times.kept + sum(group.files.count + group.blobs for group in written) + ranks
     if times.has_rules:
         collections, gone = int(times.run_seconds // COLLECTED_SECONDS), times.saves - times.kept
         puts += collections * _COLLECTION_PUTS + gone

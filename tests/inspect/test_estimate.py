@@ -115,6 +115,25 @@ def test_the_bytes_of_compact_saves_are_those_that_a_real_run_stores(
     assert any(f"the others are in {precision}" in text for text in found["assumptions"])
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept", "steps"),
+    [
+        ("full", {"precision": "delta4"}, 60),
+        ("full", {"precision": "delta8"}, 10),
+        ("full", {"precision": "delta8", "exact_every": 3}, 20),
+        ("parity", {"precision": "delta8"}, 20),
+    ],
+)
+def test_a_run_may_end_before_its_first_keyframe(policy: str, kept: dict[str, Any], steps: int) -> None:
+    """Only what was saved is paid, and held: a longer run holds more."""
+    short, longer = (
+        by_policy(estimate_saves(made_up(10**9, 4), training(steps=count, **kept), {policy: POLICIES[policy]}))[policy]
+        for count in (steps, steps + 300)
+    )
+
+    assert 0 < short["held_bytes"] == short["run_bytes"] < longer["held_bytes"]
+
+
 @pytest.mark.parametrize("frozen", [(), ("model.layers.0", "lm_head")], ids=["all trained", "some frozen"])
 def test_a_checkpoint_and_its_commit_tell_what_they_take(frozen: tuple[str, ...], tmp_path: Path) -> None:
     """Headers alone say what objects the store has of it, to the byte, and how many ranks there were."""
