@@ -186,7 +186,7 @@ def _notes(
             f"{called} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
             f"stored, the others are older; --replace stores what policy {asked.policy.name} asks for"
         )
-    elif not is_new and record.precision != asked.precision:
+    elif not is_new and record.precision != asked.precision and _has_own_compact(record):
         yield f"{called} was saved in precision {record.precision}; --replace stores it as {asked.precision}"
     elif is_new and not is_whole and not asked.replace and tip is not None and tip.step > record.step:
         yield (
@@ -199,6 +199,11 @@ def _notes(
             f"{count} {were} damaged (first: {writer.damaged[0].id}) and written again from this checkpoint; "
             "layerstore verify --read-data looks at all the others"
         )
+
+
+def _has_own_compact(record: CommitRecord) -> bool:
+    """Whether *record* itself saved a layer that is not kept bit for bit."""
+    return any(entry.compact and entry.saved_by(record) for entry in record.layers)
 
 
 def _exact_notes(layers: Sequence[str]) -> Iterator[str]:

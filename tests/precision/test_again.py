@@ -45,6 +45,22 @@ def test_the_same_again_writes_nothing(store: Store, saved: Checkpoints, precisi
     assert before == snapshot(store)
 
 
+def test_the_same_again_in_another_precision_warns_only_of_what_is_not_stored_as_asked(
+    store: Store, saved: Checkpoints
+) -> None:
+    """Not of a keyframe, all of whose layers are exact, nor of a save whose compact layers are all inherited."""
+    for step in (2, 4, 6):
+        store.ingest(saved(step), run="r", precision="delta8", exact_every=2)
+    store.ingest(saved(8), run="r", precision="delta8", exact_every=10)
+    store.ingest(saved(10), run="r", policy="parity")
+    assert store.show("r@10").precision == "mixed"
+
+    assert store.ingest(saved(6), run="r").notes == ()
+    assert store.ingest(saved(10), run="r", policy="parity", precision="delta8").notes == ()
+    [note] = store.ingest(saved(8), run="r", precision="delta4").notes
+    assert note == "r@8 was saved in precision delta8; --replace stores it as delta4"
+
+
 def test_what_was_lost_of_a_compact_save_is_written_again(store: Store, saved: Checkpoints) -> None:
     """From the same checkpoint, with the reference of then."""
     for step in (2, 4, 6):
