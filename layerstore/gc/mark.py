@@ -6,7 +6,7 @@ Anything that cannot be read stops it, because what that needs is unknown.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -195,21 +195,16 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
-    """Return an upper bound of the bytes that only *record*, of *commit*, keeps: its unshared versions and states."""
-    others: set[BlobRef] = set()
-    kept = [pin.record for pin in repo.records.readable_pins()]
+    """Return the bytes that no pin and no other commit of its run keeps of *record*, of *commit*; reads their blobs."""
+    others = Needs(repo)
+    for pin in repo.records.readable_pins():
+        others.add_readable(pin.record)
     for name in repo.records.names(record.run):
         if name.id != commit:
             with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
-                kept.append(repo.catalog.commit(name).record)
-    for other in kept:
-        others.update(entry.version for entry in other.layers)
-        others.update(other.states)
-    needs = Needs(repo)
-    own = [entry for entry in record.layers if entry.version not in others]
+                others.add_readable(repo.catalog.commit(name).record)
     with contextlib.suppress(IntegrityError):  # lost objects free nothing
-        needs_of = replace(record, layers=tuple(own), states=tuple(ref for ref in record.states if ref not in others))
-        return sum(ref.size_bytes for ref in needs.add_record(needs_of))
+        return sum(ref.size_bytes for ref in Needs(repo, besides=others).add_record(record))
     return 0
 
 

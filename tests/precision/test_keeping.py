@@ -55,6 +55,18 @@ def test_a_keyframe_that_is_gone_leaves_its_masters(four: Store, tmp_path: Path,
     assert (verdict.ok, verdict.orphans) == (True, 0)
 
 
+@pytest.mark.parametrize("step", [2, 4, 8])
+def test_a_drop_says_to_the_byte_what_it_frees(four: Store, step: int) -> None:
+    """A keyframe's masters stay for what refers to them, and so does what a compact save refers to."""
+    planned = four.drop(f"r@{step}", dry_run=True)
+    before = objects(four)
+
+    dropped = four.drop(f"r@{step}")
+    collect(four)
+
+    assert planned.size_bytes == dropped.size_bytes == sum(before.values()) - sum(objects(four).values()) > 0
+
+
 def test_without_compact_saves_nothing_is_left_of_their_keyframe(four: Store, saved: Checkpoints) -> None:
     """A collection that keeps an exact save alone frees all others to the byte."""
     kept = ids(four, "r@2", Kind.MASTER)
