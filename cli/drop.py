@@ -7,7 +7,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.complete import commits
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import counted, say, say_json, shown, some, with_store
+from layerstore.cli.render import counted, say, say_json, say_warning, shown, some, with_store
 from layerstore.json_fields import json_fields
 from layerstore.units import short_id, size
 
@@ -64,6 +64,8 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
         say("the run has no other commit")
     else:
         say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
+    for note in dropped.notes:
+        say_warning(note)
     if not dry_run:
         back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
         up_to = f"frees up to {size(dropped.size_bytes)} after 7 days, or at once with --empty-trash"

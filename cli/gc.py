@@ -153,6 +153,8 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
     say_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
     _warn_of_unserved(outcome, is_done=is_done)
+    for note in outcome.notes:
+        say_warning(note)
     if outcome.young.count:
         later = "a later gc removes them, or --grace 0s now if nothing writes to the store"
         say_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
-from layerstore.gc.mark import Marks, concluding, named
+from layerstore.gc.mark import Marks, concluding, named, notes_on_exact
 from layerstore.gc.retention import CommitFate, Facts, Unserved, choose, unserved, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
@@ -32,7 +32,7 @@ from layerstore.units import size
 class GcOutcome:
     """What a collection removed, or would remove."""
 
-    _JSON: ClassVar = "pins orphans young unfinished trash waiting unserved"
+    _JSON: ClassVar = "pins orphans young unfinished trash waiting unserved notes"
 
     commits: tuple[CommitFate, ...]
     """Every visible commit, run by run, newest first."""
@@ -51,6 +51,8 @@ class GcOutcome:
     """Pins, which keep all that they need."""
     waiting: Gone = field(default_factory=Gone)
     """Objects that stay aside until the next collection, because other nodes' listings may be late."""
+    notes: tuple[str, ...] = ()
+    """What a user has to know."""
 
     def __repr__(self) -> str:
         commits = f"commits {len(self.removed)} removed and {len(self.commits) - len(self.removed)} kept"
@@ -174,6 +176,11 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
         unserved=unserved(facts, runs, needs=marks.needs),
         pins=tuple(repo.records.pin_names()),
+        notes=tuple(
+            note
+            for view, of_run in runs
+            for note in notes_on_exact(repo, view, {fate.commit for fate in of_run if fate.goes})
+        ),
     )
     return GcPlan(outcome=outcome, runs=runs, marks=marks)
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
-from layerstore.gc.mark import bytes_of_only
+from layerstore.gc.mark import bytes_of_only, notes_on_exact
 from layerstore.history import Needs, Resolved, begins_id, reference_to, references_to, resolve, view_read_again
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
@@ -23,7 +23,7 @@ from layerstore.units import short_id, utc
 class Dropped:
     """A commit that was dropped, or would be."""
 
-    _JSON: ClassVar = "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip"
+    _JSON: ClassVar = "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip notes"
 
     run: str
     step: int
@@ -41,6 +41,8 @@ class Dropped:
     """The run's tip without it; None if no commit is left."""
     is_tip: bool
     """Whether it was the run's tip."""
+    notes: tuple[str, ...]
+    """What a user has to know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def plan_drop(repo: Repository, ref: str) -> Dropped:
         pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.base == resolved.commit),
         tip=None if tip is None else f"{view.run}@{tip.step}",
         is_tip=bool(view.attempts) and next(view.history(view.attempts[-1])).id == resolved.commit,
+        notes=notes_on_exact(repo, view, {resolved.commit}),
     )
 
 

@@ -17,7 +17,7 @@ from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
-from layerstore.storage import RecordName, RecordRow, Repository
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.units import short_id
 
 Listed = TypeVar("Listed", RecordName, str)
@@ -206,6 +206,18 @@ def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int
     with contextlib.suppress(IntegrityError):  # lost objects free nothing
         return sum(ref.size_bytes for ref in Needs(repo, besides=others).add_record(record))
     return 0
+
+
+def notes_on_exact(repo: Repository, view: RunView, going: Set[str]) -> tuple[str, ...]:
+    """Return a note if the last save of *view* that was kept bit for bit is among those *going*, and others stay."""
+    stay = [row for row in view.visible if row.id not in going]
+    goes = any(row.is_exact for row in view.visible if row.id in going)
+    pinned = (pin.record for pin in repo.records.readable_pins() if pin.record.run == view.run)
+    if not (stay and goes) or any(row.is_exact for row in stay) or any(record.is_exact for record in pinned):
+        return ()
+    [newest], others = references_to(repo, stay[-1:]), len(stay) - 1
+    were = f"and {others} other{'s' if others > 1 else ''} were" if others else "was"
+    return (f"no exact save of {view.run} is left: {newest} {were} not kept bit for bit",)
 
 
 def pin_names(repo: Repository) -> Iterator[str]:

@@ -82,6 +82,21 @@ def test_without_compact_saves_nothing_is_left_of_their_keyframe(four: Store, sa
     assert four.verify(read_data=True).orphans == 0
 
 
+def test_whatever_removes_the_last_exact_save_says_so_in_one_line(four: Store) -> None:
+    """Before and after, and not where an exact save is left, a pinned one included, or there was none."""
+    note = "no exact save of r is left: r@8 and {} not kept bit for bit"
+
+    assert collect(four, LAST, dry_run=True).notes == ("no exact save of r is left: r@8 was not kept bit for bit",)
+    assert four.drop("r@4", dry_run=True).notes == ()
+    four.pin("best", "r@2")
+    assert four.drop("r@2", dry_run=True).notes == ()
+    four.delete_pin("best")
+    assert four.drop("r@2", dry_run=True).notes == (note.format("2 others were"),)
+    assert four.drop("r@2").notes == (note.format("2 others were"),)
+    assert four.drop("r@4").notes == ()
+    assert collect(four, LAST).notes == ()
+
+
 def test_a_compact_save_that_was_dropped_keeps_its_keyframe_until_the_trash_is_emptied(
     four: Store, tmp_path: Path
 ) -> None:
