@@ -301,9 +301,7 @@ class _Ingest:
         counts = {layer: entry.compact for layer, entry in own.items()}
         compact = self._compact_as(old.record, own)
         with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
-            content = self.transfer(
-                tx.objects, self.progress, due=due, known_before=True, moments=not trimmed, compact=compact
-            )
+            content = self._staged(tx, due, compact, known_before=True, moments=not trimmed)
             record = self._record(
                 place, old.record.policy, content, due, precision=old.record.precision, compact=counts
             )
@@ -353,7 +351,7 @@ class _Ingest:
             use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
             compact = self._compact(place, due)
-            content = self.transfer(tx.objects, self.progress, due=due, known_before=known_before, compact=compact)
+            content = self._staged(tx, due, compact, known_before=known_before)
             counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
             record = self._record(place, use, content, due, precision=asked.precision, compact=counts)
             for name, problem in self._damaged().items():
@@ -370,6 +368,31 @@ class _Ingest:
                     tx.inherit(entry)
             observed = replaced(tx.observed(), losses=content.losses)
             return self._outcome(tx, tx.commit(record, observed=observed), content)
+
+    def _staged(
+        self,
+        tx: Transaction,
+        due: frozenset[str],
+        compact: CompactLayers,
+        *,
+        known_before: bool,
+        moments: bool = True,
+    ) -> Content:
+        """Stage the content; if what compact layers refer to is damaged, this checkpoint cannot heal it."""
+        try:
+            return self.transfer(
+                tx.objects, self.progress, due=due, known_before=known_before, moments=moments, compact=compact
+            )
+        except IntegrityError as exc:
+            damaged = exc.facts.get("object_id")
+            if damaged not in {stored.id for layer in compact.older for stored in compact.references(layer)}:
+                raise
+            raise IntegrityError(
+                f"object {damaged} is damaged, which {self.run}'s compact saves refer to; nothing was changed",
+                hint="layerstore repair --read-data --from COPY, or ingest the checkpoint that it came from again; "
+                "--precision exact saves without it",
+                object_id=damaged,
+            ) from exc
 
     def _compact(self, place: Place, due: frozenset[str]) -> CompactLayers:
         """Return those of the layers *due* that need not be exact this time, and have something to refer to."""
