@@ -295,9 +295,10 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
-    if ingested.layers_compact:
-        is_all = len(ingested.layers_compact) == len(ingested.layers_saved)
-        layers += f" in {ingested.precision}" if is_all else f", {len(ingested.layers_compact)} in {ingested.precision}"
+    if ingested.precision != "exact":
+        compact, exact = len(ingested.layers_compact), len(ingested.layers_saved) - len(ingested.layers_compact)
+        both = f", {compact} in {ingested.precision}, {exact} exactly"
+        layers += both if compact and exact else " exactly" if exact else f" in {ingested.precision}"
     unread = "" if ingested.reused_read else ", not read"
     reused = f", {size(ingested.bytes_reused)} reused{unread}" if ingested.bytes_reused else ""
     say_paragraph(

@@ -74,7 +74,7 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "layout": f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
-        "precision": "" if view.precision == "exact" else f"{view.precision}, {_exact(view)}",
+        "precision": "" if _is_usual(view) else f"{view.precision}, {_exact(view)}",
         "lost": _lost(view),
         "replaces": ", ".join(short_id(commit) for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {_saved(view)}, {size(view.size_bytes)}",
@@ -109,6 +109,11 @@ def _metrics(view: "CommitView") -> str:
     if view.metrics is None:
         return "cannot be read; layerstore verify says what is damaged"
     return some([f"{name} {metric_in_words(value)}" for name, value in view.metrics.items()])
+
+
+def _is_usual(view: "CommitView") -> bool:
+    """Whether neither this save nor another of its run is anything but exact."""
+    return view.precision == "exact" and not view.is_among_compact
 
 
 def _exact(view: "CommitView") -> str:

@@ -100,6 +100,8 @@ class CommitView:
     policy_parameters: dict[str, str]
     precision: str
     """How finely its layers are kept: ``exact``, that of its save, or ``mixed`` if all compact ones are inherited."""
+    is_among_compact: bool
+    """Whether some save of its run is not kept bit for bit, so that its own precision tells them apart."""
     losses: tuple[Loss, ...]
     """What coding lost of all its layers together."""
     is_mixture: bool
@@ -154,6 +156,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
     beside = {*record.states, *(ref for state in states for ref in objects_of_state(state))}
     gathered = [file.path for state in states for file in state.gathered]
     losses, references = _losses(repo, record.layers), _references(repo, record.layers)
+    view = repo.catalog.find(record.run)
     return CommitView(
         run=record.run,
         step=record.step,
@@ -170,6 +173,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         policy=record.policy.name,
         policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
         precision=record.kept_precision,
+        is_among_compact=view is not None and not all(row.is_exact for row in view.visible),
         losses=Loss.of(loss for each in losses.values() for loss in each),
         is_mixture=resolved.is_mixture,
         supersedes=record.supersedes,
