@@ -85,15 +85,15 @@ def referable(
     """
     Return what differences of *rank* can refer to of the layers inherited at *place*, and the layers cut otherwise.
 
-    A version that cannot be read counts as cut alike, so that all ranks get the same layers.
+    A version is left out if the store has lost any rank's objects of it, so that all ranks get the same layers.
     """
     found, others = {}, []
     for layer, entry in place.inherited.items():
         with suppress(LayerstoreError):
-            version = repo.version_of(entry)
-            if version.world_size != world_size:
+            version = repo.whole_version_of(entry)
+            if version is not None and version.world_size != world_size:
                 others.append(layer)
-            else:
+            elif version is not None:
                 found[layer] = _of_rank(version, rank)
     return found, others
 

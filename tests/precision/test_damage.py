@@ -8,7 +8,9 @@ import pytest
 
 from layerstore import Store
 from layerstore.errors import IntegrityError, LayerstoreError
+from layerstore.history import Place, resolve
 from layerstore.model import Kind, StoredObject
+from layerstore.staging import referable
 from tests.precision.twins import counts, path_of, tensors_in, versions
 from tests.unit.checkpoints import Checkpoints, header_of, snapshot
 
@@ -83,6 +85,18 @@ def test_without_its_keyframe_whole_a_layer_is_kept_exactly(
     assert not five.ingest(saved(8), run="r").is_new
     assert five.ingest(saved(12), run="r", precision="delta8", exact_every=None).is_new
     assert five.verify(read_data=True).ok
+
+
+def test_what_lost_its_keyframe_is_referred_to_by_no_rank(five: Store) -> None:
+    """Whoever had the lost masters: all ranks of a saver that continues from there keep the layer exactly."""
+    path_of(five, object_of(five, "r@8", Kind.MASTER)).unlink()
+    base, ranks = resolve(five.repo, "r"), versions(five, "r@10")[LAYER].world_size
+    place = Place.resumed(five.repo.catalog.find("r"), base.record, of_commit=base.commit, is_as_it_stands=True)
+
+    for rank in range(ranks):
+        found, others = referable(five.repo, place, rank=rank, world_size=ranks)
+        assert found.keys() == place.inherited.keys() - {LAYER}
+        assert not others
 
 
 def _header(stored: StoredObject, path: Path) -> range:
