@@ -44,6 +44,11 @@ class Captured:
         """Whether the optimizer has updated each layer."""
         return {layer.layer: layer.optimizer_step is not None for layer in self.share.layers}
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """The layers that are not frozen."""
+        return frozenset(of.layer for of in self.share.layers if not all(each.frozen for each in of.parameters))
+
     def mark(self, source: ObjectSource) -> Hashable:
         """Return a key that changes with *source*: its parts, their addresses, and torch's count of changes to each."""
         return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)

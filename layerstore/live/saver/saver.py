@@ -405,7 +405,7 @@ class Saver:
 
     def _begin(self, captured: Captured, files: SaveFiles, due: frozenset[str], moved: Movements) -> Job:
         share, frames = captured.share, files.request.keyframes
-        compact = self._schedule.compact_now(due, frames, captured.has_moments)
+        compact = self._schedule.compact_now(due & captured.trained, frames, captured.has_moments)
         joint = JointCommit(
             session=self._session,
             save=self._saves,
