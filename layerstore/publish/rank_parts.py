@@ -84,7 +84,7 @@ def write_share(
     Store a rank's share and leave its part; return how many bytes were new.
 
     Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
-    Compact layers refer to what *older* has of them, which forgets a layer if that is no good.
+    Compact layers refer to what *older* has of them; those that it has nothing of are kept exactly.
 
     Raises:
         Overtaken: An object vanished while the part that names it was written, or before it could be referred to.
@@ -104,7 +104,6 @@ def write_share(
                 layers.append(sharing.part(layer))
             except (IntegrityError, Overtaken) as exc:
                 if layer.layer in compact.older:
-                    del older[layer.layer]  # the next save stores it exactly
                     exc.locate(f"what layer {layer.layer!r} refers to")
                 raise
         state = staging.state(share.state, joint.files())

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import layerstore
 from layerstore.history import resolve
@@ -16,7 +18,7 @@ from layerstore.model import Kind
 from layerstore.store import Store
 from tests.forked import tell
 from tests.live.resuming import flip
-from tests.live.tiny import Engine, Faults, attempt, build, done, fail, plainly, step, told, train
+from tests.live.tiny import Engine, Faults, adamw, attempt, build, done, fail, plainly, step, told, train
 
 RUNS = {"delta8": "latest", "delta4": "parity"}
 """The policy of the run in each precision."""
@@ -26,6 +28,9 @@ RESTARTED_AT = 5
 SAVES = 8
 EXACTLY = 7
 """Saved exactly although it was not its turn."""
+
+FROZEN = "layers.3"
+"""The layer that is not trained while saves are disturbed."""
 
 LAST = 10
 
@@ -100,12 +105,12 @@ def refused(engine: Engine, store: str) -> None:
 
 
 def disturbed(options: Any) -> None:
-    """Lose a compact save and an exact one; then save when what the differences refer to is damaged."""
-    faults, engine = Faults(), build()
+    """Lose a compact save and an exact one; then save what refers to damage, and what cannot be coded."""
+    faults, engine = Faults(), build(optimizer_of=partly_frozen)
     with Store(options["store"], hook=faults) as store:
         with layerstore.attach(engine, store, run="run", precision="delta8", exact_every=EXACT_EVERY) as saver:
-            for number in range(1, 7):
-                if number in {3, 5}:
+            for number in range(1, 6):
+                if number in {3, 4}:
                     faults.on("write", "/tmp/", fail(errno.EIO), rank=1)
                 one_more(engine, saver)
                 faults.clear()
@@ -114,11 +119,27 @@ def disturbed(options: Any) -> None:
             dist.barrier()
             one_more(engine, saver)
             one_more(engine, saver)
+            spoil_moment(engine)
+            one_more(engine, saver)
+            one_more(engine, saver)
         told(saver)
         train(engine, LAST)
         resumed(engine, options["store"], "run", step=2)
         train(engine, LAST, name="again")
     done()
+
+
+def partly_frozen(model: nn.Module) -> torch.optim.Optimizer:
+    """Freeze a layer, and return the usual optimizer of the others."""
+    model.get_submodule(FROZEN).requires_grad_(requires_grad=False)
+    return adamw(model)
+
+
+def spoil_moment(engine: Engine) -> None:
+    """Make a number of the last rank's second moments infinite: those weights will stand still."""
+    if dist.get_rank() == 1:
+        state = next(iter(engine.optimizer.optimizer.state.values()))
+        state["exp_avg_sq"][0] = torch.inf
 
 
 def one_more(engine: Engine, saver: Any) -> None:

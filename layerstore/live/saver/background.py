@@ -136,7 +136,7 @@ class Background:
             LOG.info(
                 "%s%s kept exactly at first: the version before is cut for another number of ranks", others[0], more
             )
-        return place.inherited.keys() - {*others}
+        return frozenset(self._older)
 
     def close(self, *, at_once: bool) -> None:
         """End the threads when their work is done, or *at_once*."""
@@ -160,6 +160,7 @@ class Background:
             job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen, older=self._older)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = words_of(exc)
+            self._older.clear()  # or the next shares, planned already, may fail for the same reason
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
             self._report_failure(job)
         finally:

@@ -37,7 +37,7 @@ class Schedule:
     compact: dict[int, frozenset[str]] = field(default_factory=dict)
     """Those of them that are compact, by the number of their save."""
     counts: dict[str, int] = field(default_factory=dict)
-    """How many compact versions in a row each layer's newest visible one ends; none if it cannot be referred to."""
+    """How many compact versions in a row each layer's newest visible one ends; none if the next one is exact."""
 
     @classmethod
     def after(cls, place: Place, policy: Policy, *, run: str, referable: Collection[str] = ()) -> Self:
@@ -113,7 +113,10 @@ class Schedule:
 
     def _count(self, counts: dict[str, int], due: Iterable[str], number: int) -> None:
         for layer in due:
-            counts[layer] = counts.get(layer, 0) + 1 if layer in self.compact[number] else 0
+            if layer not in self.compact[number]:
+                counts[layer] = 0
+            elif layer in counts:
+                counts[layer] += 1
 
     def begin(self, due: frozenset[str], has_moments: Mapping[str, bool], compact: frozenset[str] = frozenset()) -> int:
         """Note that a save of *due* has begun, some of them *compact*; return its number."""
@@ -158,6 +161,8 @@ class Schedule:
                 self._count(self.counts, due, number)
             else:
                 self.owed |= due
+                # Its masters may go, and what it refers to or its numbers may be why it is lost: be exact once.
+                self.counts.clear()
             del self.compact[number]
 
 

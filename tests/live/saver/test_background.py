@@ -1,11 +1,13 @@
-"""How rank 0 waits for the other ranks' parts."""
+"""How rank 0 waits for the other ranks' parts, and what a failed share leaves behind."""
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from layerstore.errors import Overtaken
 from layerstore.live.saver import background
 from layerstore.live.saver.background import Background
 from layerstore.publish import GivenUp
@@ -37,3 +39,25 @@ def test_missing_parts_are_looked_for_less_and_less_often(monkeypatch: pytest.Mo
     assert len(looks) < 120
     assert all(seconds <= max(0.02, waited / 10 + 1e-9) for waited, seconds in pauses)
     assert max(seconds for _, seconds in pauses) == 1.0
+
+
+def test_what_a_failed_share_referred_to_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, for the next share was planned before anybody knew: what it cannot refer to it keeps exactly."""
+
+    def overtaken(*_: object, older: dict[str, int], **__: object) -> None:
+        older["head"] = 2
+        raise Overtaken("gone")
+
+    monkeypatch.setattr(background, "write_share", overtaken)
+    failing: Any = SimpleNamespace(_repo=None, _frozen={}, _older={"embed": 1}, _report_failure=lambda _: None)
+    job: Any = SimpleNamespace(
+        joint=SimpleNamespace(step=4),
+        snapshot=SimpleNamespace(discard=lambda: None),
+        begun=0.0,
+        is_written=threading.Event(),
+    )
+
+    Background._write(failing, job)
+
+    assert job.is_written.is_set()
+    assert not failing._older

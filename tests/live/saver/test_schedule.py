@@ -168,10 +168,10 @@ def test_every_nth_version_of_a_layer_is_exact() -> None:
     assert saves[1:] == [one, other, one, other, frozenset(), frozenset(), one]
 
 
-def test_a_save_that_was_given_up_does_not_count() -> None:
-    """What follows a lost compact save is compact once more; what follows a lost exact one is exact."""
+def test_what_follows_a_save_that_was_given_up_is_exact() -> None:
+    """Whether that was compact or exact: it may not have been codable, and what it referred to or left may be gone."""
     of = schedule(Latest())
-    outcomes = {1: True, 2: True, 3: False, 4: True, 5: False, 6: True}
+    outcomes = {1: True, 2: True, 3: False, 4: False, 5: True, 6: True}
 
     found = {}
     for save, is_visible in outcomes.items():
@@ -179,8 +179,37 @@ def test_a_save_that_was_given_up_does_not_count() -> None:
         of.resolve({number: is_visible})
 
     assert {save: bool(layers) for save, layers in found.items()} == {
-        1: False, 2: True, 3: True, 4: True, 5: False, 6: False
+        1: False, 2: True, 3: True, 4: False, 5: False, 6: True
     }  # fmt: skip
+
+
+def test_damage_costs_one_save_and_not_one_for_each_layer() -> None:
+    """Layers that the lost save did not have are exact next time, too: their exact version may be gone with it."""
+    of = schedule()
+    of.resolve(dict.fromkeys([coded(of)[0], coded(of)[0]], True))  # all, then one half
+
+    number, lost = coded(of)
+    of.resolve({number: False})
+
+    assert lost == {"layers.0", "layers.2", "head"}
+    assert due(of) == ALL
+    assert coded(of)[1] == frozenset()
+    assert coded(of)[1] == lost  # as before the loss
+
+
+def test_a_pending_compact_save_vouches_for_nothing_after_a_loss() -> None:
+    """It began before the loss was known: whatever becomes of it, the next save is exact, and the later ones not."""
+    for is_visible in (True, False):
+        of = schedule(Latest())
+        of.resolve({coded(of)[0]: True})
+        lost, pending = coded(of), coded(of)
+
+        of.resolve({lost[0]: False})
+        assert pending[1] == ALL
+        assert coded(of)[1] == frozenset()
+        of.resolve({pending[0]: is_visible})
+
+        assert coded(of)[1] == ALL
 
 
 def test_a_save_can_be_exact_or_compact_by_itself() -> None:
