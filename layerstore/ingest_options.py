@@ -27,7 +27,8 @@ class IngestOptions:
     exact_every: Annotated[
         int | None,
         Setting(
-            "with another precision, every Nth version of a layer is exact all the same; none: only the first",
+            "with another precision, every Nth version of a layer is exact all the same, N at least 1; "
+            "none: only the first",
             metavar="N",
             read=count_or_none,
         ),

@@ -99,7 +99,7 @@ class Keyframes:
 
 def count_or_none(text: str) -> int | None:
     """
-    Return the number that *text* is, or None for ``none``.
+    Return the number that *text*, the value of ``--exact-every``, is, or None for ``none``.
 
     >>> count_or_none("20"), count_or_none("none")
     (20, None)
@@ -109,7 +109,7 @@ def count_or_none(text: str) -> int | None:
     try:
         return int(text)
     except ValueError as exc:
-        raise InvalidInput(f"invalid count {text!r}", hint="give a number, or none") from exc
+        raise InvalidInput(f"invalid count {text!r} for --exact-every", hint="give a number, or none") from exc
 
 
 def keyframes(precision: str, exact_every: int | None) -> Keyframes:

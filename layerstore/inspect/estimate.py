@@ -365,6 +365,17 @@ def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
     return 1 + rounds * len(later) + sum(so_far <= rest for so_far in accumulate(later))
 
 
+def _ordinal(number: int) -> str:
+    """
+    Return the place *number* in words.
+
+    >>> [_ordinal(number) for number in (1, 2, 3, 10, 12, 23)]
+    ['1st', '2nd', '3rd', '10th', '12th', '23rd']
+    """
+    is_teen = number // 10 % 10 == 1
+    return f"{number}{'th' if is_teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
 def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iterator[str]:
     weights = by_code(training.dtype)
     per_element = f"{_sharded_bytes(model)} bytes of each parameter that is trained"
@@ -391,7 +402,7 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
         )
     yield "the first save of a run is full; nothing fails, and no byte is in the store already"
     if training.precision != "exact":
-        often = "only the first" if training.exact_every is None else f"every {training.exact_every}th"
+        often = "only the first" if training.exact_every is None else f"every {_ordinal(training.exact_every)}"
         yield f"of each layer, {often} version is exact, the others are in {training.precision}"
     yield (
         f"every object of {LAYERSTORE} begins with a header of 4 kB or more, which is much for a tiny model; the "
