@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Unpack
 from layerstore.arguments import checked
 from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
 from layerstore.assemble import Exported, Force, Writing
-from layerstore.compose import Composition, check_members, check_whole, inexact, losses_told
+from layerstore.compose import Composition, check_members, check_whole, losses_told
 from layerstore.delta import is_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
@@ -152,7 +152,7 @@ class Composite:
     @property
     def inexact(self) -> str | None:
         """A sentence that says what was not kept bit for bit, and which save was; None if every layer was."""
-        return inexact(self._repo, self._composition)
+        return self._composition.inexact(self._repo)
 
     @property
     def older_than_due(self) -> tuple[str, ...]:

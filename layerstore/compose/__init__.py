@@ -6,6 +6,7 @@ A policy, a recipe or a mean decides which version of each layer is taken. The r
 
 from layerstore.compose.choose import (
     Composition,
+    cautions,
     check_members,
     check_whole,
     compose_by_policy,
@@ -14,7 +15,6 @@ from layerstore.compose.choose import (
     losses_told,
     without_damaged,
 )
-from layerstore.compose.exactness import cautions, inexact
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 
@@ -29,7 +29,6 @@ __all__ = [
     "compose_by_recipe",
     "compose_exact",
     "compose_latest",
-    "inexact",
     "losses_told",
     "without_damaged",
 ]

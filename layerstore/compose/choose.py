@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from layerstore.compose.exactness import inexact
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, LayoutMismatch, NotFound
 from layerstore.history import (
     Past,
@@ -113,6 +114,13 @@ class Composition:
             return f"{self.mean}{taken}, everything else of step {self.base.step}: {_NEVER_EXISTED}"
         return _mixture_of(self.base, self.layers)
 
+    def inexact(self, repo: Repository, *, moments: bool = True, is_live: bool = False) -> str | None:
+        """Return what `layerstore.compose.exactness.inexact` says of it."""
+        if not any(entry.compact for entry in self.entries):
+            return None
+        averaged = {} if self.mean is None else self.mean.layers
+        return inexact(repo, self.layers, averaged, self.base_resolved, moments=moments, is_live=is_live)
+
     @property
     def entries(self) -> Iterator[LayerEntry]:
         """The chosen versions, and those that are averaged."""
@@ -199,6 +207,11 @@ class Composition:
     def _mean_fields(mean: Mean) -> dict[str, object]:
         saves = [{name: getattr(save, name) for name in ("run", "attempt", "step", "weight")} for save in mean.saves]
         return {"saves": saves, "layers": list(mean.layers)}
+
+
+def cautions(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> list[str]:
+    """Return what a user has to know of its layers: that they are a mixture, and that they are not bit for bit."""
+    return [*filter(None, (composition.mixture, composition.inexact(repo, moments=moments, is_live=is_live)))]
 
 
 def _mixture_of(base: CommitRecord, layers: tuple[LayerEntry, ...]) -> str | None:

@@ -1,43 +1,45 @@
-"""What a composition has that was not kept bit for bit, in one sentence; and all that a user has to know of it."""
+"""What a composition has that was not kept bit for bit, in one sentence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from layerstore.coding import CODINGS
-from layerstore.compose.choose import Composition
 from layerstore.errors import LayerstoreError, NotFound
 from layerstore.history import Resolved, newest_exact, reference_to
-from layerstore.model import Kind, LayerVersion
+from layerstore.model import Kind, LayerEntry, LayerVersion
 from layerstore.storage import Repository
 
 
-def cautions(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> list[str]:
-    """Return what a user has to know of its layers: that they are a mixture, and that they are `inexact`."""
-    return [*filter(None, (composition.mixture, inexact(repo, composition, moments=moments, is_live=is_live)))]
-
-
-def inexact(repo: Repository, composition: Composition, *, moments: bool = True, is_live: bool = False) -> str | None:
+def inexact(
+    repo: Repository,
+    layers: Sequence[LayerEntry],
+    averaged: Mapping[str, Sequence[tuple[LayerEntry, float]]],
+    base: Resolved,
+    *,
+    moments: bool,
+    is_live: bool,
+) -> str | None:
     """
-    Return a sentence that says what was not kept bit for bit, None if everything was.
+    Return a sentence that says what of *layers* was not kept bit for bit, None if everything was.
 
+    The masters of some are *averaged*.
     Without *moments*, it is about the masters alone, which is all that an export of weights has. It names the newest
     exact save, and what takes it: an option of the command, or if an engine *is_live*, of ``resume``.
     """
     bits: dict[Kind, int] = {}
-    layers = set()
-    averaged = {} if composition.mean is None else composition.mean.layers
-    used = [
-        (entry, {*Kind} - ({Kind.MASTER} if entry.layer in averaged else set())) for entry in composition.layers
-    ] + [(entry, {Kind.MASTER}) for parts in averaged.values() for entry, _ in parts]
+    names = set()
+    used = [(entry, {*Kind} - ({Kind.MASTER} if entry.layer in averaged else set())) for entry in layers] + [
+        (entry, {Kind.MASTER}) for parts in averaged.values() for entry, _ in parts
+    ]
     for entry, kinds in used:
         coded = _bits(repo.version_of(entry)) if entry.compact else {}
         for kind in coded.keys() & (kinds if moments else kinds - {Kind.OPTIMIZER}):
             bits[kind] = min(coded[kind], bits.get(kind, coded[kind]))
-            layers.add(entry.layer)
+            names.add(entry.layer)
     if not bits:
         return None
-    some = "" if len(layers) == len(composition.layers) else f" of {len(layers)} of {len(composition.layers)} layers"
+    some = "" if len(names) == len(layers) else f" of {len(names)} of {len(layers)} layers"
     what = "this resume is" if moments else "these weights are"
-    newest = _newest_exact(repo, composition.base_resolved, is_live=is_live)
+    newest = _newest_exact(repo, base, is_live=is_live)
     return f"{_kept_in(bits, some)}: {what} not bit for bit{newest}"
 
 
