@@ -195,14 +195,24 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
-    """Return the bytes that no pin and no other commit of its run keeps of *record*, of *commit*; reads their blobs."""
+    """
+    Return an upper bound of the bytes that only *record*, of *commit*, keeps in its run.
+
+    Objects that other versions name too, as what differences refer to, are looked for in pins and in the commits next
+    to it, also of another attempt: a run has many blobs.
+    """
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
-    for name in repo.records.names(record.run):
-        if name.id != commit:
-            with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
-                others.add_readable(repo.catalog.commit(name).record)
+    names = [name for name in repo.records.names(record.run) if name.id != commit]
+    after = next((at for at, name in enumerate(names) if name.step > record.step), len(names))
+    near = names[max(after - 2, 0) : after + 2]
+    for name in [*near, *names]:
+        with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
+            other = repo.catalog.commit(name).record
+            if name in near:
+                others.add_readable(other)
+            others.add(other.blobs)
     with contextlib.suppress(IntegrityError):  # lost objects free nothing
         return sum(ref.size_bytes for ref in Needs(repo, besides=others).add_record(record))
     return 0
