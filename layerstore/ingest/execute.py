@@ -473,7 +473,7 @@ class _Ingest:
             layers=tuple(entry.layer for entry in record.layers),
             layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
             layers_compact=tuple(of.layer for of in record.layers if of.saved_by(record) and of.compact),
-            precision=record.precision,
+            precision=self.asked.precision if is_new else record.precision,
             objects_new=writer.count_new,
             objects_reused=writer.count_reused,
             bytes_new=writer.bytes_new,
