@@ -24,11 +24,14 @@ def saved(run: Run, tmp_path: Path) -> Path:
 
 
 def test_an_ingest_says_how_many_layers_are_compact(run: Run, saved: Path) -> None:
-    """People read the precision beside the layers, programs both counts."""
+    """And how many are exact all the same; people read the precision beside the layers, programs both counts."""
     said = run("ingest", saved / "3-3", "--run", "sft", "--precision", "delta4", "--exact-every", "none").out
     again = run("ingest", saved / "3-3", "--run", "sft", "--json").fields
 
-    assert ": 5 layers, 4 in delta4, " in said or ": 5 layers in delta4, " in said
+    whole = run("ingest", saved / "1-1", "--run", "other", "--precision", "delta4").out
+
+    assert ": 5 layers, 4 in delta4, 1 exactly, " in said or ": 5 layers in delta4, " in said
+    assert ": 5 layers exactly, " in whole
     assert (again["precision"], again["layers"] - again["layers_compact"]) in {("delta4", 0), ("delta4", 1)}
 
 
@@ -68,14 +71,17 @@ def test_the_log_has_a_column_only_where_a_commit_is_not_exact(run: Run, saved: 
 
 
 def test_show_and_ls_say_what_a_layer_refers_to_and_has_lost(run: Run, saved: Path) -> None:
-    """And that of all layers together; an exact commit beside it says that it is exact, and nothing of losses."""
+    """And that of all layers together; of an exact commit beside them that it is exact, and in another run nothing."""
+    run("ingest", "sft/1-1", "--run", "other")
+    assert "precision" not in run("show", "other").out
+
     shown, exact = run("show", "sft@2").out, run("show", "sft@1").out
 
     assert "precision    delta8, " in shown
     assert "lost         master 0." in shown
     assert "REFERS TO" in shown
     assert "REFERS TO" in run("ls", "sft@2").out
-    assert "precision    exact, " in exact
+    assert "precision    exact, 5 of 5 layers bit for bit" in exact
     assert not any(word in exact + run("ls", "sft@1").out for word in ("REFERS TO", "LOST", "lost"))
     assert {of["refers_to"] for of in run("ls", "sft@2", "--json").fields["layers"]} <= {"sft@1", None}
 
@@ -99,3 +105,15 @@ def test_the_two_meanings_of_exact_cannot_be_confused(run: Run) -> None:
 
     assert "--exact Instead of REF, take the newest save up to it that was kept bit for bit." in text
     assert "exact every layer from the very step of REF, or an error" in text
+
+
+def test_removing_the_last_exact_save_warns_in_one_line(run: Run, saved: Path) -> None:
+    """People on stderr, also of a plan; programs in the field *notes*, which is empty otherwise."""
+    note = "no exact save of sft is left: sft@2 was not kept bit for bit"
+    keep_last = ("gc", "--keep-last", "1", "--dry-run")
+
+    assert run(*keep_last).err == f"warning: {note}\n"
+    assert run(*keep_last, "--json").fields["notes"] == [note]
+    assert run("drop", "sft@1", "--dry-run", "--json").fields["notes"] == [note]
+    assert run("drop", "sft@2", "--dry-run", "--json").fields["notes"] == []
+    assert run("drop", "sft@1").err == f"warning: {note}\n"
