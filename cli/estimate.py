@@ -142,8 +142,7 @@ def estimate(
     Examples:
       layerstore estimate Llama-3.1-8B/config.json --world-size 16
       layerstore estimate sft@200 --policy filter:every=10 --measure /scratch
-      layerstore estimate --params 70B --layers 80 --save-every 50 --disk 40TB
-      layerstore estimate --params 8B --layers 32 --precision delta8 --exact-every 20
+      layerstore estimate --params 70B --layers 80 --precision delta8 --disk 40TB
       layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
     """
     from layerstore.inspect import Training, estimate_saves
