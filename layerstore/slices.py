@@ -63,12 +63,8 @@ class Stretch:
 # between equal contents is included.
 
 
-class Slice(Protocol):
-    """What the framing needs to know about a tensor."""
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
+class Flat(Protocol):
+    """What decides the size of a flat tensor."""
 
     @property
     def dtype(self) -> str:
@@ -77,6 +73,14 @@ class Slice(Protocol):
     @property
     def elements(self) -> int:
         """Its length."""
+
+
+class Slice(Flat, Protocol):
+    """What the framing needs to know about a tensor."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
 
 
 AnySlice = TypeVar("AnySlice", bound=Slice)
@@ -94,7 +98,7 @@ class Frame:
     """Size of the whole file."""
 
 
-def slice_bytes(tensor: Slice) -> int:
+def slice_bytes(tensor: Flat) -> int:
     """Return the size of *tensor*."""
     return tensor.elements * by_code(tensor.dtype).bytes
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from layerstore.coding import BLOCK, CODINGS, Part, decode
+from layerstore.coding import BLOCK, CODINGS, decode
 from layerstore.disk import OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
@@ -22,11 +22,6 @@ from layerstore.slices import coded_frame, frame, slice_bytes
 from layerstore.storage.objects import ObjectStore, Stretch
 
 _ITEM_BYTES = 4  # only fp32 is coded
-
-
-def _part_bytes(part: Part) -> int:
-    """Return the size of *part*."""
-    return part.elements * by_code(part.dtype).bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +44,8 @@ class _Layout:
             return
         coding = CODINGS[self.tensor.coding]
         for offset, before, part in zip(self.parts, coding.parts(first), coding.parts(last - first), strict=True):
-            start = offset + _part_bytes(before)
-            yield start, start + _part_bytes(part)
+            start = offset + slice_bytes(before)
+            yield start, start + slice_bytes(part)
 
 
 @dataclass(frozen=True)
