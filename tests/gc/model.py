@@ -151,6 +151,61 @@ _WRITER: dict[str, Callable[[Disk, Actor], Move]] = {
 }
 
 
+# -- a writer whose differences refer to the tensor object -----------------------------------------------------------
+
+
+def refer(disk: Disk, me: Actor) -> Move:
+    """Take the next step of a writer of a compact version: the blob is its own, the tensor that it names is not."""
+    return _REFERRER[me.at](disk, me)
+
+
+def _putting_back(place: str, then: str) -> dict[str, Callable[[Disk, Actor], Move]]:
+    """Return the steps that claim the tensor object: touched, or linked back from aside; *then* comes next."""
+
+    def touch(disk: Disk, me: Actor) -> Move:
+        return disk.touch(TENSOR), me.go(f"{place}, aside" if TENSOR not in disk.home else f"{place}, look")
+
+    def touch_aside(disk: Disk, me: Actor) -> Move:
+        is_there = TENSOR in disk.aside
+        touched = replace(disk, young=disk.young | {TENSOR}) if is_there else disk
+        return touched, me.go(f"{place}, link" if is_there else f"{place}, look")
+
+    def link(disk: Disk, me: Actor) -> Move:
+        return disk.link_back(TENSOR), me.go(f"{place}, look")
+
+    def look(disk: Disk, me: Actor) -> Move:
+        lost = "withdraw" if me.has_linked else "refused"
+        return disk, me.go(then if TENSOR in disk.home else lost)
+
+    return {place: touch, f"{place}, aside": touch_aside, f"{place}, link": link, f"{place}, look": look}
+
+
+def _link_own_blob(disk: Disk, me: Actor) -> Move:
+    """Link the blob, or find that another writer has: touched before, its file is young."""
+    home, young = disk.home | {BLOB}, disk.young | {BLOB}
+    return replace(disk, home=home, young=young), me.go("saved" if me.has_linked else "link record")
+
+
+def _link_own_record(disk: Disk, me: Actor) -> Move:
+    return replace(disk, records=disk.records + 1), me.go("look at tensor", has_linked=True)
+
+
+def _look_at_blob(disk: Disk, me: Actor) -> Move:
+    """Link it once more if it was taken: its file in tmp/ is there still."""
+    return disk.touch(BLOB), me.go("saved" if BLOB in disk.home else "link blob")
+
+
+_REFERRER: dict[str, Callable[[Disk, Actor], Move]] = {
+    **_putting_back("refer", "publish"),
+    **_putting_back("publish", "link blob"),
+    "link blob": _link_own_blob,
+    "link record": _link_own_record,
+    **_putting_back("look at tensor", "look at blob"),
+    "look at blob": _look_at_blob,
+    "withdraw": _withdraw,
+}
+
+
 # -- a collection ----------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +351,8 @@ class Scene:
     collections: int
     naps_max: int = 0
     """How often everybody may sleep for longer than the grace."""
+    is_compact: bool = False
+    """Whether writers bring a blob of their own, and only what it refers to is there."""
     one_after_another: bool = False
     """Whether each collection begins once the one before has ended, or was killed somewhere."""
     order: tuple[str, ...] = ORDERS[0]
@@ -304,10 +361,10 @@ class Scene:
 def worlds(scene: Scene) -> Iterator[World]:
     """Yield every state that any interleaving comes to."""
     actors = (
-        *(Actor("touch blob") for _ in range(scene.writers)),
+        *(Actor("refer" if scene.is_compact else "touch blob") for _ in range(scene.writers)),
         *(Actor("mark", order=scene.order) for _ in range(scene.collections)),
     )
-    start: World = (Disk(), actors)
+    start: World = (Disk(home=frozenset({TENSOR})) if scene.is_compact else Disk(), actors)
     seen = {start}
     pending = [start]
     while pending:
@@ -330,11 +387,12 @@ def _canonical(scene: Scene, world: World) -> World:
 
 def _following(world: World, scene: Scene) -> Iterator[World]:
     disk, actors = world
+    write = refer if scene.is_compact else inherit
     for place, actor in enumerate(actors):
         is_writer = place < scene.writers
         if actor.at in FINAL or (scene.one_after_another and not is_writer and _waits(actors, place, scene)):
             continue
-        after, moved = (inherit if is_writer else collect)(disk, actor)
+        after, moved = (write if is_writer else collect)(disk, actor)
         yield after, (*actors[:place], moved, *actors[place + 1 :])
         if scene.one_after_another and not is_writer:
             yield disk, (*actors[:place], Actor("killed"), *actors[place + 1 :])

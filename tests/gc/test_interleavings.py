@@ -9,7 +9,12 @@ from tests.gc.model import ORDERS, Scene, lacks, shows_what_lacks, worlds
 SCENES = [
     Scene(writers=1, collections=1, naps_max=2),
     Scene(writers=1, collections=2, naps_max=1, one_after_another=True),
+    Scene(writers=1, collections=1, naps_max=2, is_compact=True),
     pytest.param(Scene(writers=2, collections=1, naps_max=1), marks=pytest.mark.full),
+    pytest.param(Scene(writers=2, collections=1, naps_max=1, is_compact=True), marks=pytest.mark.full),
+    pytest.param(
+        Scene(writers=1, collections=2, naps_max=1, one_after_another=True, is_compact=True), marks=pytest.mark.full
+    ),
     pytest.param(Scene(writers=1, collections=2), marks=pytest.mark.full),
     pytest.param(Scene(writers=2, collections=2), marks=pytest.mark.exhaustive),
     pytest.param(Scene(writers=1, collections=3, naps_max=2, one_after_another=True), marks=pytest.mark.exhaustive),
