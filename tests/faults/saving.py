@@ -10,11 +10,13 @@ import contextlib
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from layerstore.history import Place, resolve
-from layerstore.model import Commit, Part, PolicyUse, SourceLayout
+from layerstore.model import Commit, LayerVersion, Part, PolicyUse, SourceLayout
+from layerstore.precision import PRECISIONS
 from layerstore.publish.rank_parts import JointCommit, join, parts_of, write_share
-from layerstore.staging import SourceReader
+from layerstore.staging import SourceReader, referable
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of
 from layerstore.zero3.rank_files import read_ranks
@@ -27,6 +29,8 @@ class Save:
     store: Store
     works: tuple[JointCommit, ...]
     """By rank."""
+    older: tuple[dict[str, LayerVersion], ...]
+    """By rank, what its differences refer to."""
 
     @property
     def joint(self) -> JointCommit:
@@ -36,7 +40,7 @@ class Save:
     def write(self, rank: int) -> None:
         """Write the share of *rank*, and leave its part."""
         with contextlib.closing(SourceReader()) as reader:
-            write_share(self.store.repo, self.works[rank], reader, frozen={}, older={})
+            write_share(self.store.repo, self.works[rank], reader, frozen={}, older=self.older[rank])
 
     def write_all(self) -> None:
         """Write the shares of all ranks."""
@@ -71,14 +75,20 @@ def begun(
     step: int,
     save: int = 0,
     half: bool = False,
+    precision: str = "exact",
 ) -> Save:
-    """Begin the save numbered *save* of a *session*: of what *checkpoint* has, or of *half* of its layers."""
+    """
+    Begin the save numbered *save* of a *session*: of what *checkpoint* has, or of *half* of its layers.
+
+    All of them are kept in *precision*, as differences to what *place* inherits.
+    """
     repo, found = store.repo, discover(checkpoint)
     repo.prepare_writing()
     repo.parts.open_session(session)
     held = [share_of(rank, folder=found.folder, pattern=None) for rank in read_ranks(found.ranks, frozenset())]
     layers = [layer.layer for layer in held[0].layers]
     due = layers[::2] if half else layers
+    older = [referable(repo, place, rank=share.rank, world_size=len(held))[0] for share in held]
     joint = JointCommit(
         session=session,
         save=save,
@@ -92,14 +102,16 @@ def begun(
         save_number=place.save_number + save,
         policy=PolicyUse(name="latest", parameters={}, decisions={"due": list(due)} if half else {}),
         layout=lambda: SourceLayout(flavour="raw", tag=found.tag, layer_pattern=None),
+        precision=PRECISIONS[precision],
+        compact=frozenset(due) if precision != "exact" else frozenset(),
     )
-    return Save(store=store, works=tuple(replace(joint, share=share) for share in held))
+    return Save(store=store, works=tuple(replace(joint, share=share) for share in held), older=tuple(older))
 
 
-def begun_after(store: Store, checkpoint: Path, *, half: bool = False, session: str | None = None) -> Save:
+def begun_after(store: Store, checkpoint: Path, *, session: str | None = None, **options: Any) -> Save:
     """Begin a session that goes on from the newest commit of ``run``, two steps later."""
     base = resolve(store.repo, "run")
     view = store.repo.catalog.find("run")
     place = Place.resumed(view, base.record, of_commit=base.commit, is_as_it_stands=True)
     session = session or secrets.token_hex(16)
-    return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, half=half)
+    return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, **options)

@@ -81,7 +81,7 @@ class Arena:
         return self.folder / f"source{step}"
 
     def digest(self, step: int | str) -> str:
-        """Return what that composes to."""
+        """Return what that composes to; ``3 compact`` is step 3, kept as differences to step 1."""
         return self.digests[str(step)]
 
 
@@ -94,8 +94,19 @@ def arena(fast_module_path: Path) -> Arena:
             source = generate(fast_module_path / f"source{name}", layers=2, hidden=8, vocab=8, step=step, seed=seed)
             store.ingest(source, run=HURT if name == HURT else "alone")
             digests[name] = composed(store, f"{HURT if name == HURT else 'alone'}@{step}", fast_module_path)
+        for step in STEPS[1:]:
+            _save_compactly(store, fast_module_path / f"source{step}", f"compact{step}", "alone@1")
+            digests[f"{step} compact"] = composed(store, f"compact{step}@{step}", fast_module_path)
         version = store.repo.version_of(resolve(store.repo, f"{HURT}@1").record.layers[0])
     return Arena(fast_module_path, digests, version.objects[0].id)
+
+
+def _save_compactly(store: Store, source: Path, run: str, keyframe: str) -> None:
+    """Save *source* in a *run* of its own, as differences to *keyframe*, which may have gone before it is read."""
+    done = store.ingest(source, run=run, resumed_from=keyframe, precision="delta8", exact_every=None)
+    if done.is_new and not done.layers_compact:
+        store.drop(run)
+        raise NotFound(f"{keyframe} went meanwhile")
 
 
 # -- four processes ------------------------------------------------------------------------------------------------
@@ -108,7 +119,7 @@ class _Worker:
         self._path, self._arena, self._life = path, arena, life
         self._chance = random.Random(seed)
         self._fd = os.open(path.parent / f"journal{life}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._step = 0
+        self._step = self._saves = 0
 
     def say(self, *words: object) -> None:
         """Write something down; one line is written whole."""
@@ -116,8 +127,8 @@ class _Worker:
 
     def live(self) -> None:
         """Go on for ever."""
-        verbs = [self.save, self.save_for_all, self.save_to_throw, self.compose, self.collect, self.verify]
-        verbs += [self.drop, self.undrop, self.harm, self.repair]
+        verbs = [self.save, self.save_for_all, self.save_to_throw, self.save_compactly]
+        verbs += [self.compose, self.collect, self.verify, self.drop, self.undrop, self.harm, self.repair]
         while True:
             with Store(self._path) as store:
                 for _ in range(self._chance.randrange(1, 6)):
@@ -140,6 +151,15 @@ class _Worker:
         step = self._chance.choice(STEPS)
         store.ingest(self._arena.source(step), run="all")
         self.say("saved", f"all@{step}", step)
+
+    def save_compactly(self, store: Store) -> None:
+        """Save differences to a commit that is thrown away at once: what they refer to stays."""
+        self._saves += 1
+        step, run = self._chance.choice(STEPS[1:]), f"compact{self._life}-{self._saves}"
+        store.ingest(self._arena.source(1), run="thrown-key")
+        _save_compactly(store, self._arena.source(step), run, "thrown-key@1")
+        self.say("saved", f"{run}@{step}", f"{step} compact")
+        store.drop("thrown-key@1")
 
     def save_to_throw(self, store: Store) -> None:
         """Save what collections take."""
@@ -219,9 +239,9 @@ def journals(folder: Path) -> Iterator[list[object]]:
         yield from map(json.loads, journal.read_text().splitlines())
 
 
-def saved(folder: Path) -> dict[str, int]:
-    """Return the commits that somebody was told are saved, with their steps."""
-    return {str(words[1]): int(str(words[2])) for words in journals(folder) if words[0] == "saved"}
+def saved(folder: Path) -> dict[str, str]:
+    """Return the commits that somebody was told are saved, with what each has to be."""
+    return {str(words[1]): str(words[2]) for words in journals(folder) if words[0] == "saved"}
 
 
 def _melee(folder: Path, arena: Arena, seconds: float, seed: int) -> tuple[int, Counter[str]]:
@@ -428,6 +448,7 @@ COLLECTS = "collects"
 MEETING: dict[str, Deed] = {
     "saves again": lambda store, arena: store.ingest(arena.source(1), run="again"),
     "saves the same": lambda store, arena: store.ingest(arena.source(1), run="run"),
+    "saves compactly": lambda store, arena: _save_compactly(store, arena.source(2), "compact", "run@1"),
     "saves half": lambda store, arena: store.ingest(arena.source(2), run="run", policy="parity"),
     "pins": lambda store, arena: store.pin("named", "run@1"),
     "composes": lambda store, arena: store.compose("run@1").write(store.path.parent / "out", durable=False),
@@ -490,7 +511,8 @@ def _meeting_problems(
 
 def _brought(path: Path, arena: Arena, deed: str) -> dict[str, str]:
     """Return what has to be there, with its digest, once *deed* has reported success."""
-    found = {"saves again": {"again@1": arena.digest(1)}, "pins": {"named": arena.digest(1)}}.get(deed, {})
+    brought = {"saves again": {"again@1": "1"}, "pins": {"named": "1"}, "saves compactly": {"compact@2": "2 compact"}}
+    found = {ref: arena.digest(step) for ref, step in brought.get(deed, {}).items()}
     with Store(path) as store:
         if deed == "drops":
             store.undrop("run@3")  # whatever was collected meanwhile, what was dropped is in the trash

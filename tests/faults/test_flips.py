@@ -48,13 +48,13 @@ def _stop_aside(operation: str, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def full(fast_module_path: Path) -> Path:
-    """Return a store with everything in it that a store can have: a part, objects aside, a trash, pointers."""
+    """Return a store with all that a store can have: compact saves, a part, objects aside, a trash, pointers."""
     folder = fast_module_path / "full"
     path = folder / "store"
     folder.mkdir()
     with init(path) as store:
         for step in (2, 4, 6):
-            store.ingest(tiny_checkpoint(folder / f"step{step}", step=step, layout="hf"), run="run")
+            store.ingest(tiny_checkpoint(folder / f"step{step}", step=step, layout="hf"), run="run", precision="delta8")
         store.pin("kept", "run@6")
         store.ingest(tiny_checkpoint(folder / "other", step=6, seed=1), run="run", replace=True)
         part = Part(

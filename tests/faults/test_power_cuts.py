@@ -22,12 +22,10 @@ from tests.faults import verbs
 from tests.faults.harness import in_child, seeded
 from tests.faults.simulated_disk import Choice, Disk, Trace, TracedFiles, Tree, digest, samples, written
 from tests.faults.test_crash import with_one_worker
-from tests.faults.verbs import VERBS, WRITES, fresh, wrong
+from tests.faults.verbs import CLEARS_AWAY, VERBS, WRITES, fresh, wrong
 
 AT_EACH_MOMENT = 5
 """How many images of each moment are looked at in an exhaustive run."""
-CLEARS_AWAY = {"gc", "trim", "empty", "unpin", "migrate"}
-"""Verbs that end by removing things: what was removed last may be back, and nothing names it."""
 
 
 def aftermath(folder: Path, name: str, *, is_done: bool) -> list[str]:

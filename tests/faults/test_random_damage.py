@@ -70,7 +70,11 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(fast_module_path: Path) -> Scene:
-    """Return a store, the bucket that it is pushed to, a partial clone of that, and a cache, twice."""
+    """
+    Return a store, the bucket that it is pushed to, a partial clone of that, and a cache, twice.
+
+    The newest save is a compact one: whatever is damaged of what it refers to, its answers are right or none.
+    """
     return in_child(_make, fast_module_path).needed()  # type: ignore[no-any-return]
 
 
@@ -87,7 +91,7 @@ def _make(folder: Path) -> Scene:
     layerstore.clone(url, place / "clone", records=True).close()
     older = copied(place, folder / "older")
     with Store(place / "store") as store:
-        store.ingest(tiny_checkpoint(folder / "6", step=6, seed=2), run="run")
+        store.ingest(tiny_checkpoint(folder / "6", step=6, seed=2), run="run", precision="delta8")
         store.ingest(tiny_checkpoint(folder / "8", step=8, seed=3), run="run")
         store.drop("run@8")
         store.delete_pin("kept")

@@ -8,12 +8,13 @@ and facts are at ``sources`` beside the folder: what is copied, cut or mounted i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from layerstore import Keep
 from layerstore.disk import Files, Hook, no_hook
@@ -30,6 +31,7 @@ from tests.faults.harness import (
     fingerprint,
     flip,
     leftovers,
+    masters,
     problems,
     snapshot,
     truth,
@@ -38,6 +40,8 @@ from tests.faults.saving import begun_after
 from tests.generated import generate
 
 Verb = Callable[[Path, Hook], object]
+DELTA: Final = "delta8"
+"""The precision of what is kept compactly."""
 Deed = Callable[[Store, Path], object]
 """What a verb does with a store that is open, in the folder that `fresh` has made."""
 
@@ -59,7 +63,8 @@ def make_scene(folder: Path) -> Path:
 
     ``plain`` has ``run@2`` and the pin ``kept``. In ``rich`` that was replaced, ``run@4`` was added, and ``run@6`` is
     in the trash with the replaced one. ``rotten`` has lost its record; ``harmed`` has damage of every kind that its
-    ``copy`` can heal, and a pin that nobody can. ``older`` is ``rich`` in the format before this one.
+    ``copy`` can heal, and a pin that nobody can. ``older`` is ``rich`` in the format before this one. In ``fine``,
+    ``run@4`` is kept compactly, as differences to ``run@2``, and ``run@6`` exactly; ``worn`` has lost some of both.
     """
     for name, step, seed in (("first", 2, 0), ("second", 4, 0), ("third", 6, 0), ("other", 2, 1)):
         generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout="hf")
@@ -72,7 +77,7 @@ def make_scene(folder: Path) -> Path:
             store.ingest(folder / name, run="run", replace=replace)
             facts[name] = composed(store, "run@2" if replace else "run", folder)
         store.drop("run@6")
-    for name, verb in (("half", "inherit"), ("saved", "save")):
+    for name, verb in (("half", "inherit"), ("saved", "save"), ("compact", "differ"), ("shared", "save_compactly")):
         work = folder / "work" / name
         work.mkdir(parents=True)
         _link(folder, work)
@@ -80,9 +85,11 @@ def make_scene(folder: Path) -> Path:
         VERBS[verb](work, no_hook)
         with Store(work / "store") as store:
             facts[name] = composed(store, "run", folder)
+            facts[f"{name} numbers"] = numbers(store, "run")
     with Store(copied(folder / "plain", folder / "rotten")) as store:
         flip(next(store.repo.layout.run("run").iterdir()))
     _make_harmed(folder)
+    _make_fine(folder)
     as_format_1(copied(folder / "rich", folder / "older"))
     (folder / "facts.json").write_text(json.dumps(facts))
     return folder
@@ -101,6 +108,18 @@ def _make_harmed(folder: Path) -> None:
         copied(store.path, folder / "copy")
         for path in hurt:
             flip(path)
+
+
+def _make_fine(folder: Path) -> None:
+    """Keep a save compactly, and in a copy damage an object that it refers to, and one that is its own."""
+    with Store(copied(folder / "plain", folder / "fine")) as store:
+        store.delete_pin("kept")
+        store.ingest(folder / "second", run="run", precision=DELTA)
+        store.ingest(folder / "third", run="run")
+    with Store(copied(folder / "fine", folder / "worn")) as store:
+        version = store.repo.version_of(resolve(store.repo, "run@4").record.layers[0])
+        for stored in (version.references[0], version.objects[-1]):
+            flip(store.repo.layout.object(stored.id))
 
 
 def _link(scene: Path, folder: Path) -> None:
@@ -126,13 +145,17 @@ def _ingest(name: str, **options: Any) -> Deed:
     return lambda store, folder: store.ingest(source(folder, name), **{"run": "run"} | options)
 
 
-def _save(store: Store, folder: Path) -> object:
-    """Let two ranks save half of a step while they train, and join their parts; unless it is there."""
-    if resolve(store.repo, "run").record.step >= 4:
-        return None
-    save = begun_after(store, source(folder, "second"), half=True)
-    save.write_all()
-    return save.finish()
+def _save(**options: Any) -> Deed:
+    """Let two ranks save a step while they train, and join their parts; unless it is there."""
+
+    def save(store: Store, folder: Path) -> object:
+        if resolve(store.repo, "run").record.step >= 4:
+            return None
+        begun = begun_after(store, source(folder, "second"), **options)
+        begun.write_all()
+        return begun.finish()
+
+    return save
 
 
 def _collect(keep: Keep | None, *, empty_trash: bool = False) -> Deed:
@@ -141,6 +164,19 @@ def _collect(keep: Keep | None, *, empty_trash: bool = False) -> Deed:
         return store.gc(keep, grace_seconds=0, empty_trash=empty_trash)
 
     return collect
+
+
+def _take_keyframe(store: Store, folder: Path) -> object:
+    """Drop the commit that differences refer to, and all that only it needs."""
+    with contextlib.suppress(NotFound):
+        store.drop("run@2")
+    return _collect(None, empty_trash=True)(store, folder)
+
+
+def _rewrite(store: Store, folder: Path) -> object:
+    """Heal what is damaged of a compact commit, and of what it refers to, from their checkpoints."""
+    store.ingest(source(folder, "first"), run="run")
+    return store.ingest(source(folder, "second"), run="run", precision=DELTA)
 
 
 def _verify(store: Store, folder: Path) -> object:
@@ -166,15 +202,21 @@ DEEDS: dict[str, Deed] = {
     "begin": _ingest("second", run="new"),
     "replace": _ingest("other", replace=True),
     "heal": _ingest("first"),
-    "save": _save,
+    "save": _save(half=True),
+    "differ": _ingest("second", precision=DELTA),
+    "save_compactly": _save(precision=DELTA),
     "pin": lambda store, _: store.pin("named", "run@2"),
     "unpin": lambda store, _: store.delete_pin("kept") if store.repo.records.pin_names() else None,
     "drop": _unless(NotFound, lambda store, _: store.drop("run@4")),
     "undrop": _unless(NotFound, lambda store, _: store.undrop("run@6")),
     "gc": _collect(Keep(last=1)),
+    "take_keyframe": _take_keyframe,
     "trim": _collect(Keep(drop_optimizer_older_than=1)),
+    "trim_compact": _collect(Keep(drop_optimizer_older_than=1)),
     "empty": _collect(None, empty_trash=True),
     "repair": lambda store, folder: store.repair(read_data=True, sources=[source(folder, "copy")]),
+    "mend": lambda store, folder: store.repair(read_data=True, sources=[source(folder, "fine")]),
+    "rewrite": _rewrite,
     "reindex": lambda store, _: store.reindex(),
     "verify": _verify,
     "compose": _unless(AlreadyExists, lambda store, folder: store.compose("run@2").write(folder / "out")),
@@ -202,18 +244,26 @@ BEGINS_AT = dict.fromkeys(("drop", "undrop", "gc", "trim", "empty", "reindex", "
     "heal": "rotten",
     "repair": "harmed",
     "migrate": "older",
+    "take_keyframe": "fine",
+    "trim_compact": "fine",
+    "mend": "worn",
+    "rewrite": "worn",
 }
+CLEARS_AWAY = {"gc", "trim", "empty", "unpin", "migrate", "take_keyframe", "trim_compact"}
+"""Verbs that end by removing things: after a power cut, what was removed last may be back, and nothing names it."""
 _ADDS = {
     "ingest": {"run@4": "second"},
     "inherit": {"run@4": "half", "half": "half"},
     "begin": {"new@4": "second"},
     "save": {"run@4": "saved"},
+    "differ": {"run@4": "compact"},
+    "save_compactly": {"run@4": "shared"},
     "pin": {"named": "first"},
     "undrop": {"run@6": "third"},
 }
 _RICH = {name for name, begin in BEGINS_AT.items() if begin in {"rich", "older"}}
 _REMOVES = {"unpin": "kept", "drop": "run@4", "gc": "run@2"}
-_REMOVES_BYTES = {"unpin", "gc", "trim", "empty", "heal", "migrate"}
+_REMOVES_BYTES = CLEARS_AWAY | {"heal", "rewrite"}
 """Verbs after which bytes may be gone that were there before; all others at most move them."""
 
 
@@ -227,6 +277,8 @@ def wrong(folder: Path, name: str, *, is_done: bool) -> list[str]:
         return _wrong_in_new(folder / "new", is_done=is_done)
     if name == "repair":
         return _wrong_after_repair(folder, facts, is_done=is_done)
+    if BEGINS_AT.get(name) in {"fine", "worn"}:
+        return _wrong_in_fine(folder, name, facts, is_done=is_done)
     if name == "migrate":
         unfinished = _wrong_unless_migrated(folder, is_done=is_done)
         if unfinished is not None:
@@ -336,6 +388,38 @@ def _wrong_after_repair(folder: Path, facts: dict[str, str], *, is_done: bool) -
         for ref, name in (("run@2", "first"), ("kept", "first"), ("run@4", "second")):
             found += [] if composed(store, ref, scratch) == facts[name] else [f"{ref} composes to other bytes"]
     return found
+
+
+def _wrong_in_fine(folder: Path, name: str, facts: dict[str, str], *, is_done: bool) -> list[str]:
+    """Whatever becomes of the commit that it refers to, a compact one decodes to the same numbers."""
+    path, scratch = folder / "store", folder.parent / f"{folder.name}-scratch"
+    known, trash, _ = _known(path)
+    expected = {"run@4": "compact", "run@6": "third"}
+    if name == "take_keyframe" and (is_done or "run@2" not in known | trash):
+        found = ["run@2 is there still"] if "run@2" in known | trash else []
+    else:
+        expected |= {"run@2": "first"} if "run@2" in known else {}
+        found = [] if name == "take_keyframe" or "run@2" in known else ["run@2 is lost"]
+    with Store(path) as store:
+        now = store.verify(read_data=True)
+        if name in CLEARS_AWAY and is_done and now.orphans:
+            found.append(f"{now.orphans} orphans")
+        if name in {"mend", "rewrite"} and not is_done:
+            sound = snapshot(source(folder, "fine"))
+            hurt = {each for each, content in snapshot(source(folder, "worn")).items() if sound.get(each) != content}
+            found += [f"{damage.path} was not damaged before" for damage in now.damaged if damage.path not in hurt]
+            return found + ([] if composed(store, "run@6", scratch) == facts["third"] else ["run@6 has other bytes"])
+        if name == "trim_compact":
+            shown = {f"{entry.run}@{entry.step}" for entry in store.log() if not entry.has_moments}
+            found += ["run@4 has its moments still"] if is_done and "run@4" not in shown else []
+            found += [] if numbers(store, "run@4") == facts["compact numbers"] else ["run@4 has other weights"]
+            expected = {ref: each for ref, each in expected.items() if ref not in shown}
+    return found + problems(path, scratch, {ref: facts[each] for ref, each in expected.items()})
+
+
+def numbers(store: Store, ref: str) -> str:
+    """Return the digest of the masters of *ref*, which need no moments."""
+    return hashlib.sha256(repr(sorted(masters(store, ref).items())).encode()).hexdigest()
 
 
 def _wrong_target(folder: Path, name: str, facts: dict[str, str], *, is_done: bool) -> list[str]:
