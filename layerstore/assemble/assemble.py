@@ -22,13 +22,13 @@ from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
 from layerstore.hashing import combine_crc32, crc32, crc32_of_zeros
 from layerstore.layers import is_inside
-from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
+from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef
 from layerstore.numbers import convert, newly_infinite
 from layerstore.progress import Progress
 from layerstore.slices import Piece
 from layerstore.states import ObjectContent, SourceFile
-from layerstore.storage import Hashing, Repository
+from layerstore.storage import Hashing, Repository, read_chunks
 from layerstore.threads import Threads
 from layerstore.tree import Storage, Tree
 from layerstore.zero3.pt import PtLayout, WrittenPickles, layout_pt
@@ -482,7 +482,6 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     return tasks.values()
 
 
-def chunks_of(source: OpenFile, piece: Piece) -> Iterator[bytes]:
-    """Yield the bytes of *piece* in its object, in order."""
-    for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
-        yield source.read_at(piece.object_offset + start, min(IO_CHUNK_BYTES, piece.size_bytes - start))
+def chunks_of(source: OpenFile, piece: Piece) -> Iterator[memoryview]:
+    """Yield the bytes of *piece* in its object, in order; a chunk is valid until the next one is requested."""
+    return read_chunks(source, piece.object_offset, piece.size_bytes)

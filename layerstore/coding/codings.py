@@ -6,9 +6,9 @@ numpy and torch are imported with the first numbers, since most commands need ne
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from layerstore.coding.spec import Spec
+from layerstore.coding.spec import Error, Spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,25 +16,34 @@ if TYPE_CHECKING:
     import torch
 
 
+class Coded(NamedTuple):
+    """Numbers that were coded."""
+
+    codes: memoryview
+    scales: memoryview
+    """The bits of bfloat16."""
+    lost: Error
+
+
 class Coding(Spec):
-    """A way to keep fp32 numbers in few bits."""
+    """A way to keep fp32 numbers in few bits; they come and go as buffers."""
 
     __slots__ = ()
 
-    def encode(
-        self, values: "npt.NDArray[np.float32]", reference: "npt.NDArray[np.float32] | None" = None
-    ) -> "tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]":
+    def encode(self, values: memoryview, reference: memoryview | None, out: memoryview) -> Coded:
         """
-        Return the codes and the scales (the bits of bfloat16) of *values*, which begin on a block.
+        Code *values*, whole blocks or the last ones of a slice; fill *out*, which may be *reference*, as decoding does.
 
-        They are the same on every machine, however the values are cut into calls.
+        The codes are the same on every machine, however the values are cut into calls.
 
         Raises:
             NotCodable: NaN, infinity, or a sign where there must be none.
         """
         from layerstore.coding.kernels import encode
 
-        return encode(self, values, reference)
+        referred = None if reference is None else _floats(reference)
+        codes, scales, lost = encode(self, _floats(values), referred, _floats(out))
+        return Coded(codes.data, scales.data.cast("B"), lost)
 
     def encode_torch(
         self, values: "torch.Tensor", reference: "torch.Tensor | None" = None
@@ -59,17 +68,20 @@ class Coding(Spec):
 
         check(self, scales)
 
-    def decode(
-        self,
-        parts: "Sequence[npt.NDArray[Any]]",
-        out: "npt.NDArray[np.float32]",
-        reference: "npt.NDArray[np.float32] | None" = None,
-    ) -> None:
+    def decode(self, parts: "Sequence[bytes | memoryview]", reference: memoryview | None, out: memoryview) -> None:
         """Fill *out* with the numbers of whole blocks, or the last ones of a slice; it may be *reference* itself."""
+        import numpy as np
+
         from layerstore.coding.kernels import decode
 
-        codes, scales = parts
-        decode(self, codes, scales, out, reference)
+        codes, scales = np.frombuffer(parts[0], "u1"), np.frombuffer(parts[1], "<u2")
+        decode(self, codes, scales, None if reference is None else _floats(reference), _floats(out))
+
+
+def _floats(data: memoryview) -> "npt.NDArray[np.float32]":
+    import numpy as np
+
+    return np.frombuffer(data, "<f4")
 
 
 CODINGS: Mapping[str, Coding] = MappingProxyType(

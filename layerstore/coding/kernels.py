@@ -2,25 +2,30 @@
 The arithmetic of the codings, for numpy.
 
 The bytes must be the same on every machine: only operations that IEEE 754 rounds correctly, one at a time, are used,
-and reductions whose order does not matter. Work is done in pieces that stay in a processor's caches.
+and reductions whose order does not matter. Work is done in pieces, whose scratch memory is kept.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from layerstore.coding.spec import BLOCK, NotCodable, Spec
+from layerstore.coding.spec import BLOCK, Error, NotCodable, Spec
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Scales = npt.NDArray[np.uint16]
 Images = npt.NDArray[np.int32]
-_Encode = Callable[[Floats, int, Floats, Bytes, Scales], None]
-_Decode = Callable[[Bytes, int, Floats, Scales, Floats], None]
+_Encode = Callable[[Floats, int, Floats, Bytes, Scales], np.int32]
+_Decode = Callable[[Bytes, Floats, int, Scales, Floats], None]
 
-_PIECE = 1 << 17
-"""Elements that are worked on at once. With fewer, calls of numpy would take longer than their work."""
+_PIECE = 1 << 18
+"""
+Elements that are worked on at once: a chunk of a file. With fewer, caches would hold them, but threads would wait for
+each other longer than for memory, since every call of numpy begins and ends with the interpreter's lock.
+"""
 
 # Images are the bits of a float as an integer. The upper half of them is a bfloat16.
 INFINITY = 0x7F80_0000
@@ -34,47 +39,102 @@ UPPER = -0x1_0000
 _ONE = np.float32(1)
 
 
-def encode(spec: Spec, values: Floats, reference: Floats | None) -> tuple[Bytes, Scales]:
-    """Return the codes and the scales of *values*."""
+class _Room(threading.local):
+    """Room for the work on one piece, in each thread: new memory costs more than the work."""
+
+    def __init__(self) -> None:
+        self.moved, self.work, self.found = np.empty((3, _PIECE), np.float32)
+        self.small = np.empty(_PIECE, np.uint8)
+
+
+_ROOM = _Room()
+
+
+def encode(spec: Spec, values: Floats, reference: Floats | None, out: Floats) -> tuple[Bytes, Scales, Error]:
+    """Return the codes and the scales of *values*, and what they lose; fill *out* with what they decode to."""
     assert (reference is not None) == spec.needs_reference
     codes, scales = (np.empty(part.elements, kind) for part, kind in zip(spec.parts(values.size), _KINDS, strict=True))
-    scratch = _Scratch(values.size)
+    lost = Error()
     with np.errstate(all="ignore"):  # what is not finite is refused
-        for start in range(0, values.size, _PIECE):
-            end = min(start + _PIECE, values.size)
-            piece = values[start:end]
-            if reference is not None:
-                piece = np.subtract(piece, reference[start:end], out=scratch.moved[: end - start])
-            blocks = _whole_blocks(piece, scratch.moved)
-            work, small = scratch.work[: blocks.size].reshape(-1, BLOCK), scratch.small[: blocks.size]
-            try:
-                _ENCODE[spec.kind](blocks, spec.top_code, work, small.reshape(-1, BLOCK), scales[_of(spec, start, end)])
-            except NotCodable as error:
-                raise NotCodable(_reason(values[start:end], None if reference is None else piece)) from error
-            target = codes[start * spec.bits // 8 : -(-end * spec.bits // 8)]
-            target[:] = (_packed(small) if spec.bits == 4 else small)[: target.size]
-    return codes, scales
+        for of, code, scale in _pieces(spec, values.size):
+            referred = None if reference is None else reference[of]
+            lost += _encode_piece(spec, values[of], referred, out[of], (codes[code], scales[scale]))
+    return codes, scales, lost
 
 
-def decode(spec: Spec, codes: Bytes, scales: Scales, out: Floats, reference: Floats | None) -> None:
+def decode(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | None, out: Floats) -> None:
     """Fill *out* with what *codes* and *scales* stand for."""
     assert (reference is not None) == spec.needs_reference
     assert [codes.size, scales.size] == [part.elements for part in spec.parts(out.size)]
-    scratch = _Scratch(out.size)
     with np.errstate(all="ignore"):
-        for start in range(0, out.size, _PIECE):
-            end = min(start + _PIECE, out.size)
-            scales_here = scales[_of(spec, start, end)]
-            small = scratch.small[: -(-(end - start) // BLOCK) * BLOCK]
-            _unpack(codes[start * spec.bits // 8 : -(-end * spec.bits // 8)], small, spec)
-            is_direct = reference is None and small.size == end - start
-            found = out[start:end] if is_direct else scratch.moved[: small.size]
-            work = scratch.work[: small.size].reshape(-1, BLOCK)
-            _DECODE[spec.kind](small.reshape(-1, BLOCK), spec.top_code, work, scales_here, found.reshape(-1, BLOCK))
-            if reference is not None:
-                np.add(reference[start:end], found[: end - start], out=out[start:end])
-            elif not is_direct:
-                out[start:end] = found[: end - start]
+        for of, code, scale in _pieces(spec, out.size):
+            _decode_piece(spec, codes[code], scales[scale], None if reference is None else reference[of], out[of])
+
+
+def _pieces(spec: Spec, elements: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield where the elements of each piece are, their codes, and their scales."""
+    for start in range(0, elements, _PIECE):
+        end = min(start + _PIECE, elements)
+        yield (
+            slice(start, end),
+            slice(start * spec.bits // 8, -(-end * spec.bits // 8)),
+            slice(start // BLOCK * spec.scales_per_block, -(-end // BLOCK) * spec.scales_per_block),
+        )
+
+
+def _encode_piece(
+    spec: Spec, values: Floats, reference: Floats | None, out: Floats, parts: tuple[Bytes, Scales]
+) -> Error:
+    (codes, scales), size = parts, values.size
+    moved = values if reference is None else np.subtract(values, reference, out=_ROOM.moved[:size])
+    blocks = _whole_blocks(moved, _ROOM.moved)
+    work = _ROOM.work[: blocks.size]
+    small = codes if spec.bits == 8 and size == blocks.size else _ROOM.small[: blocks.size]
+    try:
+        greatest = _ENCODE[spec.kind](blocks, spec.top_code, work.reshape(-1, BLOCK), small.reshape(-1, BLOCK), scales)
+    except NotCodable as error:
+        raise NotCodable(_reason(values, None if reference is None else moved)) from error
+    if small is not codes:
+        codes[:] = (_packed(small) if spec.bits == 4 else small)[: codes.size]
+    _decode_piece(spec, codes, scales, reference, out)
+    return _lost(values, moved, greatest, out, work[:size])
+
+
+def _decode_piece(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | None, out: Floats) -> None:
+    small = _unpacked(codes, spec, -(-out.size // BLOCK) * BLOCK)
+    is_direct = reference is None and small.size == out.size
+    found = out if is_direct else _ROOM.found[: small.size]
+    work = _ROOM.work[: small.size].reshape(-1, BLOCK)
+    _DECODE[spec.kind](small.reshape(-1, BLOCK), work, spec.top_code, scales, found.reshape(-1, BLOCK))
+    if reference is not None:
+        np.add(reference, found[: out.size], out=out)
+    elif not is_direct:
+        out[:] = found[: out.size]
+
+
+def _lost(values: Floats, moved: Floats, greatest: np.int32, decoded: Floats, room: Floats) -> Error:
+    """Return how far *decoded* is from *values*, which have *moved*, by the image *greatest* at most."""
+    greatest_value = float(greatest.view(np.float32))
+    # Squares of second moments may be too small for fp32, others too large.
+    exponent = math.frexp(greatest_value)[1]
+    exponent = 0 if -32 < exponent < 32 else min(max(exponent, -120), 120)
+    squares = _squares(np.subtract(values, decoded, out=room), exponent, room)
+    off = float(squares.view(np.int32).max().view(np.float32))
+    # Sums, and not dot products: the order of those depends on the machine.
+    lost = float(np.add.reduce(squares))
+    return Error(
+        greatest=math.sqrt(off) * 2.0**exponent,
+        squares=lost * 4.0**exponent,
+        greatest_value=greatest_value,
+        value_squares=float(np.add.reduce(_squares(moved, exponent, room))) * 4.0**exponent,
+    )
+
+
+def _squares(numbers: Floats, exponent: int, room: Floats) -> Floats:
+    """Return the squares of *numbers*, less twice the *exponent* of two, in *room*."""
+    if exponent:
+        numbers = np.multiply(numbers, np.float32(2.0**-exponent), out=room)
+    return np.multiply(numbers, numbers, out=room)
 
 
 def check(spec: Spec, scales: Scales) -> None:
@@ -95,21 +155,6 @@ def _reason(values: Floats, moved: Floats | None) -> str:
     )
 
 
-class _Scratch:
-    """Room for the work on one piece."""
-
-    def __init__(self, elements: int) -> None:
-        size = min(-(-elements // BLOCK) * BLOCK, _PIECE)
-        self.work = np.empty(size, np.float32)
-        self.moved = np.empty(size, np.float32)
-        self.small = np.empty(size, np.uint8)
-
-
-def _of(spec: Spec, start: int, end: int) -> slice:
-    """Return where the scales of the elements from *start* to *end* are."""
-    return slice(start // BLOCK * spec.scales_per_block, -(-end // BLOCK) * spec.scales_per_block)
-
-
 def _whole_blocks(piece: Floats, room: Floats) -> Floats:
     """Return *piece* as rows of one block each; zeros fill up the last, in *room*."""
     if piece.size % BLOCK:
@@ -128,12 +173,15 @@ def _packed(small: Bytes) -> Bytes:
     return pairs.astype(np.uint8)
 
 
-def _unpack(codes: Bytes, small: Bytes, spec: Spec) -> None:
-    """Fill *small* with the codes, one in each byte, and zeros."""
+def _unpacked(codes: Bytes, spec: Spec, elements: int) -> Bytes:
+    """Return *elements* codes, one in each byte; zeros fill up the last block."""
+    if spec.bits == 8 and codes.size == elements:
+        return codes
+    small = _ROOM.small[:elements]
     if spec.bits == 8:
         small[: codes.size] = codes
         small[codes.size :] = 0
-        return
+        return small
     pairs = small.view("<u2")
     pairs[: codes.size] = codes
     pairs[codes.size :] = 0
@@ -142,20 +190,23 @@ def _unpack(codes: Bytes, small: Bytes, spec: Spec) -> None:
     if spec.kind != "logarithmic":  # in two's complement
         small ^= 8
         small -= 8
+    return small
 
 
 # -- linear and companded ----------------------------------------------------------------------------------------------
 
 
-def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> Floats:
+def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.int32, Floats]:
     """
-    Set the scale of each block: *share* of its largest magnitude. Return the inverses as a column.
+    Set the scale of each block: *share* of its largest magnitude. Return the image of the greatest magnitude of all,
+    and the inverses as a column.
 
     It is rounded to nearest, half up: then the largest magnitude has the largest code, neither more nor less, and what
     was decoded has the same scale and codes again.
     """
     largest: Images = np.maximum.reduce(magnitudes.view(np.int32), axis=1)
-    if largest.max() >= INFINITY:
+    greatest: np.int32 = largest.max()
+    if greatest >= INFINITY:
         raise NotCodable
     exact = largest.view(np.float32)
     exact *= np.float32(share)
@@ -164,28 +215,29 @@ def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> Floats:
     np.maximum(largest, SMALLEST_SCALE, out=largest)
     scales[:] = largest.view(np.uint16)[1::2]
     inverse: Floats = np.divide(_ONE, exact, out=exact)
-    return inverse[:, None]
+    return greatest, inverse[:, None]
 
 
 def _column(scales: Scales) -> Floats:
     return (scales.astype(np.uint32) << 16).view(np.float32)[:, None]
 
 
-def _encode_linear(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> None:
-    inverse = _set_scales(np.abs(blocks, out=work), 1 / top, scales)
+def _encode_linear(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> np.int32:
+    greatest, inverse = _set_scales(np.abs(blocks, out=work), 1 / top, scales)
     np.multiply(blocks, inverse, out=work)
     np.rint(work, out=work)
     np.copyto(small.view(np.int8), work, casting="unsafe")
+    return greatest
 
 
-def _decode_linear(small: Bytes, top: int, work: Floats, scales: Scales, out: Floats) -> None:
-    del top
-    np.copyto(work, small.view(np.int8))
-    np.multiply(work, _column(scales), out=out)
+def _decode_linear(small: Bytes, work: Floats, top: int, scales: Scales, out: Floats) -> None:
+    del work, top
+    np.copyto(out, small.view(np.int8))
+    np.multiply(out, _column(scales), out=out)
 
 
-def _encode_companded(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> None:
-    inverse = _set_scales(np.abs(blocks, out=work), 1 / top**2, scales)
+def _encode_companded(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> np.int32:
+    greatest, inverse = _set_scales(np.abs(blocks, out=work), 1 / top**2, scales)
     np.multiply(work, inverse, out=work)
     np.sqrt(work, out=work)
     np.rint(work, out=work)
@@ -195,12 +247,13 @@ def _encode_companded(blocks: Floats, top: int, work: Floats, small: Bytes, scal
     np.negative(is_negative, out=is_negative)
     signed ^= is_negative  # in two's complement, -n is ~n + 1
     signed -= is_negative
+    return greatest
 
 
-def _decode_companded(small: Bytes, top: int, work: Floats, scales: Scales, out: Floats) -> None:
+def _decode_companded(small: Bytes, work: Floats, top: int, scales: Scales, out: Floats) -> None:
     del top
-    np.copyto(work, small.view(np.int8))
-    np.abs(work, out=out)
+    np.copyto(out, small.view(np.int8))
+    np.abs(out, out=work)
     np.multiply(out, work, out=out)  # at most 127 squared, so that the next product is exact, too
     np.multiply(out, _column(scales), out=out)
 
@@ -208,11 +261,12 @@ def _decode_companded(small: Bytes, top: int, work: Floats, scales: Scales, out:
 # -- logarithmic -------------------------------------------------------------------------------------------------------
 
 
-def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> None:
+def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, scales: Scales) -> np.int32:
     images = blocks.view(np.int32)  # grow with the logarithm of a positive number, nearly evenly
     low: Images = np.minimum.reduce(images, axis=1)
     high: Images = np.maximum.reduce(images, axis=1)
-    least, greatest = low.min(), high.max()
+    least: np.int32 = low.min()
+    greatest: np.int32 = high.max()
     if least < 0 or greatest >= INFINITY:
         raise NotCodable
     is_plain = least >= SMALLEST and greatest <= LARGEST
@@ -234,6 +288,7 @@ def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, sc
     small += 1
     if not is_plain:
         small *= images != 0
+    return greatest
 
 
 def _least_positive(images: Images) -> Images:
@@ -242,7 +297,7 @@ def _least_positive(images: Images) -> Images:
     return least + np.int32(1)
 
 
-def _decode_logarithmic(small: Bytes, top: int, work: Floats, scales: Scales, out: Floats) -> None:
+def _decode_logarithmic(small: Bytes, work: Floats, top: int, scales: Scales, out: Floats) -> None:
     ends = scales.reshape(-1, 2).astype(np.float32)
     ends *= np.float32(0x10000)
     low, high = ends[:, :1], ends[:, 1:]

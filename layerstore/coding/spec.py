@@ -1,7 +1,7 @@
 """What a coding makes of a tensor, without the arithmetic."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 BLOCK = 128
 """Elements that share their scales. The first block begins at the start of a slice."""
@@ -9,6 +9,29 @@ BLOCK = 128
 
 class NotCodable(ValueError):
     """These numbers cannot be coded, and have to be kept as they are; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """What coding loses; the errors of several pieces add up."""
+
+    greatest: float = 0.0
+    """The largest distance of a decoded number from what it was."""
+    squares: float = 0.0
+    """Sum of the squares of these distances."""
+    greatest_value: float = 0.0
+    """The largest magnitude of what was coded: a movement for differences, else a value."""
+    value_squares: float = 0.0
+    """Sum of the squares of these."""
+
+    def __add__(self, other: Self) -> "Error":
+        """Return the error of both."""
+        return Error(
+            greatest=max(self.greatest, other.greatest),
+            squares=self.squares + other.squares,
+            greatest_value=max(self.greatest_value, other.greatest_value),
+            value_squares=self.value_squares + other.value_squares,
+        )
 
 
 @dataclass(frozen=True, slots=True)

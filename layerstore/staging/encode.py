@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from layerstore.coding import BLOCK, CODINGS, Coded, Error, NotCodable, code
+from layerstore.coding import BLOCK, CODINGS, Coded, Error, NotCodable
 from layerstore.errors import LayerstoreError, Unsupported
 from layerstore.hashing import crc32
 from layerstore.history import Place
@@ -126,6 +126,7 @@ class Encoding:
         self._objects = objects
         self._hashing = Hashing([self.reference.ref] if self.reference else [])
         self._file = objects.open(self.reference.ref) if self.reference else None
+        self._decoded = memoryview(b"")
 
     @property
     def header(self) -> bytes:
@@ -147,34 +148,37 @@ class Encoding:
         else:
             scales, done = [], 0
             for values in _whole_blocks(chunks):
-                coded = self._coded(number, values, done)
-                checksum = crc32(coded.decoded, checksum)
+                decoded = self._room(len(values))
+                coded = self._coded(number, values, done, decoded)
+                checksum = crc32(decoded, checksum)
                 done += len(values)
                 scales.append(coded.scales)
                 yield coded.codes
             yield from scales
         self.tensors[number] = replace(tensor, crc32=checksum)
 
-    def _coded(self, number: int, values: memoryview, done: int) -> Coded:
-        """Code *values*, which come after *done* bytes of the slice *number*."""
+    def _coded(self, number: int, values: memoryview, done: int, decoded: memoryview) -> Coded:
+        """Code *values*, which come after *done* bytes of the slice *number*; fill *decoded*."""
         tensor = self.tensors[number]
+        coding, reference = CODINGS[tensor.coding], None
+        if coding.needs_reference:
+            assert self.reference is not None
+            assert self._file is not None
+            reference = decoded
+            self._hashing.read_into(self.reference.ref, self._file, reference, self._offsets[number] + done)
         try:
-            coded = code(CODINGS[tensor.coding], values, self._referred(number, len(values), done))
+            coded = coding.encode(values, reference, decoded)
         except NotCodable as exc:
             what = f"{tensor.state} of {tensor.name!r}" if tensor.state else f"the master of {tensor.name!r}"
             raise Unsupported(f"{what} cannot be kept compactly: {exc}", hint="save it with precision exact") from exc
         self.losses[tensor.state] = self.losses.get(tensor.state, Error()) + coded.lost
         return coded
 
-    def _referred(self, number: int, size_bytes: int, done: int) -> memoryview | None:
-        """Return *size_bytes* of what the slice *number* refers to, which are read and hashed on the way."""
-        if not CODINGS[self.tensors[number].coding].needs_reference:
-            return None
-        assert self.reference is not None
-        assert self._file is not None
-        data = memoryview(bytearray(size_bytes))
-        self._hashing.read_into(self.reference.ref, self._file, data, self._offsets[number] + done)
-        return data
+    def _room(self, size_bytes: int) -> memoryview:
+        """Return room for what is decoded, the same for all chunks."""
+        if len(self._decoded) < size_bytes:
+            self._decoded = memoryview(bytearray(size_bytes))
+        return self._decoded[:size_bytes]
 
     def stored(self, source: ObjectSource, ref: BlobRef, chunks: bytes) -> StoredObject:
         """Return the finished object; raise IntegrityError if what it refers to is damaged."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from layerstore.coding import BLOCK, CODINGS, decode
+from layerstore.coding import BLOCK, CODINGS
 from layerstore.disk import OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
@@ -148,15 +148,13 @@ class DecodedFile(OpenFile):
         parts = [self._file.read_at(begin, end - begin) for begin, end in layout.stretches(first, last)]
         is_whole = len(view) == size_bytes
         out = view if is_whole else memoryview(bytearray(size_bytes))
-        decode(CODINGS[layout.tensor.coding], parts, out, self._referred(layout, first, size_bytes))
+        coding = CODINGS[layout.tensor.coding]
+        if coding.needs_reference:
+            assert self._reference is not None, "a version names what its differences refer to"
+            self._reference.read_into(out, layout.begin + first * _ITEM_BYTES)
+        coding.decode(parts, out if coding.needs_reference else None, out)
         if not is_whole:
             view[:] = out[start : start + len(view)]
-
-    def _referred(self, layout: _Layout, first: int, size_bytes: int) -> bytes | None:
-        if not CODINGS[layout.tensor.coding].needs_reference:
-            return None
-        assert self._reference is not None, "a version names what its differences refer to"
-        return self._reference.read_at(layout.begin + first * _ITEM_BYTES, size_bytes)
 
     def close(self) -> None:
         """Close what it reads; twice is harmless."""

@@ -6,6 +6,7 @@ import numpy.typing as npt
 from layerstore.coding import Coding
 
 Floats = npt.NDArray[np.float32]
+Parts = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]
 
 
 def numbers_for(coding: Coding, elements: int, *, seed: int = 0) -> tuple[Floats, Floats | None]:
@@ -23,13 +24,20 @@ def numbers_for(coding: Coding, elements: int, *, seed: int = 0) -> tuple[Floats
 
 def decoded(coding: Coding, values: Floats, reference: Floats | None = None) -> Floats:
     """Return *values* once coded and decoded."""
-    return decode(coding, coding.encode(values, reference), values.size, reference)
+    return decode(coding, encode(coding, values, reference), values.size, reference)
 
 
-def decode(
-    coding: Coding, parts: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]], elements: int, reference: Floats | None
-) -> Floats:
+def encode(coding: Coding, values: Floats, reference: Floats | None = None) -> Parts:
+    """Return the codes and scales of *values*; what they are said to decode to is what they do decode to."""
+    out = np.full(values.size, np.nan, np.float32)
+    coded = coding.encode(values.data, None if reference is None else reference.data, out.data)
+    parts = np.frombuffer(coded.codes, np.uint8), np.frombuffer(coded.scales, np.uint16)
+    assert out.tobytes() == decode(coding, parts, values.size, reference).tobytes()
+    return parts
+
+
+def decode(coding: Coding, parts: Parts, elements: int, reference: Floats | None) -> Floats:
     """Return the *elements* numbers of *parts*."""
     out = np.full(elements, np.nan, np.float32)
-    coding.decode(parts, out, reference)
+    coding.decode([part.data for part in parts], None if reference is None else reference.data, out.data)
     return out

@@ -16,7 +16,6 @@ from tests.unit.checkpoints import header_of
 from tests.zero3.ptfiles import change_tree
 
 STATES = ("exp_avg", "exp_avg_sq")
-_NUMPY = {"U8": "u1", "BF16": "<u2"}
 
 
 def record(store: Store, ref: str) -> CommitRecord:
@@ -57,10 +56,10 @@ def decoded(store: Store, stored: StoredObject) -> dict[str, bytes]:
             found[tensor.key] = own[tensor.key]
             continue
         coding, key = CODINGS[tensor.coding], f"{tensor.key}:{tensor.coding}"
-        parts = [np.frombuffer(own[key + part.suffix], _NUMPY[part.dtype]) for part in coding.parts(tensor.elements)]
-        numbers = np.empty(tensor.elements, "<f4")
-        coding.decode(parts, numbers, np.frombuffer(referred[tensor.key], "<f4") if coding.needs_reference else None)
-        found[tensor.key] = numbers.tobytes()
+        parts = [own[key + part.suffix] for part in coding.parts(tensor.elements)]
+        numbers = memoryview(bytearray(4 * tensor.elements))
+        coding.decode(parts, memoryview(referred[tensor.key]) if coding.needs_reference else None, numbers)
+        found[tensor.key] = bytes(numbers)
     return found
 
 

@@ -146,7 +146,7 @@ def _decoded(name: str, values: Floats, reference: Floats | None = None) -> Floa
     if not name:
         return values
     coding, flat = CODINGS[name], np.ascontiguousarray(values).ravel()
-    base = np.ascontiguousarray(reference).ravel() if reference is not None and coding.needs_reference else None
+    base = np.ascontiguousarray(reference).ravel().data if reference is not None and coding.needs_reference else None
     out = np.empty_like(flat)
-    coding.decode(coding.encode(flat, base), out, base)
+    coding.encode(flat.data, base, out.data)
     return out.reshape(values.shape)
