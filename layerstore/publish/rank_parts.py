@@ -302,18 +302,8 @@ def _losses(parts: Iterable[Part]) -> tuple[CodingLoss, ...]:
     found: dict[tuple[str, str], CodingLoss] = {}
     for loss in (loss for part in parts for layer in part.layers for loss in layer.losses):
         known = found.get((loss.layer, loss.state))
-        found[loss.layer, loss.state] = loss if known is None else _both(known, loss)
+        found[loss.layer, loss.state] = loss if known is None else known + loss
     return tuple(found.values())
-
-
-def _both(one: CodingLoss, other: CodingLoss) -> CodingLoss:
-    return replace(
-        one,
-        greatest=max(one.greatest, other.greatest),
-        squares=one.squares + other.squares,
-        greatest_value=max(one.greatest_value, other.greatest_value),
-        value_squares=one.value_squares + other.value_squares,
-    )
 
 
 def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
