@@ -120,8 +120,7 @@ def _lost(values: Floats, moved: Floats, greatest: np.int32, decoded: Floats, ro
     exponent = 0 if -32 < exponent < 32 else min(max(exponent, -120), 120)
     squares = _squares(np.subtract(values, decoded, out=room), exponent, room)
     off = float(squares.view(np.int32).max().view(np.float32))
-    # Sums, and not dot products: the order of those depends on the machine.
-    lost = float(np.add.reduce(squares))
+    lost = float(np.add.reduce(squares))  # and no dot product: its order depends on the machine
     return Error(
         greatest=math.sqrt(off) * 2.0**exponent,
         squares=lost * 4.0**exponent,
