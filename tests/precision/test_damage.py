@@ -120,7 +120,7 @@ PLACES: dict[str, Callable[[StoredObject, Path], range]] = {
 
 
 @pytest.mark.parametrize("place", [*PLACES, "reference"])
-@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)])])
 def test_every_flipped_bit_is_noticed(five: Store, tmp_path: Path, place: str, count: int) -> None:
     """By verify, and by whoever composes; with the bit as it was, all is well again."""
     chance = random.Random(f"{place}/{count}")
