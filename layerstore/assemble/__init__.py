@@ -1,7 +1,7 @@
 """
 Assemble: write the files of a composite, whatever their format.
 
-A format plans its files (`layerstore.shards`, `layerstore.hf`, `layerstore.dcp`, `layerstore.delta`); here they are
+A format plans its files (`layerstore.shards`, `layerstore.hf`, `layerstore.distcp`, `layerstore.delta`); here they are
 filled with the bytes of objects, verified, converted and synced, in a folder that appears whole or not at all.
 """
 

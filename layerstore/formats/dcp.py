@@ -27,6 +27,6 @@ class Dcp(Files):
 
     def plan(self, repo: "Repository", composition: "Composition") -> "ExportPlan":
         """Return what would be written, without writing it."""
-        from layerstore.dcp import plan_dcp
+        from layerstore.distcp import plan_dcp
 
         return plan_dcp(repo, composition, adam_step=self.adam_step)

@@ -14,7 +14,7 @@ from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 
-from layerstore.dcp import read_dcp
+from layerstore.distcp import read_dcp
 from layerstore.errors import (
     Conflict,
     IntegrityError,

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from layerstore import Keep, Store
-from layerstore.dcp import METADATA, Chunk, Entry, Folder, metadata_bytes
-from layerstore.dcp import write as dcp
+from layerstore.distcp import METADATA, Chunk, Entry, Folder, metadata_bytes
+from layerstore.distcp import write as dcp
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint
 from layerstore.model import Kind
 from layerstore.tree import Located

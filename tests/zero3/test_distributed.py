@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.dcp import open_folder
+from layerstore.distcp import open_folder
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.zero3 import discover, distributed_at
 

@@ -4,10 +4,10 @@ PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's
 ``read`` and ``whole`` read a folder, ``onto`` puts it onto a commit, ``write`` makes one.
 """
 
-from layerstore.dcp.metadata import METADATA, Chunk, Entry, metadata_bytes
-from layerstore.dcp.onto import read_dcp
-from layerstore.dcp.read import Folder
-from layerstore.dcp.whole import open_folder
-from layerstore.dcp.write import plan_dcp
+from layerstore.distcp.metadata import METADATA, Chunk, Entry, metadata_bytes
+from layerstore.distcp.onto import read_dcp
+from layerstore.distcp.read import Folder
+from layerstore.distcp.whole import open_folder
+from layerstore.distcp.write import plan_dcp
 
 __all__ = ["METADATA", "Chunk", "Entry", "Folder", "metadata_bytes", "open_folder", "plan_dcp", "read_dcp"]

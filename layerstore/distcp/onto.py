@@ -12,9 +12,9 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from layerstore.dcp.counted_on import Since, counted_on, is_stale, since
-from layerstore.dcp.read import FlatTensor, Folder
-from layerstore.dcp.whole import open_folder
+from layerstore.distcp.counted_on import Since, counted_on, is_stale, since
+from layerstore.distcp.read import FlatTensor, Folder
+from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS

@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from layerstore.dcp.metadata import METADATA, Entry, read_metadata
+from layerstore.distcp.metadata import METADATA, Entry, read_metadata
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX

@@ -21,7 +21,7 @@ from layerstore.assemble import (
     plan_source_file,
 )
 from layerstore.compose import Composition, cautions, check_members
-from layerstore.dcp.metadata import METADATA, Chunk, Entry, KeyPath, metadata_bytes
+from layerstore.distcp.metadata import METADATA, Chunk, Entry, KeyPath, metadata_bytes
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.filenames import SUMMARY, TRAINER_STATE
 from layerstore.hf import goes_along

@@ -6,8 +6,8 @@ the optimizer, with whole tensors.
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerstore.dcp.metadata import Chunk, Entry, KeyPath
-from layerstore.dcp.read import Folder
+from layerstore.distcp.metadata import Chunk, Entry, KeyPath
+from layerstore.distcp.read import Folder
 from layerstore.errors import SourceCheckpoint
 from layerstore.filenames import FSDP_MODEL, FSDP_OPTIMIZER
 from layerstore.source import damaged, real_path
