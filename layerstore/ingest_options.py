@@ -17,6 +17,10 @@ class IngestOptions:
         Setting("the run's name", metavar="R", default="the save folder's; of checkpoint-N and the like, its parent's"),
     ] = None
     tag: Annotated[str | None, Setting("DeepSpeed's tag", metavar="T", default="what `latest` names")] = None
+    step: Annotated[
+        int | None,
+        Setting("of a torch.distributed.checkpoint folder that does not say its step", metavar="N", read=int),
+    ] = None
     pin: Annotated[str | None, Setting("pin the commit under this name", metavar="NAME")] = None
     replace: Annotated[bool, Setting("other content saved for this step goes to the trash")] = False
     policy: Policy = field(default_factory=Latest)

@@ -13,6 +13,9 @@ IO_CHUNK_BYTES = 1 * MIB
 # Objects up to this size are read, hashed and written as one piece of memory: a thousand ranks have a million of them.
 SMALL_OBJECT_BYTES = 4 * MIB
 
+# What no rank has cut is cut into slices, so that an object is at most so large: it is made and read as a whole.
+SLICED_BYTES = 1 * GIB
+
 # For larger writes the kernel uses larger folios, and finding free memory for those can cost five times the write.
 WRITE_BYTES = 64 * KIB
 

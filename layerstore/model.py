@@ -122,6 +122,9 @@ class Buffer:
 STAGES = frozenset({1, 2, 3})
 """The ZeRO stages; what has no stages is kept as stage 3."""
 
+DCP = "dcp"
+"""Flags a record: ``torch.distributed.checkpoint`` made the save, and the ranks' states are not trees of DeepSpeed."""
+
 CUTS = frozenset({"even", "partition"})
 """The values of `LayerVersion.cut` that readers know."""
 
@@ -235,7 +238,7 @@ class SourceLayout:
     """The checkpoint's layout on disk, so that it can be reproduced."""
 
     flavour: str
-    """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
+    """``raw``, ``hf``, ``accelerate`` or ``lightning``; ``dcp`` if DeepSpeed did not write it."""
     tag: str = field(metadata=AS_PATH)
     """DeepSpeed's folder inside the checkpoint."""
     layer_pattern: str | None
@@ -278,7 +281,7 @@ class CommitRecord:
     layers: tuple[LayerEntry, ...]
     """Every layer of the model, in the model's order."""
     states: tuple[BlobRef, ...]
-    """One state blob per rank: everything that is not a layer."""
+    """One state blob per rank: everything that is not a layer. Those of DCP have one for all ranks."""
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
@@ -294,6 +297,11 @@ class CommitRecord:
     def blobs(self) -> tuple[BlobRef, ...]:
         """The versions of its layers and the states of its ranks."""
         return (*(entry.version for entry in self.layers), *self.states)
+
+    @property
+    def is_dcp(self) -> bool:
+        """Whether ``torch.distributed.checkpoint`` made the save, and not DeepSpeed."""
+        return DCP in self.flags
 
     @property
     def is_exact(self) -> bool:

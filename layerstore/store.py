@@ -108,6 +108,7 @@ class Store:
         *,
         run: str | None = None,
         tag: str | None = None,
+        step: int | None = None,
         replace: bool = False,
         layer_pattern: str | None = None,
         allowed_globals: Iterable[str] = (),
@@ -131,8 +132,9 @@ class Store:
         training went back to an earlier step, *resumed_from* to which commit or pinned composite. Objects that the
         store already has are read, and replaced if they are damaged; with *trust_store*, only their size is checked.
 
-        A folder of ``torch.distributed.checkpoint`` is stored *onto* a commit of the same model, which supplies what
-        DeepSpeed needs besides weights and moments; it continues that commit's run.
+        A folder of ``torch.distributed.checkpoint`` is stored by itself, as *step* if it does not say its own. To go
+        back to DeepSpeed, store it *onto* a commit of the same model, which supplies what DeepSpeed needs besides
+        weights and moments; it continues that commit's run.
 
         Raises:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
@@ -145,6 +147,7 @@ class Store:
         asked = IngestOptions(
             run=run,
             tag=tag,
+            step=step,
             replace=replace,
             layer_pattern=layer_pattern,
             allowed_globals=frozenset(allowed_globals),

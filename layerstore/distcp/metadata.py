@@ -19,6 +19,9 @@ from layerstore.zero3.pt import MEMORY_FORMAT, OF_DCP_METADATA, read_pickle, wri
 METADATA = ".metadata"
 """Its name in a checkpoint's folder."""
 
+DATA_SUFFIX = ".distcp"
+"""Of the files with tensors."""
+
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _METADATA = f"{_CLASSES}.Metadata"
 _TENSOR = f"{_CLASSES}.TensorStorageMetadata"
@@ -172,7 +175,10 @@ class _Reader:
         whole = self._fields(tree, _METADATA)
         paths = whole.get("planner_data")
         places = dict(self._places(whole.get("storage_data")))
-        for key, described in self._map(whole.get("state_dict_metadata")).items():
+        # Tensors come rank by rank; the places in the nested state, as that has them.
+        order = {key: number for number, key in enumerate(paths)} if isinstance(paths, dict) else {}
+        described_by = self._map(whole.get("state_dict_metadata"))
+        for key, described in sorted(described_by.items(), key=lambda of: order.get(of[0], len(order))):
             if not isinstance(key, str):
                 raise self._unlike("a name")
             path = paths.get(key) if isinstance(paths, dict) else None

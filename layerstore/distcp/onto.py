@@ -5,15 +5,14 @@ It holds masters and moments. All else that DeepSpeed needs is the base's, count
 ``counted_on``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 
 from layerstore.distcp.counted_on import Since, counted_on, is_stale, since
-from layerstore.distcp.read import FlatTensor, Folder
+from layerstore.distcp.read import Folder
+from layerstore.distcp.transfer import Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
@@ -21,25 +20,20 @@ from layerstore.format import WITHOUT_MOMENTS
 from layerstore.hashing import crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.layers import unwrapped
-from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX, WORKERS_MAX
-from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter, StoredObject
-from layerstore.numbers import can_convert, convert, equal_bytes
+from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX
+from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter
+from layerstore.numbers import can_convert
 from layerstore.progress import Progress
 from layerstore.slices import Slices, canonical_order
 from layerstore.source import read_source_file, stat_source
 from layerstore.staging import (
     NONE_COMPACT,
-    Checksums,
     CompactLayers,
     Content,
-    SourceReader,
     Staging,
-    coding_losses,
-    stage_version,
 )
 from layerstore.states import RankState, SourceFile
 from layerstore.storage import ObjectWriter, Repository
-from layerstore.threads import Threads, run_all
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import (
     Checkpoint,
@@ -47,7 +41,6 @@ from layerstore.zero3 import (
     LayerSource,
     ObjectSource,
     SliceSource,
-    check_unchanged,
     checked_step,
     stamp_of,
 )
@@ -61,22 +54,12 @@ _SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """A tensor of the folder, and the element type that the store keeps it in."""
-
-    tensor: FlatTensor
-    dtype: str
-    is_rounded: bool
-    """Whether values that it cannot hold are rounded, as a buffer's are, and not refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DcpCheckpoint:
     """A distributed checkpoint that was read onto a base."""
 
     checkpoint: Checkpoint
     """As if it was of DeepSpeed; its slices name tensors instead of files."""
-    _wanted: Mapping[Path, _Wanted]
+    _wanted: Mapping[Path, Wanted]
     _files: Mapping[str, Path]
     """Files of the folder that take the place of the base's, by their path there."""
     _done: Since
@@ -96,57 +79,23 @@ class DcpCheckpoint:
         compact: CompactLayers = NONE_COMPACT,
     ) -> Content:
         """Stage what `layerstore.ingest.transfer` stages of a checkpoint of DeepSpeed; raises as it does."""
-        checkpoint, checksums = self.checkpoint, Checksums()
-        layers = [layer for layer in checkpoint.layers if layer.layer in due]
-        with (
-            closing(SourceReader()) as files,
-            Threads(WORKERS_MAX) as pool,
-        ):
-            staging = Staging(
-                writer,
-                _Reader(self._wanted, files, checksums),
-                source=str(checkpoint.found.folder),
-                checksums=checksums,
-                advance=progress.advance,
-                known_before=known_before,
-            )
-            sources = [[of for of in layer.objects if moments or of.kind is not Kind.OPTIMIZER] for layer in layers]
-            progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
-            staged = [
-                run_all(pool, partial(_staged, staging, compact, layer.layer), of)
-                for layer, of in zip(layers, sources, strict=True)
-            ]
-            versions = {
-                layer.layer: stage_version(
-                    writer,
-                    layer,
-                    objects,
-                    world_size=self._world_sizes[layer.layer],
-                    references=compact.references(layer.layer),
-                )
-                for layer, objects in zip(layers, staged, strict=True)
-            }
-            states, stale = self._states(staging, writer, versions)
-            checksums.check(checkpoint.checks, files)
-        check_unchanged(checkpoint.found)
-        notes = [f"whole weights beside the shards are left out ({of}): compose --format hf makes them" for of in stale]
-        return Content(
-            versions=versions,
-            states=states,
-            bytes_derived=0,
-            has_moments=moments,
-            notes=tuple(notes[:1]),
-            losses=tuple(
-                loss
-                for layer, objects in zip(layers, staged, strict=True)
-                for loss in coding_losses(layer.layer, objects, staging)
-            ),
+        return stage(
+            self.checkpoint,
+            self._wanted,
+            writer,
+            progress,
+            world_sizes=self._world_sizes,
+            stage_states=self._states,
+            due=due,
+            known_before=known_before,
+            moments=moments,
+            compact=compact,
         )
 
     def _states(
         self, staging: Staging, writer: ObjectWriter, versions: Mapping[str, BlobRef]
     ) -> tuple[tuple[BlobRef, ...], list[str]]:
-        """Stage the ranks' states; return them, and the files that do not fit the weights any more."""
+        """Stage the ranks' states; return them, and a note if files do not fit the weights any more."""
         found = self.checkpoint.states
         if self._done.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
             # Nothing has happened since: it is the base's own save.
@@ -156,7 +105,11 @@ class DcpCheckpoint:
         paths = {of.path for state in found for of in state.files} | {
             of.path for state in found for of in state.gathered
         }
-        return tuple(self._stage_state(state, staging, writer) for state in found), sorted(filter(is_stale, paths))
+        notes = [
+            f"whole weights beside the shards are left out ({stale}): compose --format hf makes them"
+            for stale in sorted(filter(is_stale, paths))[:1]
+        ]
+        return tuple(self._stage_state(state, staging, writer) for state in found), notes
 
     def _stage_state(self, state: RankState, staging: Staging, writer: ObjectWriter) -> BlobRef:
         """Stage the base's *state*, counted on."""
@@ -172,52 +125,6 @@ class DcpCheckpoint:
         for ref in objects_of_state(moved):
             writer.reuse(ref)  # the base's own: a collection must not take them meanwhile
         return staging.whole_state(moved)
-
-
-class _Reader:
-    """Reads tensors of the folder by name, as the store keeps them, and files of it by their path."""
-
-    def __init__(self, wanted: Mapping[Path, _Wanted], files: SourceReader, checksums: Checksums) -> None:
-        self._wanted = wanted
-        self._files = files
-        self._checksums = checksums
-
-    def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """Yield bytes of a tensor, or of a file, in order; each chunk is valid until the next one is asked for."""
-        of = self._wanted.get(path)
-        if of is None:
-            yield from self._files.chunks(path, offset, size_bytes)
-            return
-        item = by_code(of.dtype).bytes
-        for run in of.tensor.stretch(offset // item, size_bytes // item):
-            position = run.offset_bytes
-            for data in self._files.chunks(run.path, position, run.elements * by_code(of.tensor.dtype).bytes):
-                self._checksums.note(run.path, position, len(data), crc32(data))
-                position += len(data)
-                yield _exactly(of, data)
-
-    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
-        """Fill each buffer with the bytes of its place."""
-        for path, offset, buffer in places:
-            begin = 0
-            for data in self.chunks(path, offset, len(buffer)):
-                buffer[begin : begin + len(data)] = data
-                begin += len(data)
-
-
-def _exactly(of: _Wanted, data: memoryview) -> memoryview:
-    """Return *data* in the type that is kept; raise LayoutMismatch if that would lose something."""
-    kept, found = of.dtype, of.tensor.dtype
-    if kept == found:
-        return data
-    converted = convert(data, source=found, target=kept)
-    if not of.is_rounded and not equal_bytes(convert(converted, source=kept, target=found), data):
-        raise LayoutMismatch(
-            f"{of.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept)}, and its "
-            f"values here need {dtype_name(found)}",
-            hint="choose a base in which it is trained, or freeze it",
-        )
-    return converted
 
 
 # -- reading the folder --------------------------------------------------------------------------------------------
@@ -244,7 +151,7 @@ class _Reading:
         self._called = references_to(repo, [base.record])[0]
         self._versions = [repo.version_of(entry) for entry in base.record.layers]
         self._slices = Slices(self._versions)
-        self._wanted: dict[Path, _Wanted] = {}
+        self._wanted: dict[Path, Wanted] = {}
         names = [unwrapped(name) for name in (*self._slices.parameters, *self._slices.buffers())]
         self._model = self._prefix(names, "tensor")
         self._states: dict[str, list[str]] = {}
@@ -446,7 +353,7 @@ class _Reading:
             offset_bytes=first * by_code(dtype).bytes,
         )
 
-    def _checked(self, kind: Kind, key: str, of: Parameter | Buffer, dtype: str) -> _Wanted:
+    def _checked(self, kind: Kind, key: str, of: Parameter | Buffer, dtype: str) -> Wanted:
         """Return the tensor *key*; masters and moments must have the type of the base."""
         tensor = self._folder.tensor(key)
         if tensor.shape != of.shape:
@@ -462,8 +369,4 @@ class _Reading:
                 f"{dtype_name(dtype)}; nothing was ingested",
                 hint="train fp32 parameters under FSDP2, with a MixedPrecisionPolicy for the rest",
             )
-        return _Wanted(tensor=tensor, dtype=dtype, is_rounded=kind is Kind.BUFFERS)
-
-
-def _staged(staging: Staging, compact: CompactLayers, layer: str, source: ObjectSource) -> StoredObject:
-    return staging.planned(source, compact.plan(layer, source))
+        return Wanted(tensor=tensor, dtype=dtype, is_rounded=kind is Kind.BUFFERS)

@@ -69,7 +69,7 @@ def _metadata_files(path: Path) -> list[Path]:
 class Folder:
     """A distributed checkpoint on disk."""
 
-    def __init__(self, path: Path, *, follow: bool = False) -> None:
+    def __init__(self, path: Path, pickles: Pickles | None = None, *, follow: bool = False) -> None:
         """
         Read the metadata of *path* or, as Accelerate keeps model and optimizer apart, of each folder in it.
 
@@ -92,7 +92,7 @@ class Folder:
                 self.entries[key] = replace(entry, chunks=chunks)
         self.checks: list[tuple[str, Located]] = []
         """Name and position of all tensors' bytes that were looked up, with the checksum that they must have."""
-        self._pickles = Pickles()
+        self._pickles = pickles or Pickles()
 
     def allowed(self, path: Path) -> Path:
         """Return *path*; raise SourceCheckpoint if a link leads to it that may not be followed."""

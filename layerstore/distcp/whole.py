@@ -12,7 +12,7 @@ from layerstore.errors import SourceCheckpoint
 from layerstore.filenames import FSDP_MODEL, FSDP_OPTIMIZER
 from layerstore.source import damaged, real_path
 from layerstore.tree import Tensor, Tree
-from layerstore.zero3 import distributed_at, onto_hint, refuse_file_per_rank
+from layerstore.zero3 import distributed_at, refuse_file_per_rank
 from layerstore.zero3.pt import Pickles, read_pt
 
 _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
@@ -22,7 +22,7 @@ _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
 class WholeFolder(Folder):
     """Such a checkpoint on disk, as if it was a distributed one in which each tensor is one chunk."""
 
-    def __init__(self, path: Path, *, follow: bool = False) -> None:
+    def __init__(self, path: Path, pickles: Pickles, *, follow: bool = False) -> None:
         """
         Read both files; see `Folder`.
 
@@ -35,7 +35,6 @@ class WholeFolder(Folder):
         self.entries: dict[str, Entry] = {}
         self.checks = []
         self._trees: dict[str, Tree] = {}
-        pickles = Pickles()
         for name, top in _TOPS.items():
             if not (path / name).is_file():
                 raise SourceCheckpoint(
@@ -78,7 +77,7 @@ def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
         yield from _leaves((*steps, step if isinstance(step, int) else str(step)), value)
 
 
-def open_folder(path: Path, *, follow: bool = False) -> Folder:
+def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), follow: bool = False) -> Folder:
     """
     Read the checkpoint in *path*, in either form; links in it are followed only with *follow*.
 
@@ -89,7 +88,7 @@ def open_folder(path: Path, *, follow: bool = False) -> Folder:
     path = real_path(path)
     whole = distributed_at(path) if path.is_dir() else None
     if whole is not None and whole != path:
-        raise SourceCheckpoint(f"{path} is one half of the checkpoint {whole}", hint=onto_hint(whole))
+        raise SourceCheckpoint(f"{path} is one half of the checkpoint {whole}", hint=f"name {whole}, which holds both")
     refuse_file_per_rank(path)
     is_whole = (path / FSDP_MODEL).exists()
-    return (WholeFolder if is_whole else Folder)(path, follow=follow)
+    return (WholeFolder if is_whole else Folder)(path, Pickles(allowed_globals), follow=follow)

@@ -31,6 +31,7 @@ from layerstore.hashing import DIGEST_BYTES, digest, object_id
 from layerstore.limits import RECORD_BYTES_MAX, RECORD_CONTAINERS_MAX
 from layerstore.model import (
     CUTS,
+    DCP,
     BlobRef,
     Commit,
     CommitId,
@@ -50,7 +51,7 @@ WITHOUT_MOMENTS = "without-moments"
 """Of the optimizer, only the masters are left, so training cannot resume from the commit."""
 
 # Records with other flags need a newer layerstore.
-KNOWN_FLAGS: frozenset[str] = frozenset({COMPACT, WITHOUT_MOMENTS})
+KNOWN_FLAGS: frozenset[str] = frozenset({COMPACT, DCP, WITHOUT_MOMENTS})
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
 SCHEMA = 2

@@ -14,7 +14,7 @@ from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 
-from layerstore.distcp import read_dcp
+from layerstore.distcp import read_dcp, read_standalone
 from layerstore.errors import (
     Conflict,
     IntegrityError,
@@ -47,11 +47,12 @@ from layerstore.policy import Latest
 from layerstore.precision import compact_counts, keyframes
 from layerstore.progress import Progress
 from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
+from layerstore.source import real_path
 from layerstore.staging import CompactLayers, Content, can_refer
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.units import short_id, size
-from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer
+from layerstore.zero3 import Checkpoint, discover, distributed_at, read_checkpoint, refuse_pointer
 from layerstore.zero3.trees import undivided
 
 _HOW_TO_SAVE_IT = (
@@ -82,7 +83,7 @@ def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Prog
         SourceCheckpoint: The source is damaged, or changed meanwhile.
         Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
-    run, checkpoint, transfer_it = (_read if asked.onto is None else _read_onto)(repo, path, asked)
+    run, checkpoint, transfer_it = _reader_of(path, asked)(repo, path, asked)
     started = time.monotonic()
     with repo.lock_run(run), _disk_explained(repo, checkpoint):
         while True:
@@ -98,9 +99,25 @@ def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Prog
     return ingested
 
 
+_Read = Callable[[Repository, Path, IngestOptions], tuple[str, Checkpoint, Transfer]]
+
+
+def _reader_of(path: Path, asked: IngestOptions) -> _Read:
+    """Return what reads the checkpoint at *path*."""
+    if asked.onto is not None:
+        return _read_onto
+    folder = real_path(path)
+    return _read_standalone if folder.is_dir() and distributed_at(folder) is not None else _read
+
+
 def _read(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
     """Read and check the checkpoint at *path*; return it, its run, and how it is transferred. Writes nothing."""
     _check(repo, asked)
+    if asked.step is not None:
+        raise InvalidInput(
+            f"--step was given, but {path} is not a folder of torch.distributed.checkpoint",
+            hint="leave it out: DeepSpeed's files say their step",
+        )
     pattern = compile_pattern(asked.layer_pattern)
     found = discover(path, tag=asked.tag, follow=asked.follow)
     refuse_pointer(found.ranks[0].model)
@@ -120,6 +137,27 @@ def _read(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Chec
     return run, checkpoint, partial(transfer, repo, checkpoint)
 
 
+def _read_standalone(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
+    """Read and check the distributed checkpoint at *path* by itself; return what `_read` does."""
+    _check(repo, asked)
+    if asked.tag is not None:
+        raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave it out")
+    read = read_standalone(
+        path,
+        step=asked.step,
+        layer_pattern=compile_pattern(asked.layer_pattern),
+        allowed_globals=asked.allowed_globals,
+        follow=asked.follow,
+    )
+    checkpoint = read.checkpoint
+    run = _checked_run(repo, checkpoint.found.run_name if asked.run is None else asked.run)
+    if not checkpoint.layers:
+        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+    if asked.pin is not None:
+        check_pin_free(repo, asked.pin, run=run, step=checkpoint.step)
+    return run, checkpoint, partial(read.transfer, repo)
+
+
 def _read_onto(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
     """Read and check the distributed checkpoint at *path* onto its base; return what `_read` does."""
     _check(repo, asked)
@@ -127,6 +165,7 @@ def _read_onto(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str,
         "--tag": asked.tag,
         "--layer-pattern": asked.layer_pattern,
         "--allow-global": asked.allowed_globals or None,
+        "--step": asked.step,
     }
     for option in (name for name, value in given.items() if value is not None):
         raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
@@ -457,7 +496,7 @@ class _Ingest:
             policy=policy,
             precision=precision,
             compact=compact,
-            flags=() if content.has_moments else (WITHOUT_MOMENTS,),
+            flags=(*self.checkpoint.flags, *(() if content.has_moments else (WITHOUT_MOMENTS,))),
         )
 
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:

@@ -16,8 +16,9 @@ from layerstore.zero3.discovery import (
     linked,
     read_latest,
     stamp_of,
+    step_of_trainer,
 )
-from layerstore.zero3.distributed import distributed_at, onto_hint, refuse_file_per_rank, several_distributed
+from layerstore.zero3.distributed import distributed_at, refuse_file_per_rank, several_distributed
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
 from layerstore.zero3.rank_files import RankSource, rank_source
 from layerstore.zero3.read import Checkpoint, LayerSource, ObjectSource, Share, SliceSource, read_checkpoint, share_of
@@ -43,7 +44,6 @@ __all__ = [
     "flavour_of",
     "holds_zero",
     "linked",
-    "onto_hint",
     "pointer_bytes",
     "rank_source",
     "read_checkpoint",
@@ -54,4 +54,5 @@ __all__ = [
     "several_distributed",
     "share_of",
     "stamp_of",
+    "step_of_trainer",
 ]

@@ -30,22 +30,22 @@ def several_distributed(path: Path) -> LayerstoreError | None:
     if not found:
         return None
     names = f"{', '.join(each.name for each in found[:10])}{' …' if len(found) > 10 else ''}"
-    return SourceCheckpoint(f"{path} holds distributed checkpoints: {names}", hint=onto_hint(found[-1]))
+    hint = f"name one: layerstore ingest {typed(str(found[-1]))}"
+    return SourceCheckpoint(f"{path} holds distributed checkpoints: {names}", hint=hint)
 
 
 def refuse_distributed(path: Path) -> None:
-    """Raise if *path* is, or holds, a checkpoint that can only be ingested onto a commit."""
+    """Raise if *path* is, or holds, a checkpoint that DeepSpeed did not save."""
     whole = distributed_at(path)
     if whole is None:
         several = several_distributed(path)
         if several is not None:
             raise several
         return
-    kind = _kind(whole) or DCP
     refuse_file_per_rank(whole)
     raise SourceCheckpoint(
-        f"{path} is a folder of {kind}, which lacks what DeepSpeed needs",
-        hint=f"{onto_hint(whole)} takes it from a commit of the same model",
+        f"{path} is a folder of {_kind(whole) or DCP}, and not of DeepSpeed",
+        hint=f"layerstore ingest {typed(str(whole))} takes it",
     )
 
 
@@ -56,11 +56,6 @@ def refuse_file_per_rank(path: Path) -> None:
             f"{path} is a folder of {FILE_PER_RANK}, which is not supported",
             hint="save with state_dict_type SHARDED_STATE_DICT",
         )
-
-
-def onto_hint(path: Path) -> str:
-    """Return the command that ingests the distributed checkpoint *path*."""
-    return f"layerstore ingest {typed(str(path))} --onto RUN@STEP"
 
 
 def _is_half(path: Path) -> bool:

@@ -117,6 +117,8 @@ class Checkpoint:
     """What was left out or looks odd, for the user."""
     layer_pattern: str | None
     """The rule that names layers, if it is not the built-in one."""
+    flags: tuple[str, ...] = ()
+    """Features of its commit that a reader must know."""
     is_doubted: bool = False
     """Whether engine and optimizer have counted otherwise, as they might in files of two saves."""
 

@@ -19,10 +19,11 @@ from layerstore.filenames import (
     UNFINISHED_OUTPUT,
     folder_kind,
 )
+from layerstore.layers import typed
 from layerstore.limits import SOURCE_FILES_MAX
 from layerstore.source import list_folder, real_path
 from layerstore.zero3.discovery import step_of_trainer
-from layerstore.zero3.distributed import distributed_at, onto_hint
+from layerstore.zero3.distributed import distributed_at
 from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.pt import read_pt
 from layerstore.zero3.trees import TreeView
@@ -94,7 +95,7 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
                 notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
             continue
         if distributed_at(folder) == folder:
-            notes.append(f"ignored {folder}: it is not DeepSpeed's; {onto_hint(folder)} takes it")
+            notes.append(f"ignored {folder}: it is not DeepSpeed's; layerstore ingest {typed(str(folder))} takes it")
         elif kind is not None and kind not in FSDP:
             # Only the names say so, and an ordinary folder may have such names, so look below it anyway.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")

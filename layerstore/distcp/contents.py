@@ -1,0 +1,152 @@
+"""
+What a distributed state holds: parameters of the model, moments of the optimizer, and values.
+
+DCP knows only keys and tensors. Names and shapes say the rest: below ``state.`` an optimizer has tensors that are named
+after parameters, and those of a parameter's own shape are its moments. Whatever is not understood is kept as a
+parameter under its whole key, so that nothing depends on a guess but what a layer is called.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from layerstore.distcp.metadata import Entry
+from layerstore.layers import unwrapped
+from layerstore.model import Kind, Parameter
+from layerstore.zero3.trees import STEP
+
+_USUAL = ("model.", "")
+"""What precedes the names of a model, if several prefixes would do."""
+
+_OF_OPTIMIZER = re.compile(r"(?:^|\.)state\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Where a layer holds a tensor."""
+
+    kind: Kind
+    name: str
+    """The parameter."""
+    state: str = ""
+    """Which optimizer state; empty for the other kinds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """All entries of a state, each as what it is."""
+
+    tensors: Mapping[str, Held]
+    """By key: the tensors that layers hold."""
+    parameters: Mapping[str, Parameter]
+    """By name, in the model's order."""
+    values: tuple[str, ...]
+    """The keys of everything else: single numbers, and what is no tensor."""
+    counters: Mapping[str, str]
+    """By parameter: the key of the optimizer's count of its updates."""
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry]) -> "Contents":
+        """Return what *entries* are, which come in the model's order."""
+        found = _Moments.among(entries)
+        prefix = found.prefix if found.moments else _model_prefix(entries)
+        names: dict[str, str] = {}  # by key
+        taken: set[str] = set()
+        for key, entry in entries.items():
+            is_of_model = key.startswith(prefix)
+            # A single number is a step or a rate, unless it is surely a parameter.
+            if entry.dtype is not None and key not in found.owned and (entry.shape or (prefix and is_of_model)):
+                name = unwrapped(key.removeprefix(prefix)) if is_of_model else key
+                names[key] = name = key if name in taken else name
+                taken.add(name)
+        trained = {parameter for parameter, _ in found.moments.values()}
+        tensors = {
+            key: Held(kind=Kind.MASTER if key in trained else Kind.WEIGHTS, name=name) for key, name in names.items()
+        } | {
+            key: Held(kind=Kind.OPTIMIZER, name=names[parameter], state=state)
+            for key, (parameter, state) in found.moments.items()
+        }
+        return cls(
+            tensors=tensors,
+            parameters={
+                name: _parameter(name, entries[key], is_frozen=key not in trained) for key, name in names.items()
+            },
+            values=tuple(key for key in entries if key not in tensors),
+            counters={names[parameter]: key for parameter, key in found.counters.items() if parameter in trained},
+        )
+
+
+def _parameter(name: str, entry: Entry, *, is_frozen: bool) -> Parameter:
+    assert entry.dtype is not None
+    return Parameter(name=name, dtype=entry.dtype, shape=entry.shape, frozen=is_frozen, aliases=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """What optimizers have of the parameters of one model."""
+
+    prefix: str
+    """What precedes the names of the model's parameters."""
+    moments: Mapping[str, tuple[str, str]]
+    """By key: the key of the parameter, and the name of the state."""
+    counters: Mapping[str, str]
+    """By the key of a parameter: the key of its count of updates."""
+    owned: Collection[str]
+    """The keys of moments, and of single numbers beside them."""
+
+    @classmethod
+    def among(cls, entries: Mapping[str, Entry]) -> "_Moments":
+        tensors = {key: entry for key, entry in entries.items() if entry.dtype is not None}
+        states = {key: split for key in tensors for split in _splits(key)}
+        prefix = _prefix_of({name for name, _ in states.values()}, tensors.keys() - states.keys())
+        moments: dict[str, tuple[str, str]] = {}
+        counters, owned = dict[str, str](), set[str]()
+        for key, (name, state) in states.items():
+            parameter = tensors.get(prefix + name)
+            if parameter is None or parameter.key in states:
+                continue
+            if state == STEP or not tensors[key].shape:
+                owned.add(key)
+                if state == STEP:
+                    counters[parameter.key] = key
+            elif tensors[key].shape == parameter.shape:
+                owned.add(key)
+                moments[key] = parameter.key, state
+        return cls(prefix, moments, counters, owned)
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Yield the parameter and the state that *key* names, if it is a key of an optimizer's state."""
+    match = _OF_OPTIMIZER.search(key)
+    name, dot, state = key[match.end() :].rpartition(".") if match else ("", "", "")
+    if dot:
+        yield name, state
+
+
+def _prefix_of(names: Collection[str], keys: Collection[str]) -> str:
+    """Return what precedes most of *names* among *keys*."""
+    found: dict[str, int] = {}
+    known = set(names)
+    for key in keys:
+        for prefix, name in _tails(key):
+            if name in known:
+                found[prefix] = found.get(prefix, 0) + 1
+    return max(found, key=lambda prefix: (found[prefix], prefix in _USUAL, -len(prefix)), default="")
+
+
+def _tails(key: str) -> Iterator[tuple[str, str]]:
+    """Yield all ways to cut *key* into a prefix and a name."""
+    yield "", key
+    for match in re.finditer(r"\.", key):
+        yield key[: match.end()], key[match.end() :]
+
+
+def _model_prefix(entries: Mapping[str, Entry]) -> str:
+    """Return what precedes the model's names where there is no optimizer: what it was nested in."""
+    tops = {entry.path[0] for entry in entries.values() if entry.dtype is not None and len(entry.path) > 1}
+    return next((f"{top}." for top in ("model", *_single(tops)) if top in tops), "")
+
+
+def _single(tops: Iterable[object]) -> list[str]:
+    found = [str(top) for top in tops]
+    return found if len(found) == 1 else []

@@ -1,0 +1,236 @@
+"""
+Ingest a PyTorch distributed checkpoint by itself: nothing of DeepSpeed is known, and nothing is needed.
+
+Tensors are cut into slices while they are read, into as few as keep objects small. All else becomes one state.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from layerstore.distcp.contents import Contents, Held
+from layerstore.distcp.metadata import DATA_SUFFIX
+from layerstore.distcp.read import Folder
+from layerstore.distcp.state import DcpState
+from layerstore.distcp.transfer import Versions, Wanted, stage
+from layerstore.distcp.whole import open_folder
+from layerstore.dtypes import by_code
+from layerstore.errors import InvalidInput
+from layerstore.filenames import SUMMARY, TRAINER_STATE
+from layerstore.layers import layer_of, layers_in_order
+from layerstore.limits import SLICED_BYTES, STEP_MAX
+from layerstore.model import DCP, BlobRef, Kind
+from layerstore.progress import Progress
+from layerstore.slices import canonical_order, slice_length, valid_elements
+from layerstore.source import list_folder, stat_source
+from layerstore.staging import NONE_COMPACT, CompactLayers, Content, Staging
+from layerstore.states import SourceFile
+from layerstore.storage import ObjectWriter, Repository
+from layerstore.tree import Tree
+from layerstore.zero3 import (
+    Checkpoint,
+    FoundCheckpoint,
+    LayerSource,
+    ObjectSource,
+    SliceSource,
+    checked_step,
+    stamp_of,
+    step_of_trainer,
+)
+from layerstore.zero3.trees import STAGE_3, number_of
+
+_STEP_KEYS = ("step", "global_step", "train_state.step")
+"""Where trainers keep their own step, as a value of the state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandaloneCheckpoint:
+    """A distributed checkpoint that was read by itself."""
+
+    checkpoint: Checkpoint
+    """As if it was of DeepSpeed; its slices name tensors instead of files."""
+    _wanted: Mapping[Path, Wanted]
+    _state: DcpState
+    _beside: tuple[Path, ...]
+    """Small files that lie in the folder, which are kept byte for byte."""
+
+    def transfer(
+        self,
+        repo: Repository,
+        writer: ObjectWriter,
+        progress: Progress,
+        *,
+        due: Collection[str],
+        known_before: bool,
+        moments: bool = True,
+        compact: CompactLayers = NONE_COMPACT,
+    ) -> Content:
+        """Stage what `layerstore.ingest.transfer` stages of a checkpoint of DeepSpeed; raises as it does."""
+        del repo
+        return stage(
+            self.checkpoint,
+            self._wanted,
+            writer,
+            progress,
+            world_sizes=dict.fromkeys((of.layer for of in self.checkpoint.layers), self.checkpoint.world_size),
+            stage_states=self._states,
+            due=due,
+            known_before=known_before,
+            moments=moments,
+            compact=compact,
+        )
+
+    def _states(
+        self, staging: Staging, writer: ObjectWriter, versions: Versions
+    ) -> tuple[tuple[BlobRef, ...], tuple[str, ...]]:
+        """Stage everything that is not a layer."""
+        del writer, versions
+        folder = self.checkpoint.found.folder
+        files = [
+            SourceFile(
+                path=path.relative_to(folder).as_posix(),
+                executable=False,
+                content=staging.content_at(path, 0, stat_source(path).st_size),
+            )
+            for path in self._beside
+        ]
+        return (staging.whole_state(self._state.kept(files)),), ()
+
+
+def read_standalone(
+    path: Path,
+    *,
+    step: int | None = None,
+    layer_pattern: re.Pattern[str] | None = None,
+    allowed_globals: frozenset[str] = frozenset(),
+    follow: bool = False,
+) -> StandaloneCheckpoint:
+    """
+    Read the checkpoint of DCP in the folder *path*, as step *step* if it does not say its own.
+
+    Raises:
+        SourceCheckpoint: It is incomplete, damaged or untrusted.
+        Unsupported: It has values of classes that are not known.
+        InvalidInput: It says no step, and none was given; or it says another.
+    """
+    folder = open_folder(path, allowed_globals=allowed_globals, follow=follow)
+    contents = Contents.of(folder.entries)
+    values = {key: folder.value(key) for key in contents.values}
+    cut, counts = _Cut(folder, contents, layer_pattern), _counts(contents, values)
+    beside = tuple(_beside(folder))
+    stamps = {each: stamp_of(each) for each in (*folder.files, *folder.metadata, *beside)}
+    found = FoundCheckpoint(folder=folder.path, tag=DCP, flavour=DCP, ranks=(), others=(), stamps=stamps, notes=())
+    return StandaloneCheckpoint(
+        checkpoint=Checkpoint(
+            found=found,
+            step=_step(folder, values, counts.values(), given=step),
+            world_size=cut.shards,
+            stage=STAGE_3,
+            layers=tuple(cut.layers(counts)),
+            states=(),
+            gathered=(),
+            files=(),
+            checks=tuple(folder.checks),
+            notes=(),
+            layer_pattern=None if layer_pattern is None else layer_pattern.pattern,
+            flags=(DCP,),
+        ),
+        _wanted=cut.wanted,
+        _state=DcpState.of(folder.entries, contents, values),
+        _beside=beside,
+    )
+
+
+def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
+    """Return how many updates each parameter has had, where that is known."""
+    found = {name: number_of(values[key]) for name, key in contents.counters.items()}
+    return {name: int(count) for name, count in found.items() if count is not None and 0 <= count < STEP_MAX}
+
+
+def _step(folder: Folder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
+    """Return the trainer's step: its own file's, a value's, or how often the optimizer has updated the model."""
+    path = folder.path / TRAINER_STATE
+    said = step_of_trainer(path) if path.is_file() else None
+    if said is None:
+        numbers = (number_of(values[key]) for key in _STEP_KEYS if key in values)
+        said = next((int(number) for number in numbers if number is not None), max(counts, default=None))
+    if given is None and said is None:
+        raise InvalidInput(f"{folder.path} does not say which step it is of", hint="say it with --step")
+    return checked_step(said if given is None else given, folder.path)
+
+
+def _beside(folder: Folder) -> Iterator[Path]:
+    """Yield the files in the folder that are not the checkpoint's own."""
+    own = {*folder.files, *folder.metadata}
+    for name in list_folder(folder.path):
+        path = folder.path / name
+        if path.is_file() and path not in own and path.suffix != DATA_SUFFIX and name != SUMMARY:
+            yield folder.allowed(path)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class _Cut:
+    """Cuts the tensors of a folder into slices, layer by layer."""
+
+    def __init__(self, folder: Folder, contents: Contents, pattern: re.Pattern[str] | None) -> None:
+        self._pattern = pattern
+        self._contents = contents
+        self.wanted = {
+            folder.path / key: Wanted(tensor=(tensor := folder.tensor(key)), dtype=tensor.dtype)
+            for key in contents.tensors
+        }
+        """The tensors, by the path that slices name."""
+        self._by_name: dict[str, list[tuple[Held, Path]]] = {}
+        for path, held in zip(self.wanted, contents.tensors.values(), strict=True):
+            self._by_name.setdefault(held.name, []).append((held, path))
+        self.shards = max(1, -(-max(self._sizes().values(), default=0) // SLICED_BYTES))
+
+    def _sizes(self) -> dict[tuple[str, Kind], int]:
+        """Return the size of each object if nothing was cut."""
+        sizes: dict[tuple[str, Kind], int] = {}
+        for path, held in zip(self.wanted, self._contents.tensors.values(), strict=True):
+            tensor, place = self.wanted[path].tensor, (layer_of(held.name, pattern=self._pattern), held.kind)
+            sizes[place] = sizes.get(place, 0) + prod(tensor.shape) * by_code(tensor.dtype).bytes
+        return sizes
+
+    def layers(self, counts: Mapping[str, int]) -> Iterator[LayerSource]:
+        """Yield every layer; *counts* says how many updates each parameter has had."""
+        for layer, names in layers_in_order(self._contents.parameters, pattern=self._pattern).items():
+            found: dict[tuple[Kind, int], list[SliceSource]] = {}
+            for held, path in (of for name in names for of in self._by_name[name]):
+                for shard, part in self._slices(held, path):
+                    found.setdefault((held.kind, shard), []).append(part)
+            steps = {counts.get(name) for name in names if name in self._contents.counters}
+            yield LayerSource(
+                layer=layer,
+                parameters=tuple(self._contents.parameters[name] for name in sorted(names)),
+                buffers=(),
+                objects=tuple(
+                    ObjectSource(kind=kind, shard=shard, shards=self.shards, slices=tuple(canonical_order(slices)))
+                    for (kind, shard), slices in found.items()
+                ),
+                optimizer_step=steps.pop() if len(steps) == 1 else None,
+            )
+
+    def _slices(self, held: Held, path: Path) -> Iterator[tuple[int, SliceSource]]:
+        tensor = self.wanted[path].tensor
+        elements = prod(tensor.shape)
+        length = slice_length(elements, self.shards)
+        for shard in range(self.shards):
+            if valid := valid_elements(elements, self.shards, shard):
+                yield (
+                    shard,
+                    SliceSource(
+                        name=held.name,
+                        state=held.state,
+                        dtype=tensor.dtype,
+                        elements=valid,
+                        begin=shard * length,
+                        path=path,
+                        offset_bytes=shard * length * by_code(tensor.dtype).bytes,
+                    ),
+                )

@@ -1,0 +1,102 @@
+"""
+What a commit of DCP keeps beside its layers: under which keys their tensors were saved, and all values.
+
+It has the form of a rank's state, one for all ranks. Values are inert trees, as they are in a state of DeepSpeed.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from layerstore.distcp.contents import Contents, Held
+from layerstore.distcp.metadata import METADATA, Entry, KeyPath
+from layerstore.errors import IntegrityError
+from layerstore.model import Kind
+from layerstore.states import RankState, SourceFile, TreeFile
+from layerstore.tree import Tree
+
+_TENSORS, _VALUES = "tensors", "values"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A key, and the tensor of a layer that was saved under it."""
+
+    path: KeyPath
+    """Where it was in the nested state."""
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedValue:
+    """A value that no layer holds."""
+
+    path: KeyPath
+    tree: Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpState:
+    """Everything that was saved, by key; tensors of layers are named."""
+
+    tensors: Mapping[str, SavedTensor]
+    values: Mapping[str, SavedValue]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry], contents: Contents, values: Mapping[str, Tree]) -> "DcpState":
+        """Return the state of *entries*, whose *contents* and *values* are known."""
+        return cls(
+            tensors={key: SavedTensor(path=entries[key].path, held=held) for key, held in contents.tensors.items()},
+            values={key: SavedValue(path=entries[key].path, tree=tree) for key, tree in values.items()},
+        )
+
+    @classmethod
+    def read(cls, state: RankState) -> "DcpState":
+        """Return what `kept` has made a state of; raises IntegrityError if that is something else."""
+        match state.model.tree:
+            case {"tensors": dict(tensors), "values": dict(values)}:
+                return cls(
+                    tensors={str(key): _tensor(value) for key, value in tensors.items()},
+                    values={str(key): _value(value) for key, value in values.items()},
+                )
+            case _:
+                raise _unlike()
+
+    def kept(self, files: Iterable[SourceFile] = ()) -> RankState:
+        """Return it as the store keeps it, with *files* that lay beside it."""
+        tensors: dict[Tree, Tree] = {
+            key: (of.path, str(of.held.kind), of.held.name, of.held.state) for key, of in self.tensors.items()
+        }
+        values: dict[Tree, Tree] = {key: (of.path, of.tree) for key, of in self.values.items()}
+        return RankState(
+            rank=0,
+            model=TreeFile(path=METADATA, tree={_TENSORS: tensors, _VALUES: values}),
+            optimizer=TreeFile(path=METADATA, tree={}),
+            files=tuple(files),
+            gathered=(),
+        )
+
+
+def _tensor(tree: Tree) -> SavedTensor:
+    match tree:
+        case (tuple(path), str(kind), str(name), str(state)) if kind in {*Kind}:
+            return SavedTensor(path=_path(path), held=Held(kind=Kind(kind), name=name, state=state))
+        case _:
+            raise _unlike()
+
+
+def _value(tree: Tree) -> SavedValue:
+    match tree:
+        case (tuple(path), value):
+            return SavedValue(path=_path(path), tree=value)
+        case _:
+            raise _unlike()
+
+
+def _path(steps: tuple[Tree, ...]) -> KeyPath:
+    if not all(isinstance(step, str | int) for step in steps):
+        raise _unlike()
+    return tuple(step for step in steps if isinstance(step, str | int))
+
+
+def _unlike() -> IntegrityError:
+    return IntegrityError("the state of a commit of torch.distributed.checkpoint is something else")

@@ -1,0 +1,156 @@
+"""Stage the layers of a distributed checkpoint: whatever chunks its tensors lie in, the store gets slices of them."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from layerstore.distcp.read import FlatTensor
+from layerstore.dtypes import by_code, dtype_name
+from layerstore.errors import LayoutMismatch
+from layerstore.hashing import crc32
+from layerstore.limits import WORKERS_MAX
+from layerstore.model import BlobRef, Kind, StoredObject
+from layerstore.numbers import convert, equal_bytes
+from layerstore.progress import Progress
+from layerstore.staging import (
+    NONE_COMPACT,
+    Checksums,
+    CompactLayers,
+    Content,
+    SourceReader,
+    Staging,
+    coding_losses,
+    stage_version,
+)
+from layerstore.storage import ObjectWriter
+from layerstore.threads import Threads, run_all
+from layerstore.zero3 import Checkpoint, ObjectSource, check_unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A tensor of the folder, and the element type that the store keeps it in."""
+
+    tensor: FlatTensor
+    dtype: str
+    is_rounded: bool = False
+    """Whether values that it cannot hold are rounded, as a buffer's are, and not refused."""
+
+
+Versions = Mapping[str, BlobRef]
+StageStates = Callable[[Staging, ObjectWriter, Versions], tuple[tuple[BlobRef, ...], Sequence[str]]]
+"""Stages what is not a layer; returns that, and notes for the user."""
+
+
+def stage(
+    checkpoint: Checkpoint,
+    wanted: Mapping[Path, Wanted],
+    writer: ObjectWriter,
+    progress: Progress,
+    *,
+    world_sizes: Mapping[str, int],
+    stage_states: StageStates,
+    due: Collection[str],
+    known_before: bool,
+    moments: bool = True,
+    compact: CompactLayers = NONE_COMPACT,
+) -> Content:
+    """
+    Stage the layers of *checkpoint* that are *due*, whose slices name the *wanted* tensors, and what is not a layer.
+
+    *world_sizes* says how many slices each layer is cut into. Raises as `layerstore.ingest.transfer` does.
+    """
+    checksums = Checksums()
+    layers = [layer for layer in checkpoint.layers if layer.layer in due]
+    with closing(SourceReader()) as files, Threads(WORKERS_MAX) as pool:
+        staging = Staging(
+            writer,
+            _Reader(wanted, files, checksums),
+            source=str(checkpoint.found.folder),
+            checksums=checksums,
+            advance=progress.advance,
+            known_before=known_before,
+        )
+        sources = [[of for of in layer.objects if moments or of.kind is not Kind.OPTIMIZER] for layer in layers]
+        progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
+        staged = [
+            run_all(pool, partial(_staged, staging, compact, layer.layer), of)
+            for layer, of in zip(layers, sources, strict=True)
+        ]
+        versions = {
+            layer.layer: stage_version(
+                writer,
+                layer,
+                objects,
+                world_size=world_sizes[layer.layer],
+                references=compact.references(layer.layer),
+            )
+            for layer, objects in zip(layers, staged, strict=True)
+        }
+        states, notes = stage_states(staging, writer, versions)
+        checksums.check(checkpoint.checks, files)
+    check_unchanged(checkpoint.found)
+    return Content(
+        versions=versions,
+        states=states,
+        bytes_derived=0,
+        has_moments=moments,
+        notes=tuple(notes),
+        losses=tuple(
+            loss
+            for layer, objects in zip(layers, staged, strict=True)
+            for loss in coding_losses(layer.layer, objects, staging)
+        ),
+    )
+
+
+def _staged(staging: Staging, compact: CompactLayers, layer: str, source: ObjectSource) -> StoredObject:
+    return staging.planned(source, compact.plan(layer, source))
+
+
+class _Reader:
+    """Reads tensors of the folder by name, as the store keeps them, and files of it by their path."""
+
+    def __init__(self, wanted: Mapping[Path, Wanted], files: SourceReader, checksums: Checksums) -> None:
+        self._wanted = wanted
+        self._files = files
+        self._checksums = checksums
+
+    def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes of a tensor, or of a file, in order; each chunk is valid until the next one is asked for."""
+        of = self._wanted.get(path)
+        if of is None:
+            yield from self._files.chunks(path, offset, size_bytes)
+            return
+        item = by_code(of.dtype).bytes
+        for run in of.tensor.stretch(offset // item, size_bytes // item):
+            position = run.offset_bytes
+            for data in self._files.chunks(run.path, position, run.elements * by_code(of.tensor.dtype).bytes):
+                self._checksums.note(run.path, position, len(data), crc32(data))
+                position += len(data)
+                yield _exactly(of, data)
+
+    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
+        """Fill each buffer with the bytes of its place."""
+        for path, offset, buffer in places:
+            begin = 0
+            for data in self.chunks(path, offset, len(buffer)):
+                buffer[begin : begin + len(data)] = data
+                begin += len(data)
+
+
+def _exactly(of: Wanted, data: memoryview) -> memoryview:
+    """Return *data* in the type that is kept; raise LayoutMismatch if that would lose something."""
+    kept, found = of.dtype, of.tensor.dtype
+    if kept == found:
+        return data
+    converted = convert(data, source=found, target=kept)
+    if not of.is_rounded and not equal_bytes(convert(converted, source=kept, target=found), data):
+        raise LayoutMismatch(
+            f"{of.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept)}, and its "
+            f"values here need {dtype_name(found)}",
+            hint="choose a base in which it is trained, or freeze it",
+        )
+    return converted
