@@ -111,8 +111,8 @@ _AVERAGE: Table = {
 def _format_options() -> Table:
     """Return what chooses the format, and the options of all formats."""
     names = tuple(of.name for of in FORMATS)
-    what = "; ".join(f"{of.name}: {of.about}" for of in FORMATS)
-    table: dict[str, tuple[Any, str, str]] = {"format": (Literal[names], "|".join(names), f"{what}. [default: shards]")}
+    what = "; ".join(f"{of.name}: {of.about}" for of in FORMATS) + ". [default: shards; dcp if that saved REF]"
+    table: dict[str, tuple[Any, str, str]] = {"format": (Literal[names], "|".join(names), what)}
     for name in dict.fromkeys(name for of in FORMATS for name in settings_of(of)):
         having = {of.name: settings_of(of)[name] for of in FORMATS if name in settings_of(of)}
         setting = next(iter(having.values()))
@@ -178,6 +178,8 @@ def compose(
         for note in composite.recipe_notes:
             say_warning(note)
         composite.check(max_staleness=max_staleness)
+        if composite.is_dcp and not ({"format", "since"} & options.keys()):
+            into = chosen_format("dcp", options)
         if out is None or dry_run:
             plan = composite.plan(into)
             if pin is not None and not dry_run:

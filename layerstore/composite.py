@@ -117,6 +117,11 @@ class Composite:
         return self._composition.base.stage
 
     @property
+    def is_dcp(self) -> bool:
+        """Whether ``torch.distributed.checkpoint`` saved the base, and not DeepSpeed."""
+        return self._composition.base.is_dcp
+
+    @property
     def name(self) -> str:
         """The reference to the base: ``RUN@STEP``, or ``RUN~1@STEP`` if its attempt was abandoned."""
         return reference_to(self._repo, self._composition.base)

@@ -12,14 +12,13 @@ from layerstore.assemble.assemble import (
     Fill,
     OutputFile,
     assembling,
-    chunks_of,
     literal_file,
     merged,
     plan_source_file,
     whole,
 )
 from layerstore.assemble.export import Exported, ExportPlan, execute_export, export_notes
-from layerstore.assemble.read import check_decoded, read_mean, read_stretch
+from layerstore.assemble.read import fill_pieces, read_mean, read_stretch
 from layerstore.assemble.safetensors import Run, WeightsFile, WeightTensor, weights_file, weights_files
 from layerstore.assemble.target import Force, Writing, appearing, checked_file, checked_target, files_in, write_file
 
@@ -38,13 +37,12 @@ __all__ = [
     "Writing",
     "appearing",
     "assembling",
-    "check_decoded",
     "checked_file",
     "checked_target",
-    "chunks_of",
     "execute_export",
     "export_notes",
     "files_in",
+    "fill_pieces",
     "literal_file",
     "merged",
     "plan_source_file",

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.assemble.read import check_decoded, read_mean
+from layerstore.assemble.read import check_decoded, chunks_of, read_mean
 from layerstore.assemble.target import Writing
 from layerstore.disk import NewFile, OpenFile, Syncing
 from layerstore.errors import IntegrityError
@@ -28,7 +28,7 @@ from layerstore.numbers import convert, newly_infinite
 from layerstore.progress import Progress
 from layerstore.slices import Piece
 from layerstore.states import ObjectContent, SourceFile
-from layerstore.storage import Hashing, Repository, read_chunks
+from layerstore.storage import Hashing, Repository
 from layerstore.threads import Threads
 from layerstore.tree import Storage, Tree
 from layerstore.zero3.pt import PtLayout, WrittenPickles, layout_pt
@@ -480,8 +480,3 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
             is_copied = piece.rounding is None and not piece.is_coded
             (task.copies if is_copied else task.conversions).append((file, piece))
     return tasks.values()
-
-
-def chunks_of(source: OpenFile, piece: Piece) -> Iterator[memoryview]:
-    """Yield the bytes of *piece* in its object, in order; a chunk is valid until the next one is requested."""
-    return read_chunks(source, piece.object_offset, piece.size_bytes)

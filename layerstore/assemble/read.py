@@ -1,14 +1,16 @@
 """Read the bytes that pieces are into memory, where no file is written or several objects make one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 
+from layerstore.disk import OpenFile
 from layerstore.errors import IntegrityError
+from layerstore.hashing import crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
-from layerstore.numbers import mean
+from layerstore.numbers import convert, mean
 from layerstore.slices import Piece
-from layerstore.storage import Hashing, Repository
+from layerstore.storage import Hashing, Repository, Stretch, read_chunks
 
 # Of each object that takes part in a mean at a time: sum and parts stay in a processor's cache.
 _MEAN_BYTES = IO_CHUNK_BYTES // 2
@@ -52,3 +54,52 @@ def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -
     with repo.open_object(ref, [(start, start + len(into))]) as file:
         for at in range(0, len(into), IO_CHUNK_BYTES):
             file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
+
+
+def fill_pieces(
+    repo: Repository, pieces: Iterable[Piece], target: memoryview, verified: set[BlobRef], *, begin: int = 0
+) -> None:
+    """
+    Fill *target*, which is what a file has from *begin*, with *pieces* in order, and zeros between them.
+
+    Objects are verified first, but for those that are *verified* already.
+
+    Raises:
+        IntegrityError: An object is damaged or missing.
+    """
+    pieces = tuple(pieces)
+    stretches: dict[BlobRef, list[Stretch]] = {}
+    for piece in pieces:
+        for part in piece.mean_of or (piece,):
+            stretches.setdefault(part.object, []).append((part.object_offset, part.object_offset + piece.size_bytes))
+    repo.verify_stretches(stretches, verified)
+    end = 0
+    for piece in pieces:
+        offset = piece.offset - begin
+        target[end:offset] = bytes(offset - end)
+        end = offset + piece.written_bytes
+        if piece.rounding is not None:
+            _convert(repo, piece, target[offset:end])
+            continue
+        read_stretch(repo, piece.object, piece.object_offset, target[offset:end])
+        if piece.is_coded:
+            check_decoded(piece, crc32(target[offset:end]))
+    target[end:] = bytes(len(target) - end)
+
+
+def _convert(repo: Repository, piece: Piece, target: memoryview) -> None:
+    """Fill *target* with *piece*, which is stored as another type, or is a mean."""
+    assert piece.rounding is not None
+    source, wanted = piece.rounding
+    done = 0
+    with repo.open_object(piece.object) as file:
+        is_mean = bool(piece.mean_of)
+        for data in read_mean(repo, piece) if is_mean else chunks_of(file, piece):
+            converted = convert(data, source="F32" if is_mean else source, target=wanted)
+            target[done : done + len(converted)] = converted
+            done += len(converted)
+
+
+def chunks_of(source: OpenFile, piece: Piece) -> Iterator[memoryview]:
+    """Yield the bytes of *piece* in its object, in order; a chunk is valid until the next one is requested."""
+    return read_chunks(source, piece.object_offset, piece.size_bytes)

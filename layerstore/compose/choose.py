@@ -343,7 +343,7 @@ def check_whole(
     count = base.world_size if world_size is None else world_size
     if count == base.world_size and not older and not is_converted:
         return
-    kept = undivided(repo.state(base.states[0]))
+    kept = "" if base.is_dcp else undivided(repo.state(base.states[0]))
     if kept:
         ours, *others = references_to(repo, [base, *(entry.origin for entry in older[:1])])
         wish = f"be mixed with layers of {others[0]}" if older else f"be had for {count} ranks"

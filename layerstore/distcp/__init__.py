@@ -1,22 +1,33 @@
 """
 PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's full form, without torch.
 
-``read`` and ``whole`` read a folder, ``onto`` puts it onto a commit, ``write`` makes one.
+``read`` and ``whole`` read a folder, ``standalone`` makes a commit of it, ``onto`` puts it onto one of DeepSpeed's.
+``contents`` says what its tensors are, and ``names`` what those of a commit are called; ``write`` makes a folder.
 """
 
+from layerstore.distcp.boxes import Boxes
+from layerstore.distcp.contents import Contents, Held
 from layerstore.distcp.metadata import METADATA, Chunk, Entry, metadata_bytes
+from layerstore.distcp.names import Named, names_of
 from layerstore.distcp.onto import read_dcp
 from layerstore.distcp.read import Folder
 from layerstore.distcp.standalone import read_standalone
+from layerstore.distcp.state import DcpState
 from layerstore.distcp.whole import open_folder
 from layerstore.distcp.write import plan_dcp
 
 __all__ = [
     "METADATA",
+    "Boxes",
     "Chunk",
+    "Contents",
+    "DcpState",
     "Entry",
     "Folder",
+    "Held",
+    "Named",
     "metadata_bytes",
+    "names_of",
     "open_folder",
     "plan_dcp",
     "read_dcp",

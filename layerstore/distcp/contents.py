@@ -44,6 +44,8 @@ class Contents:
     """The keys of everything else: single numbers, and what is no tensor."""
     counters: Mapping[str, str]
     """By parameter: the key of the optimizer's count of its updates."""
+    outside: frozenset[str]
+    """Parameters by name that the model has not: what else was in the state."""
 
     @classmethod
     def of(cls, entries: Mapping[str, Entry]) -> "Contents":
@@ -73,6 +75,7 @@ class Contents:
             },
             values=tuple(key for key in entries if key not in tensors),
             counters={names[parameter]: key for parameter, key in found.counters.items() if parameter in trained},
+            outside=frozenset(name for key, name in names.items() if not key.startswith(prefix)),
         )
 
 

@@ -14,8 +14,6 @@ from layerstore.model import Kind
 from layerstore.states import RankState, SourceFile, TreeFile
 from layerstore.tree import Tree
 
-_TENSORS, _VALUES = "tensors", "values"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
@@ -40,6 +38,11 @@ class DcpState:
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, SavedValue]
+    counters: Mapping[str, str]
+    """By parameter: the key of the optimizer's count of its updates, which is a value."""
+
+    outside: frozenset[str]
+    """Parameters that the model has not: exports leave them out."""
 
     @classmethod
     def of(cls, entries: Mapping[str, Entry], contents: Contents, values: Mapping[str, Tree]) -> "DcpState":
@@ -47,16 +50,25 @@ class DcpState:
         return cls(
             tensors={key: SavedTensor(path=entries[key].path, held=held) for key, held in contents.tensors.items()},
             values={key: SavedValue(path=entries[key].path, tree=tree) for key, tree in values.items()},
+            counters=contents.counters,
+            outside=contents.outside,
         )
 
     @classmethod
     def read(cls, state: RankState) -> "DcpState":
         """Return what `kept` has made a state of; raises IntegrityError if that is something else."""
         match state.model.tree:
-            case {"tensors": dict(tensors), "values": dict(values)}:
+            case {
+                "tensors": dict(tensors),
+                "values": dict(values),
+                "counters": dict(counters),
+                "outside": list(outside),
+            }:
                 return cls(
                     tensors={str(key): _tensor(value) for key, value in tensors.items()},
                     values={str(key): _value(value) for key, value in values.items()},
+                    counters={str(name): str(key) for name, key in counters.items()},
+                    outside=frozenset(map(str, outside)),
                 )
             case _:
                 raise _unlike()
@@ -67,9 +79,15 @@ class DcpState:
             key: (of.path, str(of.held.kind), of.held.name, of.held.state) for key, of in self.tensors.items()
         }
         values: dict[Tree, Tree] = {key: (of.path, of.tree) for key, of in self.values.items()}
+        tree: dict[Tree, Tree] = {
+            "tensors": tensors,
+            "values": values,
+            "counters": dict(self.counters.items()),
+            "outside": list[Tree](sorted(self.outside)),
+        }
         return RankState(
             rank=0,
-            model=TreeFile(path=METADATA, tree={_TENSORS: tensors, _VALUES: values}),
+            model=TreeFile(path=METADATA, tree=tree),
             optimizer=TreeFile(path=METADATA, tree={}),
             files=tuple(files),
             gathered=(),

@@ -75,10 +75,12 @@ def plan_export(
         weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted)
         code = _uniform_dtype(weights)
     else:
+        found = TreeView.of(state.model).get("outside")
+        outside = set() if found is None else {*found.sequence()}
         config, fields, problem = _read_config(repo, state.files)
         model_class = _model_class(fields)
         chosen = ExportTensors(
-            parameters=slices.parameters,
+            parameters={name: of for name, of in slices.parameters.items() if name not in outside},
             buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
             dtype=wanted,
             is_own=own.__contains__,
@@ -139,8 +141,8 @@ def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[W
 
 def _in_model_order(tensors: list[WeightTensor], state: RankState) -> list[WeightTensor]:
     """Return *tensors* in the order of the model's own ``state_dict``, which decides how files are filled."""
-    module = TreeView.of(state.model)["module"]
-    places = {str(name): place for place, name in enumerate(module.mapping())}
+    module = TreeView.of(state.model).optional("module")  # that of DCP is in the order of layers
+    places = {str(name): place for place, name in enumerate(module)}
     return sorted(tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's checkpoints written: shards for any number of ranks, and the Universal Checkpoint."""
 
-from layerstore.shards.ranks import RankStates, plan_optimizer, plan_ranks
+from layerstore.shards.ranks import RankStates, check_has_moments, plan_optimizer, plan_ranks
 from layerstore.shards.universal import plan_universal
 from layerstore.shards.write import RankLoad, Written, execute_compose
 
@@ -8,6 +8,7 @@ __all__ = [
     "RankLoad",
     "RankStates",
     "Written",
+    "check_has_moments",
     "execute_compose",
     "plan_optimizer",
     "plan_ranks",

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from layerstore.assemble import OutputFile, plan_source_file
 from layerstore.compose import Composition, cautions, check_members, check_whole
-from layerstore.errors import LayoutMismatch
+from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.hf import plan_adapter
@@ -117,6 +117,12 @@ def plan_ranks(
             the layers of one have different counters.
     """
     base, is_fresh = composition.base, asked.moments == "fresh"
+    if base.is_dcp:
+        [called] = references_to(repo, [base])
+        raise Unsupported(
+            f"{called} was saved by torch.distributed.checkpoint: what else DeepSpeed needs is not known",
+            hint="--format dcp writes what FSDP2 loads; ingest --onto a commit of DeepSpeed leads back to it",
+        )
     count = base.world_size if asked.world_size is None else asked.world_size
     if not is_fresh:
         check_has_moments(base)

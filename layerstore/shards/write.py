@@ -25,10 +25,9 @@ from layerstore.assemble import (
     Writing,
     appearing,
     assembling,
-    check_decoded,
     checked_target,
-    chunks_of,
     files_in,
+    fill_pieces,
     merged,
     read_stretch,
     whole,
@@ -37,9 +36,7 @@ from layerstore.compose import Composition
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY, is_shard
-from layerstore.hashing import crc32
 from layerstore.model import BlobRef, Kind
-from layerstore.numbers import convert
 from layerstore.progress import Progress, Silent
 from layerstore.rank_options import AdamStep, RankOptions
 from layerstore.shards.ranks import RankStates, plan_beside, plan_ranks
@@ -56,7 +53,7 @@ from layerstore.states import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage import Repository, Stretch
+from layerstore.storage import Repository
 from layerstore.tree import Storage
 from layerstore.units import size
 from layerstore.zero3.pt import WrittenPickles
@@ -366,32 +363,7 @@ class RankLoad:
             read_stretch(self._repo, content.object, whole(content, 0).object_offset, target)
             return
         pieces = self._rank.filling(storage, path=self.state.optimizer.path)
-        stretches: dict[BlobRef, list[Stretch]] = {}
-        for piece in pieces:
-            stretch = piece.object_offset, piece.object_offset + piece.size_bytes
-            stretches.setdefault(piece.object, []).append(stretch)
-        self._repo.verify_stretches(stretches, self._verified)
-        end = 0
-        for piece in pieces:
-            target[end : piece.offset] = bytes(piece.offset - end)
-            end = piece.offset + piece.written_bytes
-            if piece.rounding is None:
-                read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
-                if piece.is_coded:
-                    check_decoded(piece, crc32(target[piece.offset : end]))
-            else:
-                self._round(piece, target[piece.offset : end])
-        target[end:] = bytes(len(target) - end)
-
-    def _round(self, piece: Piece, target: memoryview) -> None:
-        assert piece.rounding is not None
-        source, wanted = piece.rounding
-        done = 0
-        with self._repo.open_object(piece.object) as file:
-            for data in chunks_of(file, piece):
-                converted = convert(data, source=source, target=wanted)
-                target[done : done + len(converted)] = converted
-                done += len(converted)
+        fill_pieces(self._repo, pieces, target, self._verified)
 
     def content(self, content: bytes | ObjectContent) -> bytes:
         """Return the content of a file that is not a tree."""

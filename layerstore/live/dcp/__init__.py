@@ -1,0 +1,1 @@
+"""Storage of ``torch.distributed.checkpoint``; see `layerstore.dcp`."""

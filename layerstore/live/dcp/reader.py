@@ -1,0 +1,240 @@
+"""``StoreReader``: torch.distributed.checkpoint loads from a store, a commit of DeepSpeed's too."""
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from layerstore.arguments import checked
+from layerstore.compose import check_members, losses_told
+from layerstore.composite import Composite
+from layerstore.distcp import Boxes, Held, Named, names_of
+from layerstore.dtypes import by_code
+from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
+from layerstore.live.engine import bytes_of, empty, revive
+from layerstore.policy import Policy
+from layerstore.rank_options import AdamStep
+from layerstore.store import Store, StrPath, as_store
+from layerstore.tree import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A composite that is being loaded."""
+
+    composite: Composite
+    named: dict[str, Named]
+    """Everything in it, by key."""
+    boxes: Boxes
+
+
+class StoreReader(StorageReader):
+    """
+    Loads *ref* of *store*, a path or a URL: ``load(state, storage_reader=StoreReader("runs/store", "sft@100"))``.
+
+    Each rank reads what it needs of the tensors, and checks all of it. A commit that DeepSpeed saved has the names of
+    ``get_state_dict``. *policy* chooses a version for each layer, seen from *ref*: without it, layers of several saves
+    are refused. With *exact*, the newest save up to *ref* that was kept bit for bit takes its place.
+
+    Raises:
+        Conflict: Layers are of several saves, and no *policy* was given.
+        NotFound: There is no such commit.
+    """
+
+    @checked
+    def __init__(
+        self,
+        store: Store | StrPath,
+        ref: str | None = None,
+        *,
+        policy: str | Policy | None = None,
+        adam_step: AdamStep = "unify",
+        exact: bool = False,
+    ) -> None:
+        self._store = as_store(store)
+        self._policy = policy
+        self._adam_step: AdamStep = adam_step
+        self._exact = exact
+        self._opened: _Opened | None = None if ref is None else self._open(ref)
+
+    @property
+    def step(self) -> int:
+        """The step of the commit."""
+        return self._loaded.composite.step
+
+    @property
+    def composite(self) -> Composite:
+        """What is loaded."""
+        return self._loaded.composite
+
+    @property
+    def _loaded(self) -> _Opened:
+        if self._opened is None:
+            raise InvalidInput(
+                "no commit was named", hint='StoreReader(store, "sft@100"), or checkpoint_id="sft@100" beside it'
+            )
+        return self._opened
+
+    def _open(self, ref: str) -> _Opened:
+        composite = self._store.compose(ref, policy=self._policy or "latest", exact=self._exact)
+        if composite.mixture and self._policy is None:
+            raise Conflict(
+                f"{composite.name}: {composite.mixture}",
+                hint='StoreReader(…, policy="latest") loads it all the same; policy="exact" never takes other saves',
+            )
+        for said in filter(None, (composite.mixture, composite.inexact)):
+            warnings.warn(f"{composite.name}: {said}", stacklevel=4)
+        composition, repo = composite.composition, self._store.repo
+        with losses_told(repo, composition):
+            versions = check_members(repo, composition)
+            slices = composition.slices(repo, versions)
+            named, notes = names_of(repo, composition, versions, slices, adam_step=self._adam_step)
+            for note in notes:
+                warnings.warn(f"{composite.name}: {note}", stacklevel=4)
+        return _Opened(composite, {key: of for of in named for key in of.keys}, Boxes(repo, versions, slices))
+
+    # -- what DCP calls ----------------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Take the commit *checkpoint_id*, if one is named."""
+        if checkpoint_id is not None:
+            self._opened = self._open(str(checkpoint_id))
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Return what there is: every tensor as one chunk, of which ranks read what they need."""
+        named = self._loaded.named
+        return Metadata(
+            state_dict_metadata={key: _described(of) for key, of in named.items()},
+            planner_data={key: of.path for key, of in named.items()},
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Do nothing: all ranks read alike."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return *plan*."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return *plans*."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """
+        Read everything in *plan*.
+
+        Raises:
+            IntegrityError: An object is damaged or missing.
+        """
+        opened = self._loaded
+        composition, repo = opened.composite.composition, self._store.repo
+        landings = []
+        with losses_told(repo, composition):
+            for item in plan.items:
+                of = opened.named[item.storage_index.fqn]
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._saved(of))
+                elif of.held is not None:
+                    landings.append(_Landing.of(opened.boxes, of, of.held, item, planner))
+                else:
+                    whole = self._revived(of)
+                    _Landing(item, planner, _narrowed(whole, item)).commit()
+            opened.boxes.read()
+        for landing in landings:
+            landing.commit()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Whether it could name a commit."""
+        return isinstance(checkpoint_id, str)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def _revived(self, of: Named) -> Any:
+        return revive(of.value, self._filled)
+
+    def _filled(self, storage: Storage) -> torch.Tensor:
+        made = empty(storage)
+        if storage.elements:
+            content: Any = storage.content
+            bytes_of(made)[:] = self._store.repo.content_of(content)
+        return made
+
+    def _saved(self, of: Named) -> io.BytesIO:
+        """Return a value as DCP stores it, made here of known classes: nothing that was stored is run."""
+        buffer = io.BytesIO()
+        torch.save(self._revived(of), buffer)
+        buffer.seek(0)
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A tensor that was read, on its way into the trainer's own."""
+
+    item: ReadItem
+    planner: LoadPlanner
+    source: torch.Tensor
+    """Where it is read to: the trainer's own memory, if that can be."""
+
+    @classmethod
+    def of(cls, boxes: Boxes, of: Named, held: Held, item: ReadItem, planner: LoadPlanner) -> "_Landing":
+        """Let the box that *item* wants be read."""
+        assert of.dtype is not None, "layers hold tensors"
+        target = planner.resolve_tensor(item).detach()
+        dtype = getattr(torch, by_code(of.dtype).torch_name)
+        is_direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        source = target if is_direct else torch.empty(tuple(item.lengths), dtype=dtype)
+        if source.numel():
+            boxes.add(
+                held,
+                bytes_of(source.reshape(-1)),
+                dtype=of.dtype,
+                shape=of.shape,
+                offsets=item.storage_offsets,
+                sizes=item.lengths,
+            )
+        return cls(item, planner, source)
+
+    def commit(self) -> None:
+        """Give the trainer what was read."""
+        target = self.planner.resolve_tensor(self.item).detach()
+        if target.shape != self.source.shape:
+            raise LayoutMismatch(
+                f"{self.item.dest_index.fqn!r} is {tuple(target.shape)}, in the store {tuple(self.source.shape)}"
+            )
+        if target.data_ptr() != self.source.data_ptr():
+            target.copy_(self.source)
+        self.planner.commit_tensor(self.item, target)
+
+
+def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dimension, offset, length)
+    return tensor
+
+
+def _described(of: Named) -> TensorStorageMetadata | BytesStorageMetadata:
+    if of.dtype is None:
+        return BytesStorageMetadata()
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(of.shape)), sizes=torch.Size(of.shape))
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=getattr(torch, by_code(of.dtype).torch_name)),
+        size=torch.Size(of.shape),
+        chunks=[whole],
+    )
