@@ -61,6 +61,8 @@ class StoredTensor:
     """Checksum of the slice's bytes, once they are decoded; a zip entry's checksum is combined from these."""
     coding: str = field(default="", metadata=OMITTED)
     """How it is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
+    box: tuple[int, ...] = field(default=(), metadata=OMITTED)
+    """Where a slice that is no run of elements lies in its tensor: the first index and the extent by dimension."""
 
     @property
     def key(self) -> str:
@@ -125,7 +127,7 @@ STAGES = frozenset({1, 2, 3})
 DCP = "dcp"
 """Flags a record: ``torch.distributed.checkpoint`` made the save, and the ranks' states are not trees of DeepSpeed."""
 
-CUTS = frozenset({"even", "partition"})
+CUTS = frozenset({"boxes", "even", "partition"})
 """The values of `LayerVersion.cut` that readers know."""
 
 
@@ -145,7 +147,8 @@ class LayerVersion:
     cut: str = field(default="even", metadata=OMITTED)
     """
     How parameters were split into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world); ``partition``
-    is stages 1 and 2's, where the slices of a parameter follow each other, and some ranks have none.
+    is that of stages 1 and 2 and of FSDP, where the slices of a parameter follow each other, and some ranks have none;
+    ``boxes`` is that of tensor parallelism, where some slices are boxes.
     """
     references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
     """The objects of older versions that differences of this one refer to, by shard: who keeps it keeps them."""

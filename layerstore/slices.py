@@ -9,7 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -53,6 +53,27 @@ class Stretch:
     start: int
     """The first element, counted from the start of the slice."""
     elements: int
+
+
+def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """
+    Yield the first element and the length of each run that a box of a tensor consists of, in order.
+
+    Two rows of a matrix lie together, half of its columns do not:
+
+    >>> list(box_runs((4, 3), (2, 0), (2, 3))), list(box_runs((4, 3), (0, 1), (2, 2)))
+    ([(6, 6)], [(1, 2), (4, 2)])
+    """
+    if not prod(sizes):
+        return
+    split = len(shape)
+    while split and sizes[split - 1] == shape[split - 1]:
+        split -= 1
+    strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
+    begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    length = prod(sizes[max(split - 1, 0) :])
+    for outer in product(*map(range, sizes[: max(split - 1, 0)])):
+        yield begin + sum(index * stride for index, stride in zip(outer, strides, strict=False)), length
 
 
 # -- how an object frames them -------------------------------------------------------------------------------------
@@ -264,8 +285,36 @@ class _Row:
     """The slices of a parameter, in order."""
 
     slices: tuple[StoredSlice, ...]
+    """One that is a box comes once for each run of elements in it."""
+    starts: tuple[int, ...]
+    """Where the elements begin in each slice."""
     bounds: tuple[int, ...]
-    """The element at which each begins, and at last the end."""
+    """The elements at which they begin in the parameter, and at last the end."""
+
+
+def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
+    """Return slices that follow each other, rank by rank."""
+    found = tuple(sorted(slices, key=lambda each: each.object.shard))
+    return _Row(found, (0,) * len(found), tuple(accumulate((each.tensor.elements for each in found), initial=0)))
+
+
+def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
+    """Return the runs of slices that are boxes of a tensor of *shape*; they end where one is missing."""
+    runs: list[tuple[int, int, int, StoredSlice]] = []
+    for each in slices:
+        offsets, sizes = each.tensor.box[: len(shape)], each.tensor.box[len(shape) :]
+        start = 0
+        for first, elements in box_runs(shape, offsets, sizes):
+            runs.append((first, elements, start, each))
+            start += elements
+    runs.sort(key=lambda run: run[0])
+    bounds = [0]
+    for first, elements, _, _ in runs:
+        if first != bounds[-1]:
+            break
+        bounds.append(first + elements)
+    runs = runs[: len(bounds) - 1]
+    return _Row(tuple(run[3] for run in runs), tuple(run[2] for run in runs), tuple(bounds))
 
 
 def _not_stored(kind: Kind, name: str, state: str, whose: str = "") -> LayoutMismatch:
@@ -332,9 +381,10 @@ class Slices:
         """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
         key = kind, name, state
         if key not in self._rows:
-            slices = tuple(sorted(self._of_ranks(kind, name, state), key=lambda each: each.object.shard))
-            row = _Row(slices, tuple(accumulate((each.tensor.elements for each in slices), initial=0)))
-            expected = prod(self.parameter(name).shape)
+            slices, shape = self._of_ranks(kind, name, state), self.parameter(name).shape
+            are_boxes = any(each.tensor.box for each in slices)
+            row = _row_of_boxes(slices, shape) if are_boxes else _row_of_runs(slices)
+            expected = prod(shape)
             if row.bounds[-1] != expected:
                 raise LayoutMismatch(
                     f"{state or kind} of {name!r} is stored with {row.bounds[-1]} elements, its shape asks for "
@@ -414,7 +464,8 @@ class Slices:
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
             stop = min(end, row.bounds[at + 1])
-            yield row.slices[at], Stretch(row.slices[at].object.shard, begin - row.bounds[at], stop - begin)
+            start = row.starts[at] + begin - row.bounds[at]
+            yield row.slices[at], Stretch(row.slices[at].object.shard, start, stop - begin)
             begin, at = stop, at + 1
 
     def shards(self, kind: Kind, name: str) -> int:

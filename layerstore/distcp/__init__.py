@@ -10,6 +10,7 @@ from layerstore.distcp.contents import Contents, Held
 from layerstore.distcp.metadata import METADATA, Chunk, Entry, metadata_bytes
 from layerstore.distcp.names import Named, names_of
 from layerstore.distcp.onto import read_dcp
+from layerstore.distcp.plan import Item, PlannedSave, Work, plan_save
 from layerstore.distcp.read import Folder
 from layerstore.distcp.standalone import read_standalone
 from layerstore.distcp.state import DcpState
@@ -25,11 +26,15 @@ __all__ = [
     "Entry",
     "Folder",
     "Held",
+    "Item",
     "Named",
+    "PlannedSave",
+    "Work",
     "metadata_bytes",
     "names_of",
     "open_folder",
     "plan_dcp",
+    "plan_save",
     "read_dcp",
     "read_standalone",
 ]

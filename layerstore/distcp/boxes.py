@@ -10,13 +10,12 @@ from functools import partial
 
 from layerstore.assemble import fill_pieces
 from layerstore.distcp.contents import Held
-from layerstore.distcp.read import box_runs
 from layerstore.distcp.write import held_pieces
 from layerstore.dtypes import by_code
 from layerstore.hashing import check_chunk
 from layerstore.limits import VERIFY_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, LayerVersion, StoredObject
-from layerstore.slices import Piece, Slices
+from layerstore.slices import Piece, Slices, box_runs
 from layerstore.storage import Repository
 from layerstore.threads import Threads, run_all
 

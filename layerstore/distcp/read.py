@@ -3,9 +3,8 @@ Read the tensors of a distributed checkpoint as flat runs of bytes, whatever chu
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from layerstore.distcp.metadata import METADATA, Entry, read_metadata
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
+from layerstore.slices import box_runs
 from layerstore.source import damaged, open_source
 from layerstore.tree import Located, Storage, Tensor, Tree
 from layerstore.zero3 import holds_zero, linked, several_distributed
@@ -162,24 +162,3 @@ class Folder:
         for storage in storages:
             assert isinstance(storage.content, Located)
             self.checks.append((f"of {entry.key}", storage.content))
-
-
-def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """
-    Yield the first element and the length of each run that a box of a tensor consists of, in order.
-
-    Two rows of a matrix lie together, half of its columns do not:
-
-    >>> list(box_runs((4, 3), (2, 0), (2, 3))), list(box_runs((4, 3), (0, 1), (2, 2)))
-    ([(6, 6)], [(1, 2), (4, 2)])
-    """
-    if not prod(sizes):
-        return
-    split = len(shape)
-    while split and sizes[split - 1] == shape[split - 1]:
-        split -= 1
-    strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
-    begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    length = prod(sizes[max(split - 1, 0) :])
-    for outer in product(*map(range, sizes[: max(split - 1, 0)])):
-        yield begin + sum(index * stride for index, stride in zip(outer, strides, strict=False)), length

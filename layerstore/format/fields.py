@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
+from math import prod
 from typing import Any, TypeVar, cast
 
 from layerstore.errors import IntegrityError
@@ -21,7 +22,7 @@ from layerstore.format.canonical import Plain
 from layerstore.layers import is_inside, is_name
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import NUMBER_MAX
-from layerstore.model import STAGES, CommitId, CommitRecord, Kind, LayerVersion, ObjectId, StoredObject
+from layerstore.model import STAGES, CommitId, CommitRecord, Kind, LayerVersion, ObjectId, StoredObject, StoredTensor
 from layerstore.states import BufferContent, FlatContent, FragmentContent, ObjectContent
 
 Value = TypeVar("Value")
@@ -147,12 +148,24 @@ def _of_record(record: CommitRecord) -> str | None:
 
 
 def _of_version(version: LayerVersion) -> str | None:
+    shapes = {of.name: of.shape for of in version.parameters}
     parameters, buffers = ({each.name for each in described} for described in (version.parameters, version.buffers))
     for stored in version.objects:
         for tensor in stored.tensors:
             if tensor.name not in (buffers if stored.kind is Kind.BUFFERS else parameters):
                 return f"it has a slice of {tensor.name[:60]!r}, which it does not describe"
+            if tensor.box and not _is_within(tensor, shapes.get(tensor.name, ())):
+                return f"it has a box of {tensor.name[:60]!r} that is not within it"
     return None
+
+
+def _is_within(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
+    offsets, sizes = tensor.box[: len(shape)], tensor.box[len(shape) :]
+    return (
+        len(tensor.box) == 2 * len(shape)
+        and prod(sizes) == tensor.elements
+        and all(offset + size <= most for offset, size, most in zip(offsets, sizes, shape, strict=True))
+    )
 
 
 def _of_object(stored: StoredObject) -> str | None:

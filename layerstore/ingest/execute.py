@@ -386,7 +386,7 @@ class _Ingest:
             due = frozenset(layer.layer for layer in self.checkpoint.layers)
             decisions: dict[Tree, Tree] = {}
             if not isinstance(asked.policy, Latest):
-                due, decisions = layers_due(self.repo, self.checkpoint, place, asked.policy, run=self.run)
+                due, decisions = layers_due(self.repo, self.checkpoint.layers, place, asked.policy, run=self.run)
             use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
             compact = self._compact(place, due)

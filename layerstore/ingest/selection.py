@@ -24,7 +24,7 @@ from layerstore.slices import Slices
 from layerstore.staging import SourceReader
 from layerstore.storage import Repository
 from layerstore.tree import Tree
-from layerstore.zero3 import Checkpoint, LayerSource, SliceSource
+from layerstore.zero3 import LayerSource, SliceSource
 
 # 32 runs of 64 elements of each parameter: a block of ten parameters is read in a few milliseconds.
 RUNS = 32
@@ -139,16 +139,15 @@ def sample_weight(elements: int) -> float:
 
 
 def layers_due(
-    repo: Repository, checkpoint: Checkpoint, place: Place, policy: Policy, *, run: str
+    repo: Repository, layers: tuple[LayerSource, ...], place: Place, policy: Policy, *, run: str
 ) -> tuple[frozenset[str], dict[Tree, Tree]]:
     """
-    Return the layers to store, and the decisions that the record keeps.
+    Return which of *layers* to store, and the decisions that the record keeps.
 
     These are all layers if the history has no complete save yet. Otherwise, they are those that *policy* names, and
     every layer that has changed its shape, that the optimizer has updated for the first time, or that the store has
     lost.
     """
-    layers = checkpoint.layers
     ages = {layer: place.save_number - number for layer, number in place.own_numbers(run).items()}
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=ages)
     moved = Movements()

@@ -57,8 +57,8 @@ def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> 
 
 
 def _are_alike(stored: StoredObject, slices: Sequence[SliceSource]) -> bool:
-    of_source = [(part.key, part.dtype, part.elements) for part in slices]
-    return not stored.is_coded and [(of.key, of.dtype, of.elements) for of in stored.tensors] == of_source
+    of_source = [(part.key, part.dtype, part.elements, part.box) for part in slices]
+    return not stored.is_coded and [(of.key, of.dtype, of.elements, of.box) for of in stored.tensors] == of_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,13 @@ class Encoding:
 
 def _uncoded(part: SliceSource, coding: str) -> StoredTensor:
     return StoredTensor(
-        name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=0, coding=coding
+        name=part.name,
+        state=part.state,
+        dtype=part.dtype,
+        elements=part.elements,
+        crc32=0,
+        coding=coding,
+        box=part.box,
     )
 
 

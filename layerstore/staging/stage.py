@@ -491,4 +491,6 @@ class Staging:
 
 
 def _stored(part: SliceSource, checksum: int) -> StoredTensor:
-    return StoredTensor(name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=checksum)
+    return StoredTensor(
+        name=part.name, state=part.state, dtype=part.dtype, elements=part.elements, crc32=checksum, box=part.box
+    )

@@ -1,0 +1,150 @@
+"""
+Plan a save of DCP: which rank writes which objects, from the boxes that DCP has handed out.
+
+The slices of a parameter are counted in its own order, whoever writes them. So a mesh whose replicas share the work
+makes the same slices as one that has none, and two ranks may each write a part of what is one shard of a layer.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+
+from layerstore.distcp.contents import Contents, Held
+from layerstore.distcp.metadata import Entry, KeyPath
+from layerstore.layers import layers_in_order
+from layerstore.model import Kind
+from layerstore.slices import box_runs, canonical_order
+from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A box of a tensor, or a value, that a rank is to write."""
+
+    rank: int
+    number: int
+    """Its place among those of the rank."""
+    key: str
+    dtype: str | None
+    """Code of the element type; None for a value."""
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """What slices name it by; the rank finds it again by that."""
+        return Path(str(self.number))
+
+
+Work = tuple[tuple[str, ObjectSource], ...]
+"""The objects that a rank writes, each with its layer; slices name items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave:
+    """A save before anything is written."""
+
+    entries: Mapping[str, Entry]
+    """Everything in the state, by key; where its chunks lie is not known here."""
+    contents: Contents
+    layers: tuple[LayerSource, ...]
+    """Every layer, with the objects of all ranks."""
+    by_rank: tuple[Work, ...]
+    world_size: int
+
+
+def plan_save(
+    items: Iterable[Item],
+    paths: Mapping[str, KeyPath],
+    *,
+    world_size: int,
+    pattern: re.Pattern[str] | None = None,
+) -> PlannedSave:
+    """
+    Plan a save of *items* on *world_size* ranks, whose layers *pattern* may name.
+
+    *paths* lead to each key in the nested state, in the order of that.
+    """
+    order = {key: number for number, key in enumerate(paths)}
+    items = sorted(items, key=lambda item: order.get(item.key, len(order)))
+    entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
+    contents = Contents.of(entries)
+    by_key = _boxes_by_key(items, contents)
+    shards = max(map(len, by_key.values()), default=1)
+    layers, work = [], [list[tuple[str, ObjectSource]]() for _ in range(world_size)]
+    keys = _keys_by_name(contents)
+    for layer, names in layers_in_order(contents.parameters, pattern=pattern).items():
+        slices: dict[tuple[Kind, int, int], list[SliceSource]] = {}
+        for key in (key for name in names for key in keys[name]):
+            held = contents.tensors[key]
+            for shard, (item, part) in enumerate(_slices(held, by_key.get(key, []))):
+                slices.setdefault((held.kind, shard, item.rank), []).append(part)
+        objects = []
+        for (kind, shard, rank), found in slices.items():
+            source = ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(found)))
+            objects.append(source)
+            work[rank].append((layer, source))
+        layers.append(
+            LayerSource(
+                layer=layer,
+                parameters=tuple(contents.parameters[name] for name in sorted(names)),
+                buffers=(),
+                objects=tuple(objects),
+                optimizer_step=None,
+                cut="boxes" if any(part.box for source in objects for part in source.slices) else "partition",
+            )
+        )
+    return PlannedSave(
+        entries=entries,
+        contents=contents,
+        layers=tuple(layers),
+        by_rank=tuple(map(tuple, work)),
+        world_size=world_size,
+    )
+
+
+def _entry(item: Item, path: KeyPath) -> Entry:
+    return Entry(key=item.key, path=path or (item.key,), dtype=item.dtype, shape=item.shape, chunks=())
+
+
+def _boxes_by_key(items: Iterable[Item], contents: Contents) -> dict[str, list[Item]]:
+    """Return the boxes of each tensor that a layer holds, in the tensor's order; empty ones are left out."""
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        if item.key in contents.tensors and prod(item.sizes):
+            found.setdefault(item.key, []).append(item)
+    for boxes in found.values():
+        boxes.sort(key=lambda item: item.offsets)
+    return found
+
+
+def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, held in contents.tensors.items():
+        found.setdefault(held.name, []).append(key)
+    return found
+
+
+def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
+    """Yield the *boxes* of a tensor as slices: as runs of elements if all of them are."""
+    runs = [list(islice(box_runs(item.shape, item.offsets, item.sizes), 2)) for item in boxes]
+    are_runs = all(len(of) == 1 for of in runs)
+    for item, (first, *_) in zip(boxes, runs, strict=True):
+        assert item.dtype is not None, "layers hold tensors"
+        yield (
+            item,
+            SliceSource(
+                name=held.name,
+                state=held.state,
+                dtype=item.dtype,
+                elements=prod(item.sizes),
+                begin=first[0],
+                box=() if are_runs else (*item.offsets, *item.sizes),
+                path=item.path,
+                offset_bytes=0,
+            ),
+        )

@@ -1,0 +1,229 @@
+"""A save of DCP becomes a commit: the coordinator says what is due, and joins what all ranks have written."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from layerstore.distcp import DcpState, PlannedSave
+from layerstore.errors import Conflict, IntegrityError, Overtaken, Unsupported
+from layerstore.history import Place, view_read_again
+from layerstore.ingest import layers_due
+from layerstore.layers import typed
+from layerstore.limits import STEP_MAX
+from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PolicyUse, SourceLayout, StoredObject
+from layerstore.policy import Policy
+from layerstore.precision import Keyframes, compact_counts
+from layerstore.publish import Transaction
+from layerstore.source import open_source
+from layerstore.staging import Checksums, CompactLayers, SourceReader, Staging, can_refer, stage_version
+from layerstore.storage import ObjectWriter, Repository, RunView
+from layerstore.tree import Tree
+from layerstore.zero3.pt import Pickles, read_section
+from layerstore.zero3.trees import STAGE_3, number_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """What is to become of a save."""
+
+    run: str
+    step: int
+    policy: Policy
+    keyframes: Keyframes
+    layer_pattern: str | None
+    resumed_from: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank has written."""
+
+    parts: tuple[LayerPart, ...]
+    values: Mapping[str, bytes]
+    """By key, as ``torch.save`` makes them."""
+    bytes_new: int
+    bytes_reused: int
+
+
+@dataclass(frozen=True)
+class SaveInProgress:
+    """A save that the coordinator has planned."""
+
+    repo: Repository
+    options: SaveOptions
+    plan: PlannedSave
+
+    @cached_property
+    def place(self) -> Place:
+        """Its place in the run."""
+        return self._place_in(view_read_again(self.repo, self.options.run, self.options.step))
+
+    def _place_in(self, view: RunView | None) -> Place:
+        """
+        Return its place in the run as *view* shows it.
+
+        Raises:
+            Conflict: The run has this step already, or has gone on beyond it.
+        """
+        options = self.options
+        run = typed(options.run)
+        if options.resumed_from is None and view is not None and view.rows:
+            tip = next(view.history(view.newest_attempt), None)
+            if tip is not None and tip.step >= options.step:
+                raise Conflict(
+                    f"{run}@{options.step} is saved already"
+                    if tip.step == options.step
+                    else f"step {options.step} is before {run}@{tip.step}, the newest save of its run",
+                    hint=f'resumed_from="{options.run}@STEP" says where training went on; another run= keeps both',
+                )
+        return Place.at_step(
+            self.repo, view, options.step, rivals=[], rollback=False, resumed_from=options.resumed_from
+        )
+
+    @cached_property
+    def _decided(self) -> tuple[frozenset[str], dict[Tree, Tree]]:
+        if getattr(self.options.policy, "measures", False):
+            raise Unsupported(
+                f"policy {self.options.policy.name} measures how far layers have moved, which DCP does not let us read",
+                hint="save with another policy, or every layer",
+            )
+        return layers_due(self.repo, self.plan.layers, self.place, self.options.policy, run=self.options.run)
+
+    @property
+    def due(self) -> frozenset[str]:
+        """The layers to store."""
+        return self._decided[0]
+
+    @cached_property
+    def compact(self) -> dict[str, LayerEntry]:
+        """Those of the layers due that are not kept exactly, each with the version that it refers to."""
+        wanted, found = self.options.keyframes, {}
+        for layer in self.plan.layers:
+            entry = self.place.inherited.get(layer.layer) if layer.layer in self.due else None
+            if entry is None or wanted.is_exact(entry.compact):
+                continue
+            version = self.repo.whole_version_of(entry)
+            if version is not None and can_refer(layer, wanted.precision, version):
+                found[layer.layer] = entry
+        return found
+
+    def commit(self, written: Iterable[Written]) -> Commit:
+        """
+        Publish what all ranks have *written*.
+
+        Raises:
+            Overtaken: A collection has removed what a rank had written.
+            Conflict: The run has gone on meanwhile.
+        """
+        parts = list(written)
+        options, place = self.options, self.place
+        values = {key: data for part in parts for key, data in part.values.items()}
+        with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
+            view = view_read_again(self.repo, options.run, options.step)
+            if self._place_in(view) != place:
+                raise Conflict(f"{options.run} has gone on while {options.run}@{options.step} was saved")
+            state, steps = self._state(tx, values)
+            losses = tuple(loss for part in parts for of in part.parts for loss in of.losses)
+            record = place.record(
+                run=options.run,
+                step=options.step,
+                layers=[replace(layer, optimizer_step=steps.get(layer.layer)) for layer in self.plan.layers],
+                due=self.due,
+                versions=dict(self._versions(tx.objects, parts)),
+                states=(state,),
+                world_size=self.plan.world_size,
+                stage=STAGE_3,
+                layout=SourceLayout(flavour=DCP, tag=DCP, layer_pattern=options.layer_pattern),
+                policy=PolicyUse(
+                    name=options.policy.name, parameters=options.policy.parameters, decisions=self._decided[1]
+                ),
+                precision=options.keyframes.precision.name,
+                compact=compact_counts(place.inherited, {loss.layer for loss in losses}),
+                flags=(DCP,),
+            )
+            for entry in record.layers:
+                if entry.layer not in self.due:
+                    tx.inherit(entry)
+            for ref in (stored.ref for part in parts for of in part.parts for stored in of.named):
+                if not tx.objects.claim(ref):
+                    raise Overtaken(
+                        f"object {ref.id}, which a rank had written, is gone; nothing was saved", hint="save again"
+                    )
+            seen = tx.observed()
+            observed = replace(
+                seen,
+                bytes_new=seen.bytes_new + sum(part.bytes_new for part in parts),
+                bytes_reused=seen.bytes_reused + sum(part.bytes_reused for part in parts),
+                losses=losses,
+            )
+            return tx.commit(record, observed=observed).commit
+
+    def _versions(self, writer: ObjectWriter, parts: Iterable[Written]) -> Iterator[tuple[str, BlobRef]]:
+        found: dict[str, list[LayerPart]] = {}
+        for part in (of for each in parts for of in each.parts):
+            found.setdefault(part.layer, []).append(part)
+        for layer in self.plan.layers:
+            if layer.layer in self.due:
+                of_layer = found.get(layer.layer, [])
+                objects = [stored for part in of_layer for stored in part.objects]
+                _check_whole(layer.layer, objects, expected=len(layer.objects))
+                yield (
+                    layer.layer,
+                    stage_version(
+                        writer,
+                        layer,
+                        objects,
+                        world_size=self.plan.world_size,
+                        references=[stored for part in of_layer for stored in part.references],
+                    ),
+                )
+
+    def _state(self, tx: Transaction, values: Mapping[str, bytes]) -> tuple[BlobRef, dict[str, int | None]]:
+        """Stage everything that is not a layer; return that, and each layer's count of updates."""
+        contents = self.plan.contents
+        with (
+            closing(SourceReader()) as files,
+            self.repo.files.temporary(self.repo.layout.tmp, b"".join(values.values())) as path,
+        ):
+            trees = dict(read_values(path, {key: len(data) for key, data in values.items()}))
+            counts = {name: number_of(trees[key]) for name, key in contents.counters.items() if key in trees}
+            steps = {
+                layer.layer: _common([counts[of.name] for of in layer.parameters if of.name in counts])
+                for layer in self.plan.layers
+            }
+            staging = Staging(tx.objects, files, source="the state", checksums=Checksums())
+            return staging.whole_state(DcpState.of(self.plan.entries, contents, trees).kept()), steps
+
+
+def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tree]]:
+    """
+    Yield values by key, which lie one after another in the file *path*; nothing that they hold is run.
+
+    Raises:
+        Unsupported: One is of a class that is not kept.
+    """
+    pickles, begin = Pickles(), 0
+    with open_source(path) as source:
+        for key, size_bytes in sizes.items():
+            try:
+                yield key, read_section(source, begin, size_bytes, pickles).tree
+            except (IntegrityError, Unsupported) as exc:
+                raise Unsupported(f"{key!r} of the state cannot be kept: {exc.message}", hint=exc.hint) from exc
+            begin += size_bytes
+
+
+def _common(counts: list[float | None]) -> int | None:
+    found = {int(count) for count in counts if count is not None and 0 <= count < STEP_MAX}
+    return found.pop() if len(found) == 1 else None
+
+
+def _check_whole(layer: str, objects: list[StoredObject], *, expected: int) -> None:
+    if len(objects) != expected:
+        raise IntegrityError(f"{len(objects)} of {expected} objects of {layer} were written; nothing was saved")
+
+
+def compact_layers(repo: Repository, keyframes: Keyframes, entries: Mapping[str, LayerEntry]) -> CompactLayers:
+    """Return how a rank keeps the layers of *entries* compactly."""
+    return CompactLayers(keyframes.precision, {layer: repo.version_of(entry) for layer, entry in entries.items()})

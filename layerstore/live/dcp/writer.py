@@ -1,0 +1,266 @@
+"""``StoreWriter``: torch.distributed.checkpoint saves into a store."""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from layerstore.arguments import checked
+from layerstore.distcp import Item, Work, plan_save
+from layerstore.dtypes import by_torch_name
+from layerstore.errors import InvalidInput, NoStore, Unsupported
+from layerstore.layers import check_name, compile_pattern
+from layerstore.limits import IO_CHUNK_BYTES, STEP_MAX, WORKERS_MAX
+from layerstore.live.dcp.commit import SaveInProgress, SaveOptions, Written, compact_layers, read_values
+from layerstore.live.engine import bytes_of
+from layerstore.model import Commit, LayerEntry, LayerPart, StoredObject
+from layerstore.policy import Policy, chosen_policy
+from layerstore.precision import PrecisionName, keyframes
+from layerstore.publish import Transaction
+from layerstore.staging import Checksums, CompactLayers, Staging, coding_losses
+from layerstore.store import Store, StrPath, init, open_store
+from layerstore.threads import Threads, run_all
+from layerstore.zero3 import ObjectSource
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    """What the coordinator tells a rank."""
+
+    work: Work
+    """The objects to write; their slices name items of the rank's plan."""
+    values: tuple[int, ...]
+    """Which items are values, and no tensors of layers."""
+    compact: Mapping[str, LayerEntry]
+    """The layers that are kept compactly, each with the version that it refers to."""
+
+
+class StoreWriter(StorageWriter):
+    """
+    Saves into run *run* of *store* as step *step*: ``save(state, storage_writer=StoreWriter("runs/store", …))``.
+
+    Each rank writes its own objects while DCP hands it tensors; the commit becomes visible at the end, whole or not at
+    all. Under *policy*, only the layers that are due are written, and the commit inherits the others. *precision*,
+    *exact_every* and *layer_pattern* are those of ``layerstore ingest``. Training that went back to an earlier commit
+    says so with *resumed_from*. If *store* is a path without a store, one is made there, unless *create* is False.
+
+    One is made for each save; ``commit`` is its commit afterwards, on the coordinator.
+
+    Raises:
+        InvalidInput: *run* is not a name, or *step* is no step.
+        Conflict: The run has this step already, or a later one.
+    """
+
+    @checked
+    def __init__(
+        self,
+        store: Store | StrPath,
+        *,
+        run: str,
+        step: int,
+        policy: str | Policy = "full",
+        precision: PrecisionName = "exact",
+        exact_every: int | None = 10,
+        layer_pattern: str | None = None,
+        resumed_from: str | None = None,
+        create: bool = True,
+    ) -> None:
+        if not 0 <= step < STEP_MAX:
+            raise InvalidInput(f"step {step} is no step", hint="a step is a whole number, 0 or more")
+        self._options = SaveOptions(
+            run=check_name(run, what="the run's name"),
+            step=step,
+            policy=chosen_policy(policy),
+            keyframes=keyframes(precision, exact_every),
+            layer_pattern=layer_pattern,
+            resumed_from=resumed_from,
+        )
+        compile_pattern(layer_pattern)
+        self._where, self._create = store, create
+        self._opened = store if isinstance(store, Store) else None
+        self._save: SaveInProgress | None = None
+        self.commit: Commit | None = None
+
+    # -- what DCP calls ----------------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Begin a save."""
+        if checkpoint_id is not None:
+            raise InvalidInput(
+                f"checkpoint_id={checkpoint_id!r} was given: the run and the step name a commit", hint="leave it out"
+            )
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Make the store, on the coordinator, if there is none."""
+        if is_coordinator and self._create and self._opened is None and not _is_store(self._where):
+            init(self._where).close()
+
+    @property
+    def _store(self) -> Store:
+        if self._opened is None:
+            self._opened = open_store(self._where)
+        return self._opened
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return *plan*."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide what is due, and tell each rank its objects."""
+        if not all(plan.usable for plan in plans):
+            raise Unsupported(
+                "the planner sends no plan where nothing has changed", hint="leave enable_plan_caching off"
+            )
+        repo = self._store.repo
+        repo.prepare_writing()
+        paths: dict[str, Any] = {}
+        for plan in plans:
+            paths.update({key: path for key, path in (plan.planner_data or {}).items() if key not in paths})
+        plan_of_all = plan_save(
+            _items(plans), paths, world_size=len(plans), pattern=compile_pattern(self._options.layer_pattern)
+        )
+        if not plan_of_all.layers:
+            raise InvalidInput("the state holds no tensors: there is nothing to keep")
+        self._save = SaveInProgress(repo, self._options, plan_of_all)
+        return [
+            replace(plan, storage_data=self._instruction(self._save, rank, plan)) for rank, plan in enumerate(plans)
+        ]
+
+    @staticmethod
+    def _instruction(save: SaveInProgress, rank: int, plan: SavePlan) -> _Instruction:
+        work = tuple(each for each in save.plan.by_rank[rank] if each[0] in save.due)
+        own = {layer for layer, _ in work}
+        tensors = save.plan.contents.tensors
+        return _Instruction(
+            work=work,
+            values=tuple(number for number, item in enumerate(plan.items) if item.index.fqn not in tensors),
+            compact={layer: entry for layer, entry in save.compact.items() if layer in own},
+        )
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Write what this rank was told to."""
+        instruction = plan.storage_data
+        assert isinstance(instruction, _Instruction), "prepare_global_plan has made it"
+        repo = self._store.repo
+        values = {plan.items[number].index.fqn: _saved(plan.items[number], planner) for number in instruction.values}
+        with repo.files.temporary(repo.layout.tmp, b"".join(values.values())) as path:
+            for _ in read_values(path, {key: len(data) for key, data in values.items()}):
+                pass  # raises before anything is written
+        compact = compact_layers(repo, self._options.keyframes, instruction.compact)
+        with Transaction(repo, past_cache=True) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
+            staging = Staging(tx.objects, _Reader(plan.items, planner), source="the state", checksums=Checksums())
+            staged = run_all(pool, partial(_staged, staging, compact), instruction.work)
+            tx.objects.publish()
+            written = Written(
+                tuple(_parts(staging, compact, staged)), values, tx.objects.bytes_new, tx.objects.bytes_reused
+            )
+        results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items]
+        if results:
+            results[0] = replace(results[0], storage_data=written)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the commit visible."""
+        assert self._save is not None, "prepare_global_plan has made it"
+        written = (result.storage_data for of_rank in results for result in of_rank)
+        self.commit = self._save.commit(part for part in written if part is not None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Return False: the run and the step name a commit."""
+        del checkpoint_id
+        return False
+
+
+def _is_store(where: Store | StrPath) -> bool:
+    try:
+        open_store(where).close()
+    except NoStore:
+        return False
+    return True
+
+
+def _items(plans: Sequence[SavePlan]) -> Iterator[Item]:
+    for rank, plan in enumerate(plans):
+        for number, item in enumerate(plan.items):
+            key, data = item.index.fqn, item.tensor_data
+            if item.type is WriteItemType.BYTE_IO or data is None:
+                yield Item(rank=rank, number=number, key=key, dtype=None)
+            else:
+                yield Item(
+                    rank=rank,
+                    number=number,
+                    key=key,
+                    dtype=by_torch_name(str(data.properties.dtype).removeprefix("torch.")).code,
+                    shape=tuple(data.size),
+                    offsets=tuple(data.chunk.offsets),
+                    sizes=tuple(data.chunk.sizes),
+                )
+
+
+def _saved(item: WriteItem, planner: SavePlanner) -> bytes:
+    """Return a value as ``torch.save`` makes it."""
+    value = planner.resolve_data(item)
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    buffer = io.BytesIO()
+    torch.save(value.detach().cpu().clone(), buffer)  # of a view, all of its memory would be saved
+    return buffer.getvalue()
+
+
+_Staged = tuple[str, StoredObject]
+"""A layer, and an object of it."""
+
+
+def _staged(staging: Staging, compact: CompactLayers, work: tuple[str, ObjectSource]) -> _Staged:
+    layer, source = work
+    return layer, staging.planned(source, compact.plan(layer, source))
+
+
+def _parts(staging: Staging, compact: CompactLayers, staged: Iterable[_Staged]) -> Iterator[LayerPart]:
+    """Yield this rank's part of each layer."""
+    by_layer: dict[str, list[StoredObject]] = {}
+    for layer, stored in staged:
+        by_layer.setdefault(layer, []).append(stored)
+    for layer, objects in by_layer.items():
+        referred = {stored.reference for stored in objects}
+        yield LayerPart(
+            layer=layer,
+            objects=tuple(objects),
+            references=tuple(of for of in compact.references(layer) if of.id in referred),
+            losses=tuple(coding_losses(layer, objects, staging)),
+        )
+
+
+class _Reader:
+    """Reads the tensors of a plan, by the number of their item; each is on the host only while it is read."""
+
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self._items = items
+        self._planner = planner
+
+    def _bytes(self, path: Path) -> memoryview:
+        found = self._planner.resolve_data(self._items[int(path.name)])
+        assert isinstance(found, torch.Tensor), "layers hold tensors"
+        return bytes_of(found.detach().to("cpu").contiguous().view(-1))
+
+    def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes of a tensor in order."""
+        data = self._bytes(path)
+        for start in range(offset, offset + size_bytes, IO_CHUNK_BYTES):
+            yield data[start : min(start + IO_CHUNK_BYTES, offset + size_bytes)]
+
+    def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
+        """Fill each buffer with the bytes of its place."""
+        for path, offset, buffer in places:
+            buffer[:] = self._bytes(path)[offset : offset + len(buffer)]
