@@ -9,7 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -19,7 +19,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
-from layerstore.numbers import can_convert
+from layerstore.numbers import box_runs, can_convert
 
 # -- the arithmetic ------------------------------------------------------------------------------------------------
 
@@ -53,27 +53,6 @@ class Stretch:
     start: int
     """The first element, counted from the start of the slice."""
     elements: int
-
-
-def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """
-    Yield the first element and the length of each run that a box of a tensor consists of, in order.
-
-    Two rows of a matrix lie together, half of its columns do not:
-
-    >>> list(box_runs((4, 3), (2, 0), (2, 3))), list(box_runs((4, 3), (0, 1), (2, 2)))
-    ([(6, 6)], [(1, 2), (4, 2)])
-    """
-    if not prod(sizes):
-        return
-    split = len(shape)
-    while split and sizes[split - 1] == shape[split - 1]:
-        split -= 1
-    strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
-    begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    length = prod(sizes[max(split - 1, 0) :])
-    for outer in product(*map(range, sizes[: max(split - 1, 0)])):
-        yield begin + sum(index * stride for index, stride in zip(outer, strides, strict=False)), length
 
 
 # -- how an object frames them -------------------------------------------------------------------------------------

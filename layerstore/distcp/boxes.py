@@ -15,7 +15,8 @@ from layerstore.dtypes import by_code
 from layerstore.hashing import check_chunk
 from layerstore.limits import VERIFY_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, LayerVersion, StoredObject
-from layerstore.slices import Piece, Slices, box_runs
+from layerstore.numbers import box_runs
+from layerstore.slices import Piece, Slices
 from layerstore.storage import Repository
 from layerstore.threads import Threads, run_all
 

@@ -16,7 +16,8 @@ from layerstore.distcp.contents import Contents, Held
 from layerstore.distcp.metadata import Entry, KeyPath
 from layerstore.layers import layers_in_order
 from layerstore.model import Kind
-from layerstore.slices import box_runs, canonical_order
+from layerstore.numbers import box_runs
+from layerstore.slices import canonical_order
 from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
 
 

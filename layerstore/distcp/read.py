@@ -12,7 +12,7 @@ from layerstore.distcp.metadata import METADATA, Entry, read_metadata
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
-from layerstore.slices import box_runs
+from layerstore.numbers import box_runs
 from layerstore.source import damaged, open_source
 from layerstore.tree import Located, Storage, Tensor, Tree
 from layerstore.zero3 import holds_zero, linked, several_distributed

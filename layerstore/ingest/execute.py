@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
-from functools import partial
 from pathlib import Path
 
-from layerstore.distcp import read_dcp, read_standalone
 from layerstore.errors import (
     Conflict,
     IntegrityError,
@@ -22,15 +20,12 @@ from layerstore.errors import (
     LayerstoreError,
     NotFound,
     Overtaken,
-    SourceCheckpoint,
     StorageIO,
-    Unsupported,
 )
 from layerstore.filenames import SUMMARY
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
-    Resolved,
     has_shrunk,
     reserve,
     resolve,
@@ -39,21 +34,18 @@ from layerstore.history import (
 )
 from layerstore.ingest.ingested import Ingested
 from layerstore.ingest.selection import layers_due
-from layerstore.ingest.transfer import transfer
+from layerstore.ingest.sources import read_source
 from layerstore.ingest_options import IngestOptions
-from layerstore.layers import check_name, compile_pattern, typed
 from layerstore.model import CommitRecord, LayerEntry, PolicyUse, SourceLayout
 from layerstore.policy import Latest
 from layerstore.precision import compact_counts, keyframes
 from layerstore.progress import Progress
-from layerstore.publish import Published, Transaction, check_pin_free, check_pin_means, check_pin_name, make_pin, retire
-from layerstore.source import real_path
+from layerstore.publish import Published, Transaction, check_pin_means, make_pin, retire
 from layerstore.staging import CompactLayers, Content, can_refer
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.units import short_id, size
-from layerstore.zero3 import Checkpoint, discover, distributed_at, read_checkpoint, refuse_pointer
-from layerstore.zero3.trees import undivided
+from layerstore.zero3 import Checkpoint
 
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
@@ -68,10 +60,6 @@ _HOW_TO_KEEP_A_COMPOSITE = (
 )
 
 
-Transfer = Callable[..., Content]
-"""Stages a checkpoint's content: `transfer`, or a distributed checkpoint's own."""
-
-
 def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Progress) -> Ingested:
     """
     Store the checkpoint at *path*.
@@ -83,7 +71,8 @@ def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Prog
         SourceCheckpoint: The source is damaged, or changed meanwhile.
         Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
-    run, checkpoint, transfer_it = _reader_of(path, asked)(repo, path, asked)
+    source = read_source(repo, path, asked)
+    run, checkpoint, transfer_it = source.run, source.checkpoint, source.transfer
     started = time.monotonic()
     with repo.lock_run(run), _disk_explained(repo, checkpoint):
         while True:
@@ -97,118 +86,6 @@ def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Prog
     if asked.pin is not None:
         make_pin(repo, asked.pin, resolve(repo, ingested.commit))
     return ingested
-
-
-_Read = Callable[[Repository, Path, IngestOptions], tuple[str, Checkpoint, Transfer]]
-
-
-def _reader_of(path: Path, asked: IngestOptions) -> _Read:
-    """Return what reads the checkpoint at *path*."""
-    if asked.onto is not None:
-        return _read_onto
-    folder = real_path(path)
-    return _read_standalone if folder.is_dir() and distributed_at(folder) is not None else _read
-
-
-def _read(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
-    """Read and check the checkpoint at *path*; return it, its run, and how it is transferred. Writes nothing."""
-    _check(repo, asked)
-    if asked.step is not None:
-        raise InvalidInput(
-            f"--step was given, but {path} is not a folder of torch.distributed.checkpoint",
-            hint="leave it out: DeepSpeed's files say their step",
-        )
-    pattern = compile_pattern(asked.layer_pattern)
-    found = discover(path, tag=asked.tag, follow=asked.follow)
-    refuse_pointer(found.ranks[0].model)
-    run = _checked_run(repo, found.run_name if asked.run is None else asked.run)
-    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=asked.allowed_globals)
-    if not checkpoint.layers:
-        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
-    kept = undivided(checkpoint.states[0])
-    if kept and not isinstance(asked.policy, Latest):
-        raise Unsupported(
-            f"policy {asked.policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
-            "which cannot be cut into layers",
-            hint="ingest it with policy full",
-        )
-    if asked.pin is not None:
-        check_pin_free(repo, asked.pin, run=run, step=checkpoint.step)
-    return run, checkpoint, partial(transfer, repo, checkpoint)
-
-
-def _read_standalone(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
-    """Read and check the distributed checkpoint at *path* by itself; return what `_read` does."""
-    _check(repo, asked)
-    if asked.tag is not None:
-        raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave it out")
-    read = read_standalone(
-        path,
-        step=asked.step,
-        layer_pattern=compile_pattern(asked.layer_pattern),
-        allowed_globals=asked.allowed_globals,
-        follow=asked.follow,
-    )
-    checkpoint = read.checkpoint
-    run = _checked_run(repo, checkpoint.found.run_name if asked.run is None else asked.run)
-    if not checkpoint.layers:
-        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
-    if asked.pin is not None:
-        check_pin_free(repo, asked.pin, run=run, step=checkpoint.step)
-    return run, checkpoint, partial(read.transfer, repo)
-
-
-def _read_onto(repo: Repository, path: Path, asked: IngestOptions) -> tuple[str, Checkpoint, Transfer]:
-    """Read and check the distributed checkpoint at *path* onto its base; return what `_read` does."""
-    _check(repo, asked)
-    given = {
-        "--tag": asked.tag,
-        "--layer-pattern": asked.layer_pattern,
-        "--allow-global": asked.allowed_globals or None,
-        "--step": asked.step,
-    }
-    for option in (name for name, value in given.items() if value is not None):
-        raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
-    base = resolve(repo, asked.onto)
-    run = _checked_run(repo, base.record.run if asked.run is None else asked.run)
-    read = read_dcp(repo, path, base, follow=asked.follow)
-    if run == base.record.run and not asked.opens_attempt:
-        _check_newest(repo, base, read.checkpoint.step)
-    if asked.pin is not None:
-        check_pin_free(repo, asked.pin, run=run, step=read.checkpoint.step)
-    return run, read.checkpoint, partial(read.transfer, repo)
-
-
-def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
-    """Raise Conflict if the run has gone on from *base* without *step*: two histories would be one."""
-    view = repo.catalog.find(base.record.run)
-    rows = [] if view is None else list(view.history(view.newest_attempt))
-    newest = max((row.step for row in rows), default=0)
-    if newest > base.record.step and step not in {row.step for row in rows}:
-        run, called = typed(base.record.run), f"{typed(base.record.run)}@{base.record.step}"
-        raise Conflict(
-            f"{called} is not the newest save of its run, {run}@{newest} is",
-            hint=f"--onto {run}@{newest} if training went on from there; else --resumed-from {called}, or --run NAME",
-        )
-
-
-def _check(repo: Repository, asked: IngestOptions) -> None:
-    """Raise if options contradict each other, or the store cannot be written to."""
-    if asked.pin is not None:
-        check_pin_name(repo, asked.pin)
-    if asked.rollback and asked.resumed_from is not None:
-        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
-    repo.prepare_writing()
-
-
-def _checked_run(repo: Repository, name: str) -> str:
-    """Return the run's *name*; raise if it cannot be one, or is a pin's."""
-    run = check_name(name, what="the run's name")
-    if run in repo.records.pin_names():
-        raise Conflict(
-            f"{run!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
-        )
-    return run
 
 
 def _notes(
@@ -285,7 +162,7 @@ class _Ingest:
     asked: IngestOptions
     run: str
     checkpoint: Checkpoint
-    transfer: Transfer
+    transfer: Callable[..., Content]
     view: RunView | None
     """The run before."""
     progress: Progress

@@ -1,5 +1,6 @@
 """What is computed with numbers: element types converted, masters averaged, layers compared."""
 
+from layerstore.numbers.boxes import box_runs
 from layerstore.numbers.distance import (
     SECOND_MOMENT,
     Distance,
@@ -24,6 +25,7 @@ __all__ = [
     "Numbers",
     "Weighted",
     "WeightedMeter",
+    "box_runs",
     "can_convert",
     "can_derive",
     "can_measure",

@@ -494,12 +494,15 @@ def test_metadata_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None
         Folder(tmp_path)
 
 
-def test_a_base_is_needed(stored: Store, folder: Path) -> None:
-    """Only it has what DeepSpeed needs besides."""
-    with pytest.raises(SourceCheckpoint, match=r"is a folder of torch\.distributed\.checkpoint") as refused:
-        stored.ingest(folder)
+def test_without_a_base_it_is_a_commit_of_its_own(stored: Store, folder: Path, tmp_path: Path) -> None:
+    """It is written as DCP again, and DeepSpeed's form, for which there are no trees, is refused."""
+    ingested = stored.ingest(folder, run="alone")
+    composite = stored.compose(ingested.name)
 
-    assert "--onto RUN@STEP" in str(refused.value.hint)
+    assert composite.is_dcp
+    assert composite.export(tmp_path / "again", format="dcp").step == ingested.step
+    with pytest.raises(Unsupported, match="what else DeepSpeed needs is not known"):
+        composite.write(tmp_path / "shards")
 
 
 def test_options_of_deepspeeds_checkpoints_are_refused(stored: Store, folder: Path) -> None:

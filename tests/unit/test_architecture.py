@@ -81,6 +81,7 @@ FLOORS = {
     "live": 17,
     "demo": 17,
     "transformers": 18,
+    "dcp": 18,
     "": 18,  # layerstore/__init__.py, the front door
     "cli": 19,
     "migrations": 19,
@@ -206,8 +207,14 @@ FOREIGN = {
 FOUNDATIONS = _words("torch deepspeed safetensors lmdb xxhash msgpack typer")
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
 # trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program;
-# kernels_torch is loaded with the first tensor that it codes.
-EAGER = {"layerstore.live.trainer", "layerstore.hf.saved_names", "layerstore.coding.kernels_torch"}
+# reader and writer subclass those of DCP, and `layerstore.dcp` loads them on demand; kernels_torch is loaded with the first tensor that it codes.
+EAGER = {
+    "layerstore.live.trainer",
+    "layerstore.live.dcp.reader",
+    "layerstore.live.dcp.writer",
+    "layerstore.hf.saved_names",
+    "layerstore.coding.kernels_torch",
+}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}

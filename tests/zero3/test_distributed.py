@@ -40,32 +40,32 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.mark.fault(150)
 @pytest.mark.parametrize("form", [TRAINERS, TITANS, FULL])
-def test_without_onto_the_hint_is_the_command_with_it(tmp_path: Path, form: str) -> None:
+def test_deepspeeds_reader_names_the_command_that_takes_it(tmp_path: Path, form: str) -> None:
     """No part of such a checkpoint is offered as DeepSpeed's tag, and its parent is not said to hold DeepSpeed's."""
     whole = saved(tmp_path / "out/checkpoint-500", form)
 
     for asked in (whole, whole.parent):
         with pytest.raises(SourceCheckpoint) as refused:
             discover(asked)
-        assert f"layerstore ingest {whole} --onto RUN@STEP" in str(refused.value.hint)
+        assert f"layerstore ingest {whole}" in str(refused.value.hint)
         assert "tag" not in f"{refused.value} {refused.value.hint}"
 
 
 @pytest.mark.fault(150)
 @pytest.mark.parametrize("look", [discover, open_folder])
 def test_the_parent_of_several_names_them_and_a_command(out: Path, look: Callable[[Path], object]) -> None:
-    """With --onto and without: one at a time."""
+    """One at a time."""
     with pytest.raises(
         SourceCheckpoint, match="holds distributed checkpoints: checkpoint-500, checkpoint-1000"
     ) as refused:
         look(out)
 
-    assert refused.value.hint == f"layerstore ingest {out / 'checkpoint-1000'} --onto RUN@STEP"
+    assert refused.value.hint == f"name one: layerstore ingest {out / 'checkpoint-1000'}"
 
 
 def test_a_tag_that_is_asked_for_changes_nothing(out: Path) -> None:
     """The halves are no tags."""
-    with pytest.raises(SourceCheckpoint, match="lacks what DeepSpeed needs"):
+    with pytest.raises(SourceCheckpoint, match="and not of DeepSpeed"):
         discover(out / "checkpoint-500", tag="pytorch_model_fsdp_0")
 
 
@@ -80,8 +80,8 @@ def test_one_half_is_told_of_the_whole(out: Path, half: str) -> None:
     with pytest.raises(SourceCheckpoint) as without:
         discover(whole / half)
 
-    assert refused.value.hint == f"layerstore ingest {whole} --onto RUN@STEP"
-    assert str(without.value.hint).startswith(f"layerstore ingest {whole} --onto RUN@STEP")
+    assert refused.value.hint == f"name {whole}, which holds both"
+    assert str(without.value.hint).startswith(f"layerstore ingest {whole} ")
 
 
 def test_folders_of_saves_that_lie_side_by_side_are_several(tmp_path: Path) -> None:
@@ -105,14 +105,14 @@ def test_a_file_for_each_rank_is_refused_with_the_form_that_is_read(tmp_path: Pa
 
 @pytest.mark.fault(150)
 @pytest.mark.parametrize("form", [TRAINERS, TITANS, FULL])
-def test_all_names_onto(tmp_path: Path, form: str) -> None:
+def test_all_names_the_command_for_others(tmp_path: Path, form: str) -> None:
     """A survey takes DeepSpeed's checkpoints alone, and says once for each other one how it is taken."""
     whole = saved(tmp_path / "out/checkpoint-500", form)
 
     with pytest.raises(LayerstoreError) as refused:
         layerstore.find_checkpoints(tmp_path)
 
-    assert f"layerstore ingest {whole} --onto RUN@STEP takes it" in str(refused.value.hint)
+    assert f"layerstore ingest {whole} takes it" in str(refused.value.hint)
 
 
 def test_each_is_noted_once(out: Path, tmp_path: Path) -> None:

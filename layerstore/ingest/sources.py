@@ -1,0 +1,132 @@
+"""Read the checkpoint that is to be ingested: DeepSpeed's, or PyTorch's distributed one, by itself or onto a commit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from layerstore.distcp import read_dcp, read_standalone
+from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.history import Resolved, resolve
+from layerstore.ingest.transfer import transfer
+from layerstore.ingest_options import IngestOptions
+from layerstore.layers import check_name, compile_pattern, typed
+from layerstore.policy import Latest
+from layerstore.publish import check_pin_free, check_pin_name
+from layerstore.source import real_path
+from layerstore.staging import Content
+from layerstore.storage import Repository
+from layerstore.zero3 import Checkpoint, discover, distributed_at, read_checkpoint, refuse_pointer
+from layerstore.zero3.trees import undivided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that was read."""
+
+    run: str
+    checkpoint: Checkpoint
+    transfer: Callable[..., Content]
+    """Stages its content: `layerstore.ingest.transfer`, or a distributed checkpoint's own."""
+
+
+def read_source(repo: Repository, path: Path, asked: IngestOptions) -> Source:
+    """
+    Read and check the checkpoint at *path*, of whatever engine. Writes nothing.
+
+    Raises:
+        SourceCheckpoint: It is damaged or incomplete, or there is none.
+        InvalidInput: Options contradict each other, or do not fit it.
+        Conflict: The run's name is taken, or the pin's.
+    """
+    if asked.pin is not None:
+        check_pin_name(repo, asked.pin)
+    if asked.rollback and asked.resumed_from is not None:
+        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
+    repo.prepare_writing()
+    if asked.onto is not None:
+        source = _onto(repo, path, asked)
+    else:
+        folder = real_path(path)
+        is_distributed = folder.is_dir() and distributed_at(folder) is not None
+        source = (_standalone if is_distributed else _of_deepspeed)(repo, path, asked)
+    if not source.checkpoint.layers:
+        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+    if asked.pin is not None:
+        check_pin_free(repo, asked.pin, run=source.run, step=source.checkpoint.step)
+    return source
+
+
+def _of_deepspeed(repo: Repository, path: Path, asked: IngestOptions) -> Source:
+    if asked.step is not None:
+        raise InvalidInput(
+            f"--step was given, but {path} is not a folder of torch.distributed.checkpoint",
+            hint="leave it out: DeepSpeed's files say their step",
+        )
+    pattern = compile_pattern(asked.layer_pattern)
+    found = discover(path, tag=asked.tag, follow=asked.follow)
+    refuse_pointer(found.ranks[0].model)
+    run = _checked_run(repo, found.run_name if asked.run is None else asked.run)
+    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=asked.allowed_globals)
+    kept = undivided(checkpoint.states[0])
+    if kept and not isinstance(asked.policy, Latest):
+        raise Unsupported(
+            f"policy {asked.policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
+            "which cannot be cut into layers",
+            hint="ingest it with policy full",
+        )
+    return Source(run=run, checkpoint=checkpoint, transfer=partial(transfer, repo, checkpoint))
+
+
+def _standalone(repo: Repository, path: Path, asked: IngestOptions) -> Source:
+    if asked.tag is not None:
+        raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave it out")
+    read = read_standalone(
+        path,
+        step=asked.step,
+        layer_pattern=compile_pattern(asked.layer_pattern),
+        allowed_globals=asked.allowed_globals,
+        follow=asked.follow,
+    )
+    run = _checked_run(repo, read.checkpoint.found.run_name if asked.run is None else asked.run)
+    return Source(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
+
+
+def _onto(repo: Repository, path: Path, asked: IngestOptions) -> Source:
+    given = {
+        "--tag": asked.tag,
+        "--layer-pattern": asked.layer_pattern,
+        "--allow-global": asked.allowed_globals or None,
+        "--step": asked.step,
+    }
+    for option in (name for name, value in given.items() if value is not None):
+        raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
+    base = resolve(repo, asked.onto)
+    run = _checked_run(repo, base.record.run if asked.run is None else asked.run)
+    read = read_dcp(repo, path, base, follow=asked.follow)
+    if run == base.record.run and not asked.opens_attempt:
+        _check_newest(repo, base, read.checkpoint.step)
+    return Source(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
+
+
+def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
+    """Raise Conflict if the run has gone on from *base* without *step*: two histories would be one."""
+    view = repo.catalog.find(base.record.run)
+    rows = [] if view is None else list(view.history(view.newest_attempt))
+    newest = max((row.step for row in rows), default=0)
+    if newest > base.record.step and step not in {row.step for row in rows}:
+        run, called = typed(base.record.run), f"{typed(base.record.run)}@{base.record.step}"
+        raise Conflict(
+            f"{called} is not the newest save of its run, {run}@{newest} is",
+            hint=f"--onto {run}@{newest} if training went on from there; else --resumed-from {called}, or --run NAME",
+        )
+
+
+def _checked_run(repo: Repository, name: str) -> str:
+    """Return the run's *name*; raise if it cannot be one, or is a pin's."""
+    run = check_name(name, what="the run's name")
+    if run in repo.records.pin_names():
+        raise Conflict(
+            f"{run!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
+        )
+    return run
