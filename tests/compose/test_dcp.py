@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from layerstore import Keep, Store
 from layerstore.distcp import METADATA, Chunk, Entry, Folder, metadata_bytes
 from layerstore.distcp import write as dcp
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.model import Kind
 from layerstore.tree import Located
 from layerstore.zero3.pt import read_pt
