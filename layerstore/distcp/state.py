@@ -95,25 +95,28 @@ class DcpState:
 
 
 def _tensor(tree: Tree) -> SavedTensor:
-    match tree:
-        case (tuple(path), str(kind), str(name), str(state)) if kind in {*Kind}:
-            return SavedTensor(path=_path(path), held=Held(kind=Kind(kind), name=name, state=state))
-        case _:
-            raise _unlike()
+    path, kind, name, state = _parts(tree, 4)
+    if kind not in {*Kind} or not isinstance(kind, str) or not isinstance(name, str) or not isinstance(state, str):
+        raise _unlike()
+    return SavedTensor(path=_path(path), held=Held(kind=Kind(kind), name=name, state=state))
 
 
 def _value(tree: Tree) -> SavedValue:
-    match tree:
-        case (tuple(path), value):
-            return SavedValue(path=_path(path), tree=value)
-        case _:
-            raise _unlike()
+    path, value = _parts(tree, 2)
+    return SavedValue(path=_path(path), tree=value)
 
 
-def _path(steps: tuple[Tree, ...]) -> KeyPath:
-    if not all(isinstance(step, str | int) for step in steps):
+def _parts(tree: Tree, count: int) -> tuple[Tree, ...]:
+    if not isinstance(tree, tuple) or len(tree) != count:
         raise _unlike()
-    return tuple(step for step in steps if isinstance(step, str | int))
+    return tree
+
+
+def _path(steps: Tree) -> KeyPath:
+    found = tuple(step for step in steps if isinstance(step, str | int)) if isinstance(steps, tuple) else ()
+    if not found or found != steps:
+        raise _unlike()
+    return found
 
 
 def _unlike() -> IntegrityError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -20,6 +21,7 @@ from layerstore.errors import InvalidInput, NoStore, Unsupported
 from layerstore.layers import check_name, compile_pattern
 from layerstore.limits import IO_CHUNK_BYTES, STEP_MAX, WORKERS_MAX
 from layerstore.live.dcp.commit import SaveInProgress, SaveOptions, Written, compact_layers, read_values
+from layerstore.live.dcp.copies import Copies
 from layerstore.live.engine import bytes_of
 from layerstore.model import Commit, LayerEntry, LayerPart, StoredObject
 from layerstore.policy import Policy, chosen_policy
@@ -43,7 +45,7 @@ class _Instruction:
     """The layers that are kept compactly, each with the version that it refers to."""
 
 
-class StoreWriter(StorageWriter):
+class StoreWriter(StorageWriter, AsyncStager):
     """
     Saves into run *run* of *store* as step *step*: ``save(state, storage_writer=StoreWriter("runs/store", …))``.
 
@@ -51,6 +53,9 @@ class StoreWriter(StorageWriter):
     all. Under *policy*, only the layers that are due are written, and the commit inherits the others. *precision*,
     *exact_every* and *layer_pattern* are those of ``layerstore ingest``. Training that went back to an earlier commit
     says so with *resumed_from*. If *store* is a path without a store, one is made there, unless *create* is False.
+
+    With ``async_save``, tensors are copied to the host while training goes on: the next update of any of torch's
+    optimizers waits for the copies that remain. Whoever changes tensors otherwise calls `synchronize_staging` first.
 
     One is made for each save; ``commit`` is its commit afterwards, on the coordinator.
 
@@ -87,7 +92,31 @@ class StoreWriter(StorageWriter):
         self._where, self._create = store, create
         self._opened = store if isinstance(store, Store) else None
         self._save: SaveInProgress | None = None
+        self._copies: Copies | None = None
         self.commit: Commit | None = None
+
+    # -- what async_save calls ---------------------------------------------------------------------------------------
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether training is to wait for the copies at once."""
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return *state_dict* as it is now: what is large is copied while training goes on."""
+        self._copies = Copies()
+        return self._copies.take(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Wait for the copies that remain."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def close(self) -> None:
+        """Release the copies."""
+        if self._copies is not None:
+            self._copies.wait()
+            self._copies = None
 
     # -- what DCP calls ----------------------------------------------------------------------------------------------
 
@@ -150,24 +179,39 @@ class StoreWriter(StorageWriter):
         instruction = plan.storage_data
         assert isinstance(instruction, _Instruction), "prepare_global_plan has made it"
         repo = self._store.repo
-        values = {plan.items[number].index.fqn: _saved(plan.items[number], planner) for number in instruction.values}
+        values = {
+            plan.items[number].index.fqn: self._saved(plan.items[number], planner) for number in instruction.values
+        }
         with repo.files.temporary(repo.layout.tmp, b"".join(values.values())) as path:
             for _ in read_values(path, {key: len(data) for key, data in values.items()}):
                 pass  # raises before anything is written
         compact = compact_layers(repo, self._options.keyframes, instruction.compact)
         with Transaction(repo, past_cache=True) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
-            staging = Staging(tx.objects, _Reader(plan.items, planner), source="the state", checksums=Checksums())
+            staging = Staging(
+                tx.objects, _Reader(plan.items, planner, self._copies), source="the state", checksums=Checksums()
+            )
             staged = run_all(pool, partial(_staged, staging, compact), instruction.work)
             tx.objects.publish()
             written = Written(
                 tuple(_parts(staging, compact, staged)), values, tx.objects.bytes_new, tx.objects.bytes_reused
             )
+        self._copies = None
         results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items]
         if results:
             results[0] = replace(results[0], storage_data=written)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _saved(self, item: WriteItem, planner: SavePlanner) -> bytes:
+        """Return a value as ``torch.save`` makes it."""
+        value = planner.resolve_data(item)
+        if isinstance(value, io.BytesIO):
+            return value.getvalue()
+        value = value.detach() if self._copies is None else self._copies.of(value.detach())
+        buffer = io.BytesIO()
+        torch.save(value.cpu().clone(), buffer)  # of a view, all of its memory would be saved
+        return buffer.getvalue()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the commit visible."""
@@ -208,16 +252,6 @@ def _items(plans: Sequence[SavePlan]) -> Iterator[Item]:
                 )
 
 
-def _saved(item: WriteItem, planner: SavePlanner) -> bytes:
-    """Return a value as ``torch.save`` makes it."""
-    value = planner.resolve_data(item)
-    if isinstance(value, io.BytesIO):
-        return value.getvalue()
-    buffer = io.BytesIO()
-    torch.save(value.detach().cpu().clone(), buffer)  # of a view, all of its memory would be saved
-    return buffer.getvalue()
-
-
 _Staged = tuple[str, StoredObject]
 """A layer, and an object of it."""
 
@@ -245,14 +279,16 @@ def _parts(staging: Staging, compact: CompactLayers, staged: Iterable[_Staged]) 
 class _Reader:
     """Reads the tensors of a plan, by the number of their item; each is on the host only while it is read."""
 
-    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, copies: Copies | None) -> None:
         self._items = items
         self._planner = planner
+        self._copies = copies
 
     def _bytes(self, path: Path) -> memoryview:
         found = self._planner.resolve_data(self._items[int(path.name)])
         assert isinstance(found, torch.Tensor), "layers hold tensors"
-        return bytes_of(found.detach().to("cpu").contiguous().view(-1))
+        found = found.detach() if self._copies is None else self._copies.of(found.detach())
+        return bytes_of(found.to("cpu").contiguous().view(-1))
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of a tensor in order."""

@@ -1,0 +1,115 @@
+"""Copies of a state on the host, made while training goes on: only an optimizer's step waits for them."""
+
+import copy
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from layerstore.errors import Unsupported
+from layerstore.limits import MIB
+from layerstore.threads import start
+
+_AT_ONCE_BYTES = MIB
+"""Smaller tensors are copied at once: buffers, which forward changes, and counters."""
+
+
+class Copies:
+    """The memory of one state, copied storage by storage."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+        """The bytes of each storage on the host, by its address; the storages are kept, so that no other gets it."""
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What is still to be copied, and to where."""
+        self._done = threading.Event()
+        self._problem: BaseException | None = None
+        self._kept: list[torch.UntypedStorage] = []
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return *state* as it is now; `of` has the bytes of its tensors."""
+        taken: dict[str, Any] = self._taken(state)
+        if not self._left:
+            self._done.set()
+            return taken
+        is_cuda = any(source.device.type == "cuda" for source, _ in self._left)
+        computed = torch.cuda.current_stream().record_event() if is_cuda else None
+        gate = register_optimizer_step_pre_hook(lambda *_: self.wait())
+        thread = threading.Thread(target=self._copy, args=(computed, gate), name="layerstore-copy", daemon=True)
+        start(thread)
+        return taken
+
+    def _taken(self, value: Any) -> Any:
+        """Return a copy of *value* in which tensors are the same, and everything else is not shared."""
+        if isinstance(value, torch.Tensor):
+            self._add(value.to_local() if isinstance(value, DTensor) else value)
+            return value
+        if isinstance(value, dict):
+            return {key: self._taken(item) for key, item in value.items()}
+        if isinstance(value, list | tuple) and type(value) in {list, tuple}:
+            return type(value)(self._taken(item) for item in value)
+        if hasattr(value, "local_shards"):  # a ShardedTensor
+            for shard in value.local_shards():
+                self._add(shard.tensor)
+            return value
+        return copy.deepcopy(value)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._copies or not storage.nbytes():
+            return
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        target = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.device.type == "cuda")
+        self._copies[storage.data_ptr()] = target
+        self._kept.append(storage)
+        if storage.nbytes() <= _AT_ONCE_BYTES:
+            target.copy_(source)
+        else:
+            self._left.append((source, target))
+
+    def _copy(self, computed: Any, gate: Any) -> None:
+        """Copy what is left, in a thread; on a GPU on a stream of its own, once it has been *computed*."""
+        try:
+            stream = torch.cuda.Stream() if computed is not None else None
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                if stream is not None:
+                    stream.wait_event(computed)
+                for source, target in self._left:
+                    target.copy_(source, non_blocking=True)
+                if stream is not None:
+                    stream.synchronize()
+        except BaseException as exc:  # noqa: BLE001  # raised by `of`, in the thread that saves
+            self._problem = exc
+        finally:
+            gate.remove()
+            self._left.clear()
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait for the copies that remain."""
+        self._done.wait()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Return the copy of *tensor*, as it was taken.
+
+        Raises:
+            Unsupported: It was not taken: a planner has made it from what training changes.
+        """
+        self.wait()
+        if self._problem is not None:
+            raise self._problem
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor
+        held = self._copies.get(storage.data_ptr())
+        if held is None:
+            raise Unsupported(
+                "the planner makes tensors of its own, which training may have changed meanwhile",
+                hint="save with save() and not async_save(), or with another planner",
+            )
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(held.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
