@@ -361,8 +361,7 @@ class Slices:
         key = kind, name, state
         if key not in self._rows:
             slices, shape = self._of_ranks(kind, name, state), self.parameter(name).shape
-            are_boxes = any(each.tensor.box for each in slices)
-            row = _row_of_boxes(slices, shape) if are_boxes else _row_of_runs(slices)
+            row = _row_of_boxes(slices, shape) if slices[0].tensor.box else _row_of_runs(slices)
             expected = prod(shape)
             if row.bounds[-1] != expected:
                 raise LayoutMismatch(

@@ -50,17 +50,24 @@ class Contents:
     @classmethod
     def of(cls, entries: Mapping[str, Entry]) -> "Contents":
         """Return what *entries* are, which come in the model's order."""
-        found = _Moments.among(entries)
-        prefix = found.prefix if found.moments else _model_prefix(entries)
+        aliases = _aliases(entries)
+        own = {key: entry for key, entry in entries.items() if key not in aliases}
+        found = _Moments.among(own)
+        prefix = found.prefix if found.moments else _model_prefix(own)
         names: dict[str, str] = {}  # by key
         taken: set[str] = set()
-        for key, entry in entries.items():
+        for key, entry in own.items():
             is_of_model = key.startswith(prefix)
             # A single number is a step or a rate, unless it is surely a parameter.
             if entry.dtype is not None and key not in found.owned and (entry.shape or (prefix and is_of_model)):
                 name = unwrapped(key.removeprefix(prefix)) if is_of_model else key
                 names[key] = name = key if name in taken else name
                 taken.add(name)
+        tied: dict[str, list[str]] = {}
+        for key, first in aliases.items():
+            name = unwrapped(key.removeprefix(prefix))
+            if first in names and key.startswith(prefix) and name != names[first] and name not in taken:
+                tied.setdefault(first, []).append(name)
         trained = {parameter for parameter, _ in found.moments.values()}
         tensors = {
             key: Held(kind=Kind.MASTER if key in trained else Kind.WEIGHTS, name=name) for key, name in names.items()
@@ -68,10 +75,12 @@ class Contents:
             key: Held(kind=Kind.OPTIMIZER, name=names[parameter], state=state)
             for key, (parameter, state) in found.moments.items()
         }
+        tensors |= {key: tensors[first] for key, first in aliases.items() if first in tensors}
         return cls(
             tensors=tensors,
             parameters={
-                name: _parameter(name, entries[key], is_frozen=key not in trained) for key, name in names.items()
+                name: _parameter(name, own[key], is_frozen=key not in trained, aliases=tied.get(key, []))
+                for key, name in names.items()
             },
             values=tuple(key for key in entries if key not in tensors),
             counters={names[parameter]: key for parameter, key in found.counters.items() if parameter in trained},
@@ -79,9 +88,23 @@ class Contents:
         )
 
 
-def _parameter(name: str, entry: Entry, *, is_frozen: bool) -> Parameter:
+def _aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the keys of tensors that lie where another one's lie, each with that one."""
+    first: dict[tuple[str, int], str] = {}
+    found: dict[str, str] = {}
+    # Of several keys, one that says where the tensor is in the state.
+    for key, entry in sorted(entries.items(), key=lambda of: ".".join(map(str, of[1].path)) != of[0]):
+        if entry.dtype is not None and entry.chunks:
+            place = entry.chunks[0].file, entry.chunks[0].offset_bytes
+            if first.setdefault(place, key) != key:
+                found[key] = first[place]
+    return found
+
+
+def _parameter(name: str, entry: Entry, *, is_frozen: bool, aliases: Iterable[str]) -> Parameter:
     assert entry.dtype is not None
-    return Parameter(name=name, dtype=entry.dtype, shape=entry.shape, frozen=is_frozen, aliases=())
+    tied = tuple(sorted({*aliases}))
+    return Parameter(name=name, dtype=entry.dtype, shape=entry.shape, frozen=is_frozen, aliases=tied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +126,7 @@ class _Moments:
         states = {key: split for key in tensors for split in _splits(key)}
         prefix = _prefix_of({name for name, _ in states.values()}, tensors.keys() - states.keys())
         moments: dict[str, tuple[str, str]] = {}
-        counters, owned = dict[str, str](), set[str]()
+        counters, owned, taken = dict[str, str](), set[str](), set[tuple[str, str]]()
         for key, (name, state) in states.items():
             parameter = tensors.get(prefix + name)
             if parameter is None or parameter.key in states:
@@ -112,8 +135,9 @@ class _Moments:
                 owned.add(key)
                 if state == STEP:
                     counters[parameter.key] = key
-            elif tensors[key].shape == parameter.shape:
+            elif tensors[key].shape == parameter.shape and (parameter.key, state) not in taken:
                 owned.add(key)
+                taken.add((parameter.key, state))
                 moments[key] = parameter.key, state
         return cls(prefix, moments, counters, owned)
 

@@ -132,7 +132,7 @@ def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
 
 def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
     """Yield the *boxes* of a tensor as slices: as runs of elements if all of them are."""
-    runs = [list(islice(box_runs(item.shape, item.offsets, item.sizes), 2)) for item in boxes]
+    runs = [[*islice(box_runs(item.shape, item.offsets, item.sizes), 2)] for item in boxes]
     are_runs = all(len(of) == 1 for of in runs)
     for item, (first, *_) in zip(boxes, runs, strict=True):
         assert item.dtype is not None, "layers hold tensors"

@@ -179,20 +179,20 @@ class _Cut:
     def __init__(self, folder: Folder, contents: Contents, pattern: re.Pattern[str] | None) -> None:
         self._pattern = pattern
         self._contents = contents
+        own = {held: key for key, held in reversed([*contents.tensors.items()])}  # under several keys, the first
         self.wanted = {
-            folder.path / key: Wanted(tensor=(tensor := folder.tensor(key)), dtype=tensor.dtype)
-            for key in contents.tensors
+            folder.path / key: Wanted(tensor=(tensor := folder.tensor(key)), dtype=tensor.dtype) for key in own.values()
         }
         """The tensors, by the path that slices name."""
         self._by_name: dict[str, list[tuple[Held, Path]]] = {}
-        for path, held in zip(self.wanted, contents.tensors.values(), strict=True):
+        for held, path in zip(own, self.wanted, strict=True):
             self._by_name.setdefault(held.name, []).append((held, path))
         self.shards = max(1, -(-max(self._sizes().values(), default=0) // SLICED_BYTES))
 
     def _sizes(self) -> dict[tuple[str, Kind], int]:
         """Return the size of each object if nothing was cut."""
         sizes: dict[tuple[str, Kind], int] = {}
-        for path, held in zip(self.wanted, self._contents.tensors.values(), strict=True):
+        for held, path in (of for each in self._by_name.values() for of in each):
             tensor, place = self.wanted[path].tensor, (layer_of(held.name, pattern=self._pattern), held.kind)
             sizes[place] = sizes.get(place, 0) + prod(tensor.shape) * by_code(tensor.dtype).bytes
         return sizes

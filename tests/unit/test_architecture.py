@@ -211,6 +211,7 @@ HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
 # first tensor that it codes.
 EAGER = {
     "layerstore.live.trainer",
+    "layerstore.live.dcp.copies",
     "layerstore.live.dcp.reader",
     "layerstore.live.dcp.writer",
     "layerstore.hf.saved_names",

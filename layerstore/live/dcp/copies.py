@@ -73,7 +73,7 @@ class Copies:
     def _copy(self, computed: Any, gate: Any) -> None:
         """Copy what is left, in a thread; on a GPU on a stream of its own, once it has been *computed*."""
         try:
-            stream = torch.cuda.Stream() if computed is not None else None
+            stream = torch.cuda.Stream() if computed is not None else None  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 if stream is not None:
                     stream.wait_event(computed)
