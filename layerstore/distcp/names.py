@@ -82,7 +82,7 @@ def names_of(
         return list(_of_dcp(own, composition, versions, slices, adam_step)), []
     optimizer = plan_optimizer(repo, composition, versions, adam_step=adam_step)
     named = [*_of_layers(versions, slices, optimizer), *_of_optimizer(optimizer)]
-    return named, [*optimizer.notes, *export_notes(state, versions, slices)]
+    return named, [*optimizer.notes, *export_notes(state, list(versions), slices)]
 
 
 def _of_dcp(

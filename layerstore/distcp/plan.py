@@ -116,7 +116,7 @@ def _boxes_by_key(items: Iterable[Item], contents: Contents) -> dict[str, list[I
     """Return the boxes of each tensor that a layer holds, in the tensor's order; empty ones are left out."""
     found: dict[str, list[Item]] = {}
     for item in items:
-        if item.key in contents.tensors and prod(item.sizes):
+        if item.key in contents.tensors and prod(item.sizes) > 0:
             found.setdefault(item.key, []).append(item)
     for boxes in found.values():
         boxes.sort(key=lambda item: item.offsets)

@@ -58,7 +58,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     named, found = names_of(repo, composition, versions, slices, adam_step=adam_step)
     notes = [*cautions(repo, composition), *found]
     writer = _Writer(slices)
-    by_layer: dict[str, list[Named]] = {version.layer: [] for version in versions} | {"": []}
+    by_layer: dict[str, list[Named]] = {layer: [] for layer in (*(of.layer for of in versions), "")}
     for of in named:
         by_layer[of.layer].append(of)
     files = [writer.data_file(number, of_file) for number, of_file in enumerate(by_layer.values())]
@@ -68,7 +68,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{METADATA}", above) for folder in _TRAINER_FOLDERS)
-    trained = (of for of in named if of.held is not None and of.held.kind is Kind.MASTER and prod(of.shape))
+    trained = (of for of in named if of.held is not None and of.held.kind is Kind.MASTER and prod(of.shape) > 0)
     codes = {of.dtype for of in trained if of.dtype is not None}
     dtype = dtype_name(codes.pop()) if len(codes) == 1 else "mixed"
     summary = literal_file(SUMMARY, composition.summary_file(notes, format="dcp", dtype=dtype, adam_step=adam_step))

@@ -497,7 +497,7 @@ def test_metadata_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None
 def test_without_a_base_it_is_a_commit_of_its_own(stored: Store, folder: Path, tmp_path: Path) -> None:
     """It is written as DCP again, and DeepSpeed's form, for which there are no trees, is refused."""
     ingested = stored.ingest(folder, run="alone")
-    composite = stored.compose(ingested.name)
+    composite = stored.compose(f"alone@{ingested.step}")
 
     assert composite.is_dcp
     assert composite.export(tmp_path / "again", format="dcp").step == ingested.step

@@ -89,7 +89,8 @@ class StoreWriter(StorageWriter, AsyncStager):
             resumed_from=resumed_from,
         )
         compile_pattern(layer_pattern)
-        self._where, self._create = store, create
+        self._create = create
+        self._path: StrPath = store.path if isinstance(store, Store) else store
         self._opened = store if isinstance(store, Store) else None
         self._save: SaveInProgress | None = None
         self._copies: Copies | None = None
@@ -129,13 +130,13 @@ class StoreWriter(StorageWriter, AsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Make the store, on the coordinator, if there is none."""
-        if is_coordinator and self._create and self._opened is None and not _is_store(self._where):
-            init(self._where).close()
+        if is_coordinator and self._create and self._opened is None and not _is_store(self._path):
+            init(self._path).close()
 
     @property
     def _store(self) -> Store:
         if self._opened is None:
-            self._opened = open_store(self._where)
+            self._opened = open_store(self._path)
         return self._opened
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -226,9 +227,9 @@ class StoreWriter(StorageWriter, AsyncStager):
         return False
 
 
-def _is_store(where: Store | StrPath) -> bool:
+def _is_store(path: StrPath) -> bool:
     try:
-        open_store(where).close()
+        open_store(path).close()
     except NoStore:
         return False
     return True
