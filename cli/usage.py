@@ -13,6 +13,9 @@ _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
 _EXTRA = re.compile(r"Got unexpected extra argument\(s\) \((?P<words>.*)\)\.?", re.DOTALL)
 
+# typer lists the choices only in its message.
+_QUOTED = re.compile("'([^']+)'")
+
 # What takes more than one word of ours.
 _IN_OUR_WORDS = {
     "forget": "layerstore drop REF moves one commit to the trash; layerstore gc --keep-last N removes by rules",
@@ -67,6 +70,9 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
         if name in _IN_OUR_WORDS:
             return _IN_OUR_WORDS[name]
         meant = [ours for ours in commands if name in about(ours).elsewhere] or nearest(name, commands)
+    _, is_choice, choices = problem.message.partition(" is not one of ")
+    if is_choice:
+        meant = nearest(str((_refused(problem) or {}).get("input")), _QUOTED.findall(choices))
     help_ = f"{context.command_path} --help"
     if _EXTRA.match(problem.message) and _arguments(problem) == "REF":
         one = "name the folder with -o DIR" if _command(problem) == "compose" else "one commit at a time"

@@ -222,6 +222,14 @@ def test_a_mistyped_command_is_answered_with_the_right_one(run: Run) -> None:
     ]
 
 
+def test_a_mistyped_choice_is_answered_with_the_right_ones(run: Run) -> None:
+    """As in Python: the message lists all of them, the hint the nearest."""
+    assert run("ingest", "c", "--precision", "delt8").err.splitlines() == [
+        "error: --precision: 'delt8' is not one of 'exact', 'moments8', 'delta8', 'delta4'",
+        "hint: did you mean delta8 or delta4? layerstore ingest --help",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
