@@ -122,7 +122,7 @@ def keyframes(precision: str, exact_every: int | None) -> Keyframes:
     if exact_every is not None and exact_every < 1:
         raise InvalidInput(
             f"exact_every is {exact_every}: every Nth version of a layer is exact, N at least 1",
-            hint="leave it out for every 10th, or say none: then only the first is exact",
+            hint="leave it out for every 10th; with none (None in Python) only the first is exact",
         )
     return Keyframes(precision=PRECISIONS[precision], every=exact_every)
 

@@ -85,9 +85,11 @@ def test_differences_follow_exact_masters_under_coded_moments(store: Store, save
 )
 def test_wrong_settings_are_named(store: Store, saved: Checkpoints, options: Any, said: str) -> None:
     """Before anything is written."""
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=said) as caught:
         store.ingest(saved(2), run="r", **options)
     assert store.runs() == []
+    if "exact_every" in options:
+        assert "with none (None in Python)" in str(caught.value.hint)
 
 
 @pytest.mark.sample(2)
