@@ -72,8 +72,8 @@ class Holder:
     """Whether it is a pin or a visible commit."""
     lost: dict[BlobRef, str | None]
     """The damaged blobs that it names, each with its layer (None for a state blob), in the model's order."""
-    origins: frozenset[Origin]
-    """The saves that wrote these blobs, whose checkpoints have what is lost."""
+    origins: dict[BlobRef, Origin]
+    """The saves that wrote these blobs."""
 
     def layers_in(self, blobs: Collection[BlobRef]) -> tuple[str, ...]:
         """Return the layers lost with *blobs*, in the model's order."""
@@ -104,7 +104,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
             views[record.run] = repo.catalog.find(record.run)
         view = views[record.run]
         save = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
-        origins = {entry.origin for entry in record.layers if entry.version in lost}
+        origins = {entry.version: entry.origin for entry in record.layers if entry.version in lost}
         found.append(
             Holder(
                 save=save,
@@ -112,7 +112,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
                 pin=each.pin,
                 is_shown=each.pin is not None or view is None or each.commit not in view.hidden,
                 lost=lost,
-                origins=frozenset(origins | {save} if None in lost.values() else origins),
+                origins=dict.fromkeys(lost, save) | origins,
             )
         )
     return dict(zip(_called(repo, found), found, strict=True))

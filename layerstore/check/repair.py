@@ -30,7 +30,7 @@ from layerstore.format import StoreIdentity, stated_flags
 from layerstore.history import named_by, references_to
 from layerstore.layout import Layout
 from layerstore.limits import OWN_JSON_BYTES_MAX
-from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Origin
+from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
 from layerstore.storage import RecordName, RecordStore, Repository, Trash, stated_ids
@@ -205,7 +205,8 @@ class _Repair:
                 self._repo.catalog.rebuild()
         blobs = {blob for damage in lost for blob in damage.blobs}
         holders = holders_of(self._repo, blobs) if blobs else {}
-        origins = frozenset[Origin]().union(*(holder.origins for holder in holders.values()))
+        own = {blob for damage in lost for blob in damage.blobs if not self._only_refers(blob, damage.id)}
+        origins = {saved for holder in holders.values() for blob, saved in holder.origins.items() if blob in own}
         return Repaired(
             moved=tuple(self._moved.values()),
             fetched=tuple(self._fetched.values()),
@@ -245,6 +246,14 @@ class _Repair:
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
+
+    def _only_refers(self, blob: BlobRef, object_id: str) -> bool:
+        """Whether *blob* is a version whose differences refer to that object, and has not its bytes itself."""
+        try:
+            version = self._repo.version(blob)
+        except IntegrityError:  # it is a state, or lost itself
+            return False
+        return object_id in {of.id for of in version.references} - {of.id for of in version.objects}
 
     def _source_of(self, ref: BlobRef) -> Repository | None:
         for source in self._sources:

@@ -201,6 +201,24 @@ def test_what_no_copy_has_is_told_with_the_save_that_puts_it_back(
 
 
 @pytest.mark.fault(36)
+def test_of_saves_that_refer_to_what_is_lost_only_the_one_that_wrote_it_is_told(folder: Path) -> None:
+    """Compact saves lose it, too, but their checkpoints do not have its bytes."""
+    with layerstore.init(folder / "compact") as store:
+        for step in (10, 20, 30):
+            store.ingest(folder / str(step), run="r", precision="delta8")
+        record = resolve(store.repo, "r@30").record
+        [entry] = [entry for entry in record.layers if entry.layer == "model.layers.0"]
+        flip(store.repo.layout.object(store.repo.version_of(entry).references[0].id))
+
+        done = store.repair(read_data=True)
+
+        assert [cost.holder for cost in done.lost] == ["r@10", "r@20", "r@30"]
+        assert done.reingest == ("r@10",)
+        assert store.ingest(folder / "10", run="r").objects_new == 1
+        assert store.verify(read_data=True).ok
+
+
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("policy", ["full", "filter"])
 def test_what_lies_below_a_fork_is_healed_by_its_checkpoint_under_any_policy(
     store: Store, folder: Path, policy: str
