@@ -184,7 +184,7 @@ class Store:
         every byte is read first, and a damaged layer is replaced by its newest sound version: ``recipe_notes`` says
         which.
         """
-        from layerstore.compose import compose_by_policy, compose_by_recipe, compose_exact
+        from layerstore.compose import as_newest_exact, compose_by_policy, compose_by_recipe, compose_exact
         from layerstore.compose import without_damaged as avoid_damage
         from layerstore.composite import Composite
         from layerstore.history import newest_exact
@@ -202,13 +202,16 @@ class Store:
         elif run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         else:
-            base = newest_exact(self._repo, self._resolved(ref)) if exact else self._resolved(ref)
+            asked = self._resolved(ref)
+            base = newest_exact(self._repo, asked) if exact else asked
             if policy == EXACT:
                 if without_damaged:
                     raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
                 composition = compose_exact(self._repo, base)
             else:
                 composition = compose_by_policy(self._repo, base, chosen_policy(policy))
+            if exact:
+                composition = as_newest_exact(self._repo, composition, asked)
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 
     def average(

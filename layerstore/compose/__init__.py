@@ -6,6 +6,7 @@ A policy, a recipe or a mean decides which version of each layer is taken. The r
 
 from layerstore.compose.choose import (
     Composition,
+    as_newest_exact,
     cautions,
     check_members,
     check_whole,
@@ -20,6 +21,7 @@ from layerstore.compose.recipes import compose_by_recipe
 
 __all__ = [
     "Composition",
+    "as_newest_exact",
     "average",
     "base_of_mean",
     "cautions",

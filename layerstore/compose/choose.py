@@ -99,6 +99,8 @@ class Composition:
     """The records it is based on, and what the index says about their layers; checked before anything is written."""
     mean: Mean | None = None
     """What its masters are, if not those of *layers*."""
+    wants_exact: bool = False
+    """Whether only a save that was kept bit for bit will do."""
 
     @property
     def staleness(self) -> Staleness:
@@ -259,6 +261,18 @@ def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
             hint="--policy latest takes each layer's newest version",
         )
     return replace(composition, policy=EXACT, parameters={})
+
+
+def as_newest_exact(repo: Repository, composition: Composition, asked: Resolved) -> Composition:
+    """Return *composition*, whose base is the newest exact save up to *asked*, with a note if that is an older one."""
+    composition = replace(composition, wants_exact=True)
+    if asked.record.is_exact:
+        return composition
+    called, taken = references_to(repo, [asked.record, composition.base])
+    steps = asked.record.step - composition.base.step
+    before = f", {steps} step{'s' if steps > 1 else ''} before" if steps else ""
+    note = f"{asked.pin or called} was not kept bit for bit: {taken} is taken{before}"
+    return replace(composition, notes=(*composition.notes, note))
 
 
 def compose_by_policy(

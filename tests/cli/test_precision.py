@@ -87,13 +87,17 @@ def test_show_and_ls_say_what_a_layer_refers_to_and_has_lost(run: Run, saved: Pa
 
 
 def test_compose_says_that_it_is_not_exact_and_takes_what_is(run: Run, saved: Path) -> None:
-    """As loudly as of a mixture; with ``--exact`` there is nothing to say."""
+    """As loudly as of a mixture; with ``--exact`` it says what is taken instead, if it is another save."""
     warned = run("compose", "sft", "-o", "out")
     exact = run("compose", "sft", "--exact", "-o", "exact")
     refused = run("compose", "sft", "--exact", "--policy", "parity", "--dry-run")
 
     assert SAID in warned.err
-    assert (exact.code, exact.err) == (0, "")
+    assert (exact.code, exact.err) == (
+        0,
+        "warning: sft@2 was not kept bit for bit: sft@1 is taken, 1 step before\n",
+    )
+    assert run("compose", "sft@1", "--exact", "--dry-run").err == ""
     assert "exact: sft@1, policy latest" in exact.out
     assert run("compose", "sft", "--dry-run", "--json").fields["compact"]
     assert (refused.code, refused.err.splitlines()[0]) == (2, "error: an exact save takes no layer from others")
