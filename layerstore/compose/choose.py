@@ -39,7 +39,7 @@ from layerstore.model import (
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.precision import flagged, stated
 from layerstore.slices import Slices
-from layerstore.storage import RecordName, Repository, RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3.trees import undivided
 
@@ -405,9 +405,9 @@ def _facts(item: Parameter | Buffer) -> str:
 
 
 @contextmanager
-def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
+def losses_told(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
     """
-    Name the layer in errors of the body, which reads the parts of *composition*.
+    Name the layer in errors of the body, which reads the parts of *composition*; what *resumes* has no checkpoint.
 
     Raises:
         Conflict: A commit that it was chosen from was collected or dropped meanwhile.
@@ -424,11 +424,11 @@ def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
             ) from exc
         lost = exc.facts.get("object_id")
         if isinstance(exc, IntegrityError) and isinstance(lost, str):
-            _locate(repo, composition, lost, exc)
+            _locate(repo, composition, lost, exc, resumes=resumes)
         raise
 
 
-def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
+def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError, *, resumes: bool) -> None:
     """Prefix *exc* with the layer that *lost* an object, and append the remedy."""
     base, entry = composition.base, next((each for each in composition.entries if _has(repo, each.version, lost)), None)
     [called] = of_base = references_to(repo, [base])
@@ -440,8 +440,35 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # a missing object is found without reading
     # A pin's base may be gone; then there is no reference to narrow the command by.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
-    older = "" if entry is None else "compose --without-damaged takes older versions; "
-    exc.hint = f"layerstore verify{narrow}{option} says which composites still stand; {older}or {exc.hint}"
+    verify = f"layerstore verify{narrow}{option}"
+    earlier = _earlier_exact(repo, composition, entry) if composition.wants_exact else None
+    if resumes:
+        step = "…" if earlier is None else f"{earlier.step}, exact=True"
+        repair = f"layerstore repair{option} --from COPY"
+        intact = f"layerstore verify{option} names the newest intact one"
+        exc.hint = f"resume(…, step={step}) takes an earlier step: {intact}; or {repair}"
+        return
+    if earlier is not None:
+        [called] = references_to(repo, [earlier])
+        older = f"compose {typed(called)} --exact takes an earlier exact save; "
+    else:
+        older = "" if entry is None or composition.wants_exact else "compose --without-damaged takes older versions; "
+    exc.hint = f"{verify} says which composites still stand; {older}or {exc.hint}"
+
+
+def _earlier_exact(repo: Repository, composition: Composition, lost: LayerEntry | None) -> RecordRow | None:
+    """Return the newest exact save below the base that does not have the version that is *lost*, None if none is."""
+    base = composition.base
+    view = repo.catalog.find(base.run)
+    try:
+        for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
+            if row.is_exact and (
+                lost is None or lost.version not in [of.version for of in row.entries([lost.layer]).values()]
+            ):
+                return row
+    except LayerstoreError:
+        pass  # a record below it is damaged, too: verify tells it
+    return None
 
 
 def _has(repo: Repository, version: BlobRef, lost: str) -> bool:

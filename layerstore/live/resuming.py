@@ -101,7 +101,7 @@ def resume(
                 log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) refuses to begin")
             return None
         composition = composite.composition
-        with exchange.together(), losses_told(opened.repo, composition):
+        with exchange.together(), losses_told(opened.repo, composition, resumes=True):
             loaded = Loaded(
                 opened,
                 composition,

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
-from layerstore.errors import InvalidInput, NotFound
+from layerstore.compose import losses_told
+from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.shards import RankLoad
+from tests.faults.harness import flip
 from tests.unit.checkpoints import Checkpoints, tensors_of
 
 
@@ -50,6 +52,31 @@ def test_an_exact_save_takes_no_layers_from_others(saved: Store, tmp_path: Path)
     for options in ({"policy": "parity"}, {"recipe": tmp_path / "mix.yaml"}, {"without_damaged": True}):
         with pytest.raises(InvalidInput, match="takes no layer from others"):
             saved.compose(exact=True, **options)
+
+
+def test_a_damaged_exact_save_leads_to_an_earlier_one(saved: Store, tmp_path: Path) -> None:
+    """An older version of one layer would be no exact save; a live run has no checkpoint to ingest."""
+    composite = saved.compose("r", exact=True)
+    version = saved.repo.version_of(composite.composition.layers[0])
+    flip(saved.repo.layout.object(version.objects[0].id))
+
+    with pytest.raises(IntegrityError) as caught:
+        composite.write(tmp_path / "out")
+    with pytest.raises(IntegrityError) as live, losses_told(saved.repo, composite.composition, resumes=True):
+        saved.repo.objects.verify(version.objects[0].ref)
+    with (
+        pytest.raises(IntegrityError) as plain,
+        losses_told(saved.repo, saved.compose("r@4").composition, resumes=True),
+    ):
+        saved.repo.objects.verify(version.objects[0].ref)
+
+    assert "; compose r@1 --exact takes an earlier exact save; or ingest" in str(caught.value.hint)
+    assert "--without-damaged" not in str(caught.value.hint)
+    assert live.value.hint == (
+        "resume(…, step=1, exact=True) takes an earlier step: layerstore verify --read-data names the newest intact "
+        "one; or layerstore repair --read-data --from COPY"
+    )
+    assert str(plain.value.hint).startswith("resume(…, step=…) takes an earlier step")
 
 
 def test_a_composite_says_what_was_not_kept_bit_for_bit(saved: Store, tmp_path: Path) -> None:
