@@ -22,7 +22,6 @@ from layerstore.errors import (
     Overtaken,
     StorageIO,
 )
-from layerstore.filenames import SUMMARY
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
@@ -32,6 +31,7 @@ from layerstore.history import (
     saves_below,
     view_read_again,
 )
+from layerstore.ingest.composed import composed
 from layerstore.ingest.ingested import Ingested
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.sources import read_source
@@ -54,9 +54,12 @@ _HOW_TO_SAVE_IT = (
 _HOW_TO_FIND_A_BASE = (
     "--onto the commit that the folder was composed from or trained from; --replace, or --run NAME to keep both"
 )
-_HOW_TO_KEEP_A_COMPOSITE = (
+_HOW_TO_KEEP_A_MIXTURE = (
     "layerstore compose wrote this folder from what a store has: compose --pin NAME keeps a mixture there, "
     "--run NAME stores this as another run"
+)
+_HOW_TO_KEEP_A_COPY = (
+    "layerstore compose wrote this folder from one save, which its store has; --run NAME stores this as another run"
 )
 
 
@@ -229,13 +232,17 @@ class _Ingest:
             raise Conflict(
                 f"{self.run}@{self.checkpoint.step} is saved already, with other content "
                 f"(commit {short_id(rival.id)}); nothing was changed",
-                hint=_HOW_TO_FIND_A_BASE
-                if self.asked.onto is not None
-                else _HOW_TO_KEEP_A_COMPOSITE
-                if (self.checkpoint.found.folder / SUMMARY).is_file()
-                else _HOW_TO_SAVE_IT,
+                hint=self._how_to_keep_both(),
             )
         return None
+
+    def _how_to_keep_both(self) -> str:
+        if self.asked.onto is not None:
+            return _HOW_TO_FIND_A_BASE
+        origin = composed(self.repo, self.checkpoint.found.folder)
+        if origin is None:
+            return _HOW_TO_SAVE_IT
+        return _HOW_TO_KEEP_A_MIXTURE if origin.is_mixture else _HOW_TO_KEEP_A_COPY
 
     def _compact_as(self, record: CommitRecord, own: Mapping[str, LayerEntry]) -> CompactLayers:
         """Return how *own*, the compact layers that *record* saved, were kept: as the save before, if it was lost."""
@@ -376,6 +383,13 @@ class _Ingest:
             flags=(*self.checkpoint.flags, *(() if content.has_moments else (WITHOUT_MOMENTS,))),
         )
 
+    def _origin_notes(self) -> Iterator[str]:
+        """Yield a note if this was composed from what is not bit for bit, which it does not show itself."""
+        origin = composed(self.repo, self.checkpoint.found.folder)
+        note = None if origin is None else origin.note(self.checkpoint.step)
+        if note is not None:
+            yield note
+
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
         writer, commit, is_new = tx.objects, published.commit, published.is_new
         record = commit.record
@@ -403,6 +417,7 @@ class _Ingest:
                 *self.checkpoint.notes,
                 *content.notes,
                 *_exact_notes(self.kept_exactly),
+                *self._origin_notes(),
                 *_notes(self.asked, record, self.view, writer, is_new=is_new),
             ),
         )

@@ -169,6 +169,34 @@ def test_a_mixture_is_not_to_replace_the_save_that_it_is_based_on(store: Store, 
     assert "compose --pin NAME" in (caught.value.hint or "")
 
 
+def test_what_was_composed_from_one_save_is_no_mixture(store: Store, tmp_path: Path) -> None:
+    """It differs all the same, if somebody changed a file of it; there is nothing to pin."""
+    store.ingest(checkpoint(tmp_path / "a", step=4))
+    out = store.compose("sft@4").write(tmp_path / "out" / "sft" / "checkpoint-4").out
+    (next(out.glob("global_step*")) / "beside.txt").write_text("new")
+    with pytest.raises(Conflict, match="sft@4 is saved already, with other content") as one_save:
+        store.ingest(out)
+    (out / "layerstore.json").write_text("[]")
+    with pytest.raises(Conflict) as unknown:
+        store.ingest(out)
+
+    assert "--pin" not in (one_save.value.hint or "")
+    assert "from one save" in (one_save.value.hint or "")
+    assert "compose --pin NAME" in (unknown.value.hint or "")
+
+
+def test_what_was_composed_from_a_compact_save_is_noted(store: Store, tmp_path: Path) -> None:
+    """Its shards do not show it: only the summary beside them does."""
+    for step in (2, 4):
+        store.ingest(checkpoint(tmp_path / "a", step=step, seed=step), precision="delta8")
+    exact, compact = (store.compose(f"sft@{step}").write(tmp_path / f"out-{step}").out for step in (2, 4))
+
+    notes = store.ingest(compact, run="other").notes
+
+    assert any("composed from a save that was not kept bit for bit (sft@4)" in note for note in notes)
+    assert not any("composed" in note for note in store.ingest(exact, run="again").notes)
+
+
 @pytest.mark.parametrize(("saved", "other"), [(2, 3), (3, 2)])
 def test_another_model_at_a_saved_step_is_refused(store: Store, tmp_path: Path, saved: int, other: int) -> None:
     """With more layers or with fewer; whoever means it may replace the commit."""
