@@ -23,7 +23,8 @@ _FACT_WIDTH = 13
 def demo(
     *,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="A new or empty folder for all that the demo makes.")
+        Path,
+        typer.Option("--dir", metavar="DIR", help="A new or empty folder, or a stopped demo's, for all that it makes."),
     ] = Path("layerstore-demo"),
     # A test checks both against the library's own numbers, since importing those here would slow down ``--help``.
     steps: Annotated[int, typer.Option(metavar="N", min=10, max=1000, help="How long to train.")] = 20,
@@ -39,6 +40,7 @@ def demo(
     and leaves a page for a browser.
     It takes about a minute and a half on two cores; the first time, DeepSpeed compiles for a minute or more before
     that.
+    If you stop it, only DIR with its logs stays, and the same command begins anew.
     The exit code is 0 only if every loss after the resume, and all weights and moments, match the uninterrupted run,
     bit for bit.
 
