@@ -61,7 +61,9 @@ class Contents:
             # A single number is a step or a rate, unless it is surely a parameter.
             if entry.dtype is not None and key not in found.owned and (entry.shape or (prefix and is_of_model)):
                 name = unwrapped(key.removeprefix(prefix)) if is_of_model else key
-                names[key] = name = key if name in taken else name
+                while name in taken:
+                    name = key if name != key and key not in taken else f"{name}_"
+                names[key] = name
                 taken.add(name)
         tied: dict[str, list[str]] = {}
         for key, first in aliases.items():

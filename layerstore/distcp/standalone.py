@@ -113,7 +113,7 @@ def read_standalone(
     Raises:
         SourceCheckpoint: It is incomplete, damaged or untrusted.
         Unsupported: It has values of classes that are not known.
-        InvalidInput: It says no step, and none was given; or it says another.
+        InvalidInput: It says no step, and none was given.
     """
     folder = open_folder(path, allowed_globals=allowed_globals, follow=follow)
     contents = Contents.of(folder.entries)
