@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from layerstore.distcp import DcpState, PlannedSave
-from layerstore.errors import Conflict, IntegrityError, Overtaken, Unsupported
+from layerstore.errors import Conflict, IntegrityError, Overtaken, SourceCheckpoint, Unsupported
 from layerstore.history import Place, view_read_again
 from layerstore.ingest import layers_due
 from layerstore.layers import typed
@@ -209,8 +209,12 @@ def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tre
         for key, size_bytes in sizes.items():
             try:
                 yield key, read_section(source, begin, size_bytes, pickles).tree
-            except (IntegrityError, Unsupported) as exc:
-                raise Unsupported(f"{key!r} of the state cannot be kept: {exc.message}", hint=exc.hint) from exc
+            except (IntegrityError, SourceCheckpoint, Unsupported) as exc:
+                said = exc.message.removeprefix(f"{path}: ")
+                raise Unsupported(
+                    f"{key!r} of the state cannot be kept: {said}",
+                    hint="leave it out, or make it of numbers, words and tensors, in lists and dicts",
+                ) from exc
             begin += size_bytes
 
 
