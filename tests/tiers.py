@@ -16,6 +16,7 @@ FULL = (
     "hf/test_meta_model.py",
     "hf/test_saved_names.py",
     "inspect/test_browser.py",
+    "live/dcp/test_meshes.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",
