@@ -17,6 +17,7 @@ from layerstore.cli.render import (
     some,
 )
 from layerstore.json_fields import iso_time, json_fields
+from layerstore.model import DCP
 from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
 
 
 def _facts(view: "CommitView", name: str) -> dict[str, str]:
+    is_dcp = view.flavour == DCP
     facts = {
         "commit": view.commit,
         "run": name,
@@ -70,8 +72,8 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "pins": ", ".join(view.pins),
         "mixture": f"{_policy(view)} chose the layers; everything else is from {name}" if view.is_mixture else "",
         "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
-        "world size": f"{view.world_size}, ZeRO stage {view.stage}",
-        "layout": f"{view.flavour}, tag {view.tag}",
+        "world size": f"{view.world_size}, {'FSDP' if is_dcp else f'ZeRO stage {view.stage}'}",
+        "layout": "torch.distributed.checkpoint" if is_dcp else f"{view.flavour}, tag {view.tag}",
         # A mixture's policy chose layers but saved none.
         "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number + 1}",
         "precision": "" if _is_usual(view) else f"{view.precision}, {_exact(view)}",

@@ -19,6 +19,9 @@ _LINE_MAX = 100
 INTERNAL = {
     *("small", "repo", "composition", "names_of", "exchange", "reasons", "anchored", "take", "pointer", "went_to"),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
+    *("reset", "set_up_storage_writer", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan"),
+    *("write_data", "read_data", "read_metadata", "finish", "validate_checkpoint_id", "stage"),
+    *("should_synchronize_after_execute", "is_dcp"),
     *(
         "Repository",
         "Composition",
@@ -32,7 +35,7 @@ INTERNAL = {
     ),
 }
 # Classes that people make themselves by calling them; all others are given by something else.
-_CALLED = {"LayerstoreCallback"}
+_CALLED = {"LayerstoreCallback", "StoreReader", "StoreWriter"}
 
 Definition = ast.FunctionDef | ast.ClassDef
 

@@ -11,7 +11,7 @@ from tests.docs import python_api
 from tests.docs.pages import DOCS, GENERATED
 
 FOLDER = DOCS / "reference" / "python"
-_TRAINER = "layerstore.transformers"
+_DOORS = ("layerstore", "layerstore.transformers", "layerstore.dcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,11 @@ TOPICS = (
     Topic(
         "saving.md",
         "Saving and resuming",
-        "save from a training loop or a Trainer, and resume",
-        ("attach", "SaverOptions", "Saver", "resume", "LayerstoreCallback", "checkpoint"),
+        "save from a training loop or a Trainer, or by torch.distributed.checkpoint, and resume",
+        (
+            *("attach", "SaverOptions", "Saver", "resume", "LayerstoreCallback", "checkpoint"),
+            *("StoreWriter", "StoreReader"),
+        ),
     ),
     Topic(
         "policies.md",
@@ -117,7 +120,7 @@ class Entry:
 def known() -> dict[str, Entry]:
     """Return all that may be on a page, by the names of the topics."""
     found = {}
-    for module in ("layerstore", _TRAINER):
+    for module in _DOORS:
         for name, home in python_api.exported(module).items():
             found[name] = Entry(f"{module}.{name}", home)
     store = found["Store"].home

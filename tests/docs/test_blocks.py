@@ -137,7 +137,7 @@ def test_a_wrong_command_is_noticed() -> None:
 def known_calls() -> dict[str, inspect.Signature]:
     """Return what the pages call, by how they write it, with what it takes."""
     found: dict[str, inspect.Signature] = {}
-    for module in ("layerstore", "layerstore.transformers"):
+    for module in ("layerstore", "layerstore.transformers", "layerstore.dcp"):
         for each, home in exported(module).items():
             found[f"{module}.{each}"] = parameters(home.node)
             if each not in {"open", "init", "doctor"}:

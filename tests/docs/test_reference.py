@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 import layerstore
+import layerstore.dcp
 import layerstore.transformers
 from layerstore import errors
 from tests.docs import python_pages
@@ -66,7 +67,7 @@ def test_everything_exported_is_on_one_page() -> None:
     found = Counter(heading.lstrip("# ") for heading in headings())
     exported = {
         f"{module.__name__}.{each}"
-        for module in (layerstore, layerstore.transformers)
+        for module in (layerstore, layerstore.transformers, layerstore.dcp)
         for each in set(module.__all__) - {"errors", *vars(errors)}
     }
 
