@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -147,6 +147,26 @@ def from_everywhere(options: Any) -> None:
             if run == f"{form}{count}":
                 set_state_dict(model, optimizer, model_state_dict=ours["model"], optim_state_dict=ours["optim"])
                 tell("losses", run=run, losses=train(model, optimizer, SAVED_AT, TRAINED_FOR, form=form))
+    done()
+
+
+def going_on(options: Any) -> None:
+    """Save three times while training goes on, and the same states with a policy; tell whether they are torch's."""
+    model, optimizer = build("fsdp")
+    group = dist.new_group(backend="gloo")  # training uses the other one meanwhile
+    for step in range(1, SAVED_AT + 1):
+        train(model, optimizer, step - 1, step)
+        state, folder = state_of(model, optimizer, step=step), Path(options["out"], str(step))
+        save(state, checkpoint_id=folder)
+        save(state, storage_writer=StoreWriter(options["store"], run="half", step=step, policy="parity"))
+        writer = StoreWriter(options["store"], run="async", step=step)
+        future = async_save(state, storage_writer=writer, async_stager=writer, process_group=group)
+        train(model, optimizer, 100, 102)
+        future.result()  # type: ignore[union-attr] # of a future
+        ours, theirs = blank(state), blank(state)
+        load(ours, storage_reader=StoreReader(options["store"], f"async@{step}"))
+        load(theirs, checkpoint_id=folder)
+        tell("same", same=all_bits(ours) == all_bits(theirs), moved=all_bits(ours) != all_bits(state))
     done()
 
 

@@ -82,6 +82,18 @@ def test_a_save_of_any_mesh_is_a_whole_commit(loaded: dict[int, Launch], folder:
         assert layers == layers[:1] * len(RUNS)
 
 
+def test_saves_while_ranks_train_on_hold_what_was_staged(ranks: Nursery, tmp_path: Path) -> None:
+    """And those with a policy have, layer by layer, what full saves of the same steps have."""
+    launch = launched(ranks, tmp_path, "going_on", count=2)
+
+    assert [(event["same"], event["moved"]) for event in launch.events("same")] == [(True, True)] * 6
+    with Store(tmp_path / "store") as store:
+        layers = store.compose("half@3").layers
+        assert {of.step for of in layers.values()} == {2, 3}
+        for name, of in layers.items():
+            assert of.version == store.compose(f"async@{of.step}").layers[name].version
+
+
 @pytest.mark.parametrize(("operation", "part"), [("write", "/tmp/"), ("link", "/objects/")])
 def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_to_be_seen(
     ranks: Nursery, tmp_path: Path, operation: str, part: str
