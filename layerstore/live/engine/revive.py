@@ -7,6 +7,7 @@ state, which its room lists. Everything else is refused by name; no name from a 
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from layerstore.dtypes import by_code
@@ -111,6 +112,7 @@ def _makers() -> dict[str, Maker]:
     import torch
 
     return {
+        "_io.BytesIO": BytesIO,
         "collections.Counter": Counter,
         "builtins.complex": complex,
         "torch.device": torch.device,

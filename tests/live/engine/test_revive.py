@@ -1,6 +1,7 @@
 """What no engine's state has is refused, and nothing is called for it; what has state goes on from it."""
 
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,18 @@ def test_tensors_that_shared_memory_share_it_again() -> None:
 
     assert made["base"].tolist() == [0, 1, 9, 9, 4, 5]
     assert base.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("content", [b"", b"losses"])
+def test_a_buffer_of_bytes_has_its_bytes_and_its_position(content: bytes) -> None:
+    """Trainers keep what they have saved on their own in such."""
+    buffer = BytesIO(content)
+    buffer.seek(len(content) // 2)
+
+    made = revived({"losses": buffer})["losses"]
+
+    assert type(made) is BytesIO
+    assert (made.getvalue(), made.tell()) == (content, buffer.tell())
 
 
 def test_a_scaler_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
