@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint import _fsspec_filesystem, _storage_utils, filesystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.testing._internal import common_distributed
 
 from layerstore.dcp import StoreReader, StoreWriter
@@ -106,8 +106,28 @@ class PathReader(StoreReader):
         return "://" not in str(checkpoint_id)
 
 
+class UrlWriter(PathWriter):
+    """Stands for what writes to URLs: which of the two is asked first, a test changes."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Whether it is a path."""
+        return "://" not in str(checkpoint_id)
+
+
+class UrlReader(PathReader):
+    """Stands for what reads from URLs."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Whether it is a path."""
+        return "://" not in str(checkpoint_id)
+
+
 def fully_sharded(model: nn.Module, device_mesh: DeviceMesh | None = None, **_: object) -> nn.Module:
     """Shard *model*, as FSDP that needs no GPU does."""
+    if isinstance(model, FSDPModule):
+        return model
     if device_mesh is not None and device_mesh.ndim > 1:
         device_mesh = init_device_mesh("cpu", tuple(device_mesh.shape), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=device_mesh)
@@ -130,7 +150,7 @@ def _stand_in() -> None:
     if OURS in os.environ:
         for module in (dcp, filesystem, _storage_utils):
             module.FileSystemWriter, module.FileSystemReader = PathWriter, PathReader  # type: ignore[attr-defined]
-        _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader = PathWriter, PathReader  # type: ignore[misc,assignment]
+        _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader = UrlWriter, UrlReader  # type: ignore[misc,assignment]
 
 
 _stand_in()
