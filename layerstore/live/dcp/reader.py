@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,11 +124,21 @@ class StoreReader(StorageReader):
         """Do nothing: all ranks read alike."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return *plan*."""
-        return plan
+        """Return *plan*, with the commit that this rank has found."""
+        return replace(plan, storage_data=self._loaded.composite.commit)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return *plans*."""
+        """
+        Return *plans*.
+
+        Raises:
+            Conflict: The ranks have found different commits: a save became visible while they looked.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise Conflict(
+                "the ranks have found different commits, as a save became visible meanwhile",
+                hint=f'name the step, as in StoreReader(…, "{self._loaded.composite.name}")',
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -423,6 +424,18 @@ def test_a_commit_that_is_missing_is_refused(store: Store) -> None:
 
     refused(store, NotFound, "run 'sft' has no step 7", lambda: StoreReader(store, "sft@7"))
     refused(store, NotFound, "other", lambda: StoreReader(store, "other"))
+
+
+def test_ranks_that_found_different_commits_are_refused(store: Store) -> None:
+    """A save became visible between two ranks' looks at the run."""
+    first, second = Training().train(1), Training().train(2)
+    kept(store, first.state(), step=1)
+    early = StoreReader(store, "sft")
+    kept(store, second.state(), step=2)
+    plans = [reader.prepare_local_plan(LoadPlan([])) for reader in (early, StoreReader(store, "sft"))]
+
+    with pytest.raises(Conflict, match="the ranks have found different commits"):
+        early.prepare_global_plan(plans)
 
 
 def test_a_reader_without_a_commit_takes_it_from_the_checkpoint_id(store: Store) -> None:
