@@ -26,6 +26,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench bisect [--faults 100] [--saves 32]    # planted faults: what is found, in how many trials
     python -m tests.bench delta [--gb 0.3]    # between saves at the learning rates of reinforcement learning
     python -m tests.bench coding [--gb 0.2] [--runs 5]    # fp32 numbers in 8 or 4 bits: GB/s of a processor
+    python -m tests.bench storage [--gb 1] [--rounds 3]    # behind torch.distributed.checkpoint, beside its own files
     python -m tests.bench mean [--gb 2] [--saves 10] [--rounds 3]    # ten saves averaged; with mergekit, if it is there
 
 The first five compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
@@ -59,6 +60,7 @@ from tests.bench import (
     scale,
     scale_model,
     shares,
+    storage,
     worlds,
 )
 from tests.bench.generate import Layout, generate, generate_size
@@ -76,7 +78,7 @@ def main() -> None:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = [*VERBS, "all", "compact", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers", "gpu", "chaos", "mean", "bisect", "delta", "retention", "coding"]
+    verbs += ["quality", "peers", "gpu", "chaos", "mean", "bisect", "delta", "retention", "coding", "storage"]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds, compact: raw")
@@ -144,6 +146,7 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
         "loop": lambda: _run_loop(folder, of),
         "bisect": lambda: bisect.run(folder, faults=of.faults, saves=saves or 32),
         "coding": lambda: coding.run(gb=gb or 0.2, rounds=rounds),
+        "storage": lambda: storage.run(folder, gb=gb or 1.0, rounds=of.rounds),
         "delta": lambda: delta.run(folder, gb=gb or 0.3),
         "mean": lambda: averages.run(folder, gb=gb or 2.0, saves=saves or 10, rounds=of.rounds),
         "drift": lambda: drift.run(folder, seeds=of.seeds, saves=saves or 100, every=of.every or 10),
