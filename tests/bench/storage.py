@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,9 +78,8 @@ def _run(folder: Path, *, gb: float, rounds: int) -> None:
         cleared()
         blocked[PLAIN_ASYNC].append(_blocked(lambda: async_save(state, checkpoint_id=plain), lambda: None))
         writer = StoreWriter(store, run="bench", step=1)
-        blocked[OUR_ASYNC].append(
-            _blocked(lambda to=writer: async_save(state, storage_writer=to), writer.synchronize_staging)
-        )
+        begin = partial(async_save, state, storage_writer=writer)
+        blocked[OUR_ASYNC].append(_blocked(begin, writer.synchronize_staging))
     seconds = {name: median_seconds(timings) for name, timings in found.items()}
     seconds |= {name: median(each) for name, each in blocked.items()}
     lines = tuple(
