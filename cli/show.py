@@ -17,7 +17,6 @@ from layerstore.cli.render import (
     some,
 )
 from layerstore.json_fields import iso_time, json_fields
-from layerstore.model import DCP
 from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
 
 
 def _facts(view: "CommitView", name: str) -> dict[str, str]:
-    is_dcp = view.flavour == DCP
+    is_dcp = view.is_dcp
     facts = {
         "commit": view.commit,
         "run": name,

@@ -11,7 +11,7 @@ from layerstore.errors import LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.history import Resolved, metrics_if_sound, objects_of_state, reference_to, saved_at, saves_below
 from layerstore.json_fields import json_fields
-from layerstore.model import CodingLoss, Kind, LayerEntry, Origin
+from layerstore.model import DCP, CodingLoss, Kind, LayerEntry, Origin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
 from layerstore.tables import frame, html_table
@@ -136,6 +136,11 @@ class CommitView:
     def time(self) -> datetime:
         """When it was written, in UTC."""
         return utc(self.time_ns)
+
+    @property
+    def is_dcp(self) -> bool:
+        """Whether ``torch.distributed.checkpoint`` saved it, and not DeepSpeed."""
+        return self.flavour == DCP
 
     @property
     def layers_saved(self) -> int:

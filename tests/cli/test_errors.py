@@ -89,7 +89,7 @@ def test_the_help_of_compose_is_in_groups_and_has_defaults(run: Run) -> None:
     ]
     assert re.search(r"^Policy settings.*:$", out, re.MULTILINE)
     assert "drift, filter:every=10. [default: latest]" in words
-    assert "what changed in hf's weights since a commit. [default: shards]" in words
+    assert "what changed in hf's weights since a commit. [default: shards; dcp if that saved REF]" in words
     assert "instead of REF. [at least 0]" in words
 
 

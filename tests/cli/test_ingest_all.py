@@ -141,7 +141,7 @@ def test_one_that_is_removed_while_it_is_read(run: Run, job: Path, monkeypatch: 
         shutil.rmtree(job / "checkpoint-9", ignore_errors=True)
         return transfer(*arguments, **options)  # type: ignore[arg-type]  # passed on as they are
 
-    monkeypatch.setattr("layerstore.ingest.execute.transfer", rotated)
+    monkeypatch.setattr("layerstore.ingest.sources.transfer", rotated)
     run("init")
 
     outcome = run("ingest", job / "checkpoint-9")
