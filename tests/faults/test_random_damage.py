@@ -304,7 +304,7 @@ def _judged(
         is_verified_first = chance.random() < 0.5
         for verifies in (is_verified_first, not is_verified_first):
             if verifies and verified:
-                found += _unnamed(when, store, hurt, before)
+                found += _unnamed(when, store, scene, hurt, before)
             if not verifies:
                 found += _silent(when, _answers(store, REFS, scene.place), scene, hurt, [*told, *caught])
     return found
@@ -324,9 +324,10 @@ def _silent(when: str, answers: Answers, scene: Scene, hurt: set[Path], told: It
     ]
 
 
-def _unnamed(when: str, store: Store, hurt: set[Path], before: dict[Path, bytes]) -> list[str]:
-    """Return which of the files *hurt* a verify of all data does not name."""
+def _unnamed(when: str, store: Store, scene: Scene, hurt: set[Path], before: dict[Path, bytes]) -> list[str]:
+    """Return which of the files *hurt* a verify of all data does not name; a pin as it once was is a sound pin."""
     bad = {file for file in hurt if _is_truth(file) and file.exists() and file.read_bytes() != before[file]}
+    bad -= {file for file in bad if "pins" in file.parts and _is_as_before(scene, file)}
     try:
         verdict = store.verify(read_data=True)
     except LayerstoreError as error:
@@ -336,6 +337,11 @@ def _unnamed(when: str, store: Store, hurt: set[Path], before: dict[Path, bytes]
     if any(damage.kind in {"record", "pin", "version", "state"} for damage in verdict.damaged):
         return []  # what only a lost record or version names, nobody can miss
     return [f"{when}, verify does not name {file.name}" for file in bad if file.name not in named]
+
+
+def _is_as_before(scene: Scene, file: Path) -> bool:
+    older = scene.older / file.relative_to(scene.place)
+    return older.exists() and older.read_bytes() == file.read_bytes()
 
 
 def _chosen(chance: random.Random, count: int) -> list[Damage]:
