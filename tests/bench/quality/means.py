@@ -55,12 +55,12 @@ class _Judge:
         self._tokens, self._labels = task_data(work / DATA, task, settings).held_out()
 
     def loss(self, composite: layerstore.Composite) -> float:
-        """Return the held-out loss; the weights are rounded as they are trained."""
+        """Return the held-out loss."""
         import torch
 
         total, count = 0.0, 0
         with torch.no_grad():
-            self._model.load_state_dict(composite.state_dict(dtype="bf16"), strict=False)
+            self._model.load_state_dict(composite.state_dict(), strict=False)
             for tokens, labels in zip(torch.split(self._tokens, 64), torch.split(self._labels, 64), strict=True):
                 logits, wanted = self._model(input_ids=tokens).logits[:, :-1].float(), labels[:, 1:]
                 total += float(

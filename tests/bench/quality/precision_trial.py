@@ -99,12 +99,12 @@ class Judge:
         self._held_out = tokens[:EVALUATED], labels[:EVALUATED]
 
     def loss(self, masters: dict[str, Floats]) -> float:
-        """Return the held-out loss of *masters*, rounded once as they are trained."""
+        """Return the held-out loss of *masters*."""
         import torch
 
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(torch.from_numpy(masters[name]).bfloat16())
+                parameter.copy_(torch.from_numpy(masters[name]))
         return held_out_loss(self._model, *self._held_out)
 
 

@@ -202,8 +202,7 @@ class Judge:
         with torch.no_grad():
             for layer, step in choice.items():
                 for name, master in self._history.parameters(layer, step):
-                    # As it is trained and evaluated: rounded once.
-                    self._parameters[name].copy_(torch.from_numpy(master).bfloat16())
+                    self._parameters[name].copy_(torch.from_numpy(master))
         return held_out_loss(self._model, tokens, labels)
 
 
