@@ -13,8 +13,9 @@ from layerstore.compose.choose import (
     compose_by_policy,
     compose_exact,
     compose_latest,
+    losses_told,
 )
-from layerstore.compose.damage import losses_told, without_damaged
+from layerstore.compose.damage import without_damaged
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 

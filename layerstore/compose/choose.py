@@ -8,12 +8,24 @@ This module also checks that the chosen versions fit together.
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from layerstore.compose.exactness import inexact
-from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.history import Past, Resolved, Staleness, others_in, references_to
+from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, LayoutMismatch, NotFound
+from layerstore.history import (
+    Past,
+    Resolved,
+    Staleness,
+    named_by,
+    others_in,
+    references_to,
+    saved_at,
+    saves_below,
+)
+from layerstore.layers import typed
 from layerstore.model import (
+    BlobRef,
     Buffer,
     CommitId,
     CommitRecord,
@@ -26,7 +38,7 @@ from layerstore.model import (
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.precision import flagged, stated
 from layerstore.slices import Slices
-from layerstore.storage import RecordName, Repository, RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3.trees import undivided
 
@@ -386,3 +398,80 @@ def _facts(item: Parameter | Buffer) -> str:
     if isinstance(item, Parameter) and item.aliases:
         facts += f", tied with {', '.join(item.aliases)}"
     return facts
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def losses_told(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
+    """
+    Name the layer in errors of the body, which reads the parts of *composition*; what *resumes* has no checkpoint.
+
+    Raises:
+        Conflict: A commit that it was chosen from was collected or dropped meanwhile.
+        IntegrityError: Something is damaged or missing; the message names the layer.
+    """
+    try:
+        yield
+    except (IntegrityError, NotFound) as exc:
+        base = composition.base
+        if not all(repo.records.is_listed(name) for name, _ in composition.chosen_from):
+            raise Conflict(
+                f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
+                hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",
+            ) from exc
+        lost = exc.facts.get("object_id")
+        if isinstance(exc, IntegrityError) and isinstance(lost, str):
+            _locate(repo, composition, lost, exc, resumes=resumes)
+        raise
+
+
+def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError, *, resumes: bool) -> None:
+    """Prefix *exc* with the layer that *lost* an object, and append the remedy."""
+    base, entry = composition.base, next((each for each in composition.entries if _has(repo, each.version, lost)), None)
+    [called] = of_base = references_to(repo, [base])
+    if entry is not None:
+        [called] = references_to(repo, [entry.origin])
+    exc.locate(called if entry is None else f"{entry.layer} of {called}")
+    if entry is not None and saved_at(repo, entry.origin) is None:
+        [called] = of_base  # the layer has outlived the commit that saved it
+    option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # a missing object is found without reading
+    # A pin's base may be gone; then there is no reference to narrow the command by.
+    narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
+    verify = f"layerstore verify{narrow}{option}"
+    earlier = _earlier_exact(repo, composition, entry) if composition.wants_exact else None
+    if resumes:
+        step = "…" if earlier is None else f"{earlier.step}, exact=True"
+        repair = f"layerstore repair{option} --from COPY"
+        intact = f"layerstore verify{option} names the newest intact one"
+        exc.hint = f"resume(…, step={step}) takes an earlier step: {intact}; or {repair}"
+        return
+    if earlier is not None:
+        [called] = references_to(repo, [earlier])
+        older = f"compose {typed(called)} --exact takes an earlier exact save; "
+    else:
+        older = "" if entry is None or composition.wants_exact else "compose --without-damaged takes older versions; "
+    exc.hint = f"{verify} says which composites still stand; {older}or {exc.hint}"
+
+
+def _earlier_exact(repo: Repository, composition: Composition, lost: LayerEntry | None) -> RecordRow | None:
+    """Return the newest exact save below the base that does not have the version that is *lost*, None if none is."""
+    base = composition.base
+    view = repo.catalog.find(base.run)
+    try:
+        for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
+            if row.is_exact and (
+                lost is None or lost.version not in [of.version for of in row.entries([lost.layer]).values()]
+            ):
+                return row
+    except LayerstoreError:
+        pass  # a record below it is damaged, too: verify tells it
+    return None
+
+
+def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
+    try:
+        return version.id == lost or any(ref.id == lost for ref in named_by(repo, version))
+    except IntegrityError:
+        return False  # the blob itself is lost, so its objects were never read
