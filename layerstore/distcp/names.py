@@ -7,7 +7,7 @@ ones that torchtitan and the HF Trainer give the same. Weights are the fp32 mast
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -133,7 +133,7 @@ def _of_layers(versions: Iterable[LayerVersion], slices: Slices, optimizer: Opti
             for state in optimizer.sliced.get(of.name, ()):
                 path, keys = _optimizer_names("state", unwrapped(of.name), state)
                 held = Held(kind=Kind.OPTIMIZER, name=of.name, state=state)
-                yield replace(_held(slices, version.layer, path, keys, held, of, default="F32"))
+                yield _held(slices, version.layer, path, keys, held, of, default="F32")
         for buffer in version.buffers:
             path, keys = _model_names(buffer.name)
             yield _held(slices, version.layer, path, keys, Held(kind=Kind.BUFFERS, name=buffer.name), buffer)

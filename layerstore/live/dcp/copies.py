@@ -39,7 +39,11 @@ class Copies:
         computed = torch.cuda.current_stream().record_event() if is_cuda else None
         gate = register_optimizer_step_pre_hook(lambda *_: self.wait())
         thread = threading.Thread(target=self._copy, args=(computed, gate), name="layerstore-copy", daemon=True)
-        start(thread)
+        try:
+            start(thread)
+        except BaseException:
+            gate.remove()  # or the next update waited for copies that nobody makes
+            raise
         return taken
 
     def _taken(self, value: Any) -> Any:
