@@ -243,7 +243,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
             hint=_STORED_AGAIN,
         )
-    losses = _losses(parts)
+    losses = joined_losses(layer for part in parts for layer in part.layers)
     with Transaction(repo) as tx:
         record = replace(joint.place, save_number=joint.save_number, inherited=inherited).record(
             run=joint.run,
@@ -297,10 +297,10 @@ def _claim(repo: Repository, objects: ObjectWriter, joint: JointCommit, parts: S
                 raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 
-def _losses(parts: Iterable[Part]) -> tuple[CodingLoss, ...]:
+def joined_losses(parts: Iterable[LayerPart]) -> tuple[CodingLoss, ...]:
     """Return what coding lost on all ranks together."""
     found: dict[tuple[str, str], CodingLoss] = {}
-    for loss in (loss for part in parts for layer in part.layers for loss in layer.losses):
+    for loss in (loss for part in parts for loss in part.losses):
         known = found.get((loss.layer, loss.state))
         found[loss.layer, loss.state] = loss if known is None else known + loss
     return tuple(found.values())

@@ -15,7 +15,7 @@ from layerstore.limits import STEP_MAX
 from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PolicyUse, SourceLayout, StoredObject
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes, compact_counts
-from layerstore.publish import Transaction
+from layerstore.publish import Transaction, joined_losses
 from layerstore.source import open_source
 from layerstore.staging import Checksums, CompactLayers, SourceReader, Staging, can_refer, stage_version
 from layerstore.storage import ObjectWriter, Repository, RunView
@@ -125,7 +125,7 @@ class SaveInProgress:
             if self._place_in(view) != place:
                 raise Conflict(f"{options.run} has gone on while {options.run}@{options.step} was saved")
             state, steps = self._state(tx, values)
-            losses = tuple(loss for part in parts for of in part.parts for loss in of.losses)
+            losses = joined_losses(of for part in parts for of in part.parts)
             record = place.record(
                 run=options.run,
                 step=options.step,
