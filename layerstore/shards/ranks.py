@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from layerstore.assemble import OutputFile, plan_source_file
 from layerstore.compose import Composition, cautions, check_members, check_whole
-from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.hf import plan_adapter
@@ -39,7 +39,9 @@ from layerstore.zero3.trees import (
     config_of,
     counter_like,
     inner_optimizer,
+    outer_optimizer,
     same_bytes,
+    stage_of,
     sub_group_shapes,
     undivided,
     with_optimizer,
@@ -130,7 +132,7 @@ def plan_ranks(
     check_whole(repo, composition, world_size=asked.world_size, is_converted=is_converted)
     versions = check_members(repo, composition)
     slices = composition.slices(repo, versions)
-    first = repo.state(base.states[0])
+    first = _first_state(repo, base)
     if is_fresh:
         _check_fresh(first)
     notes = [*cautions(repo, composition, moments=not is_fresh, is_live=is_live), *buffer_notes(slices, count)]
@@ -177,6 +179,17 @@ def plan_beside(ranks: RankStates, file: SourceFile, *, own: Collection[str]) ->
     return plan_adapter(ranks.repo, file, ranks.slices, own=own)
 
 
+def _first_state(repo: Repository, base: CommitRecord) -> RankState:
+    """Return the state of rank 0, which is of the record's stage or damage."""
+    state = repo.state(base.states[0])
+    if (base.stage == STAGE_3) != (stage_of(outer_optimizer(state)) == STAGE_3):
+        raise IntegrityError(
+            f"the record of {base.run}@{base.step} says ZeRO stage {base.stage}, and its rank states are of another",
+            hint="take another save",
+        )
+    return state
+
+
 def _adapter(
     base: CommitRecord, first: RankState, *, world_size: int, is_converted: bool
 ) -> Callable[[RankState, int], RankState] | None:
@@ -203,7 +216,7 @@ def plan_optimizer(
     """
     base = composition.base
     check_has_moments(base)
-    state = repo.state(base.states[0])
+    state = _first_state(repo, base)
     kept = undivided(state)
     if kept:
         [called] = references_to(repo, [base])
