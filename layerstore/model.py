@@ -284,7 +284,11 @@ class CommitRecord:
     layers: tuple[LayerEntry, ...]
     """Every layer of the model, in the model's order."""
     states: tuple[BlobRef, ...]
-    """One state blob per rank: everything that is not a layer. Those of DCP have one for all ranks."""
+    """
+    One state blob per rank: everything that is not a layer.
+
+    Those of DCP have one for all ranks, and may have others with what is a rank's own.
+    """
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]

@@ -6,18 +6,19 @@ PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's
 """
 
 from layerstore.distcp.boxes import Boxes
-from layerstore.distcp.contents import Contents, Held
+from layerstore.distcp.contents import Contents, Held, splits
 from layerstore.distcp.metadata import METADATA, Chunk, Entry, metadata_bytes
-from layerstore.distcp.names import Named, names_of
+from layerstore.distcp.names import Named, names_of, settings_of
 from layerstore.distcp.onto import read_dcp
-from layerstore.distcp.plan import Item, PlannedSave, Work, plan_save
+from layerstore.distcp.plan import Item, PlannedSave, Work, common_step, plan_save
 from layerstore.distcp.read import Folder
 from layerstore.distcp.standalone import read_standalone
-from layerstore.distcp.state import DcpState
+from layerstore.distcp.state import CLIENT_STATE, DcpState, SavedValue
 from layerstore.distcp.whole import open_folder
 from layerstore.distcp.write import plan_dcp
 
 __all__ = [
+    "CLIENT_STATE",
     "METADATA",
     "Boxes",
     "Chunk",
@@ -29,7 +30,9 @@ __all__ = [
     "Item",
     "Named",
     "PlannedSave",
+    "SavedValue",
     "Work",
+    "common_step",
     "metadata_bytes",
     "names_of",
     "open_folder",
@@ -37,4 +40,6 @@ __all__ = [
     "plan_save",
     "read_dcp",
     "read_standalone",
+    "settings_of",
+    "splits",
 ]

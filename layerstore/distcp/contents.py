@@ -48,9 +48,20 @@ class Contents:
     """Parameters by name that the model has not: what else was in the state."""
 
     @classmethod
-    def of(cls, entries: Mapping[str, Entry]) -> "Contents":
-        """Return what *entries* are, which come in the model's order."""
-        aliases = _aliases(entries)
+    def of(
+        cls,
+        entries: Mapping[str, Entry],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        trained: Collection[str] = (),
+    ) -> "Contents":
+        """
+        Return what *entries* are, which come in the model's order.
+
+        Who knows more says so: which keys are *aliases* of which, and which parameters are *trained*, with moments or
+        without.
+        """
+        aliases = _aliases(entries) if aliases is None else aliases
         own = {key: entry for key, entry in entries.items() if key not in aliases}
         found = _Moments.among(own)
         prefix = found.prefix if found.moments else _model_prefix(own)
@@ -70,7 +81,7 @@ class Contents:
             name = unwrapped(key.removeprefix(prefix))
             if first in names and key.startswith(prefix) and name != names[first] and name not in taken:
                 tied.setdefault(first, []).append(name)
-        trained = {parameter for parameter, _ in found.moments.values()}
+        trained = {*trained, *(parameter for parameter, _ in found.moments.values())}
         tensors = {
             key: Held(kind=Kind.MASTER if key in trained else Kind.WEIGHTS, name=name) for key, name in names.items()
         } | {
@@ -125,7 +136,7 @@ class _Moments:
     @classmethod
     def among(cls, entries: Mapping[str, Entry]) -> "_Moments":
         tensors = {key: entry for key, entry in entries.items() if entry.dtype is not None}
-        states = {key: split for key in tensors for split in _splits(key)}
+        states = {key: split for key in tensors for split in splits(key)}
         prefix = _prefix_of({name for name, _ in states.values()}, tensors.keys() - states.keys())
         moments: dict[str, tuple[str, str]] = {}
         counters, owned, taken = dict[str, str](), set[str](), set[tuple[str, str]]()
@@ -144,7 +155,7 @@ class _Moments:
         return cls(prefix, moments, counters, owned)
 
 
-def _splits(key: str) -> Iterator[tuple[str, str]]:
+def splits(key: str) -> Iterator[tuple[str, str]]:
     """Yield the parameter and the state that *key* names, if it is a key of an optimizer's state."""
     match = _OF_OPTIMIZER.search(key)
     name, dot, state = key[match.end() :].rpartition(".") if match else ("", "", "")

@@ -85,6 +85,28 @@ def names_of(
     return named, [*optimizer.notes, *export_notes(state, list(versions), slices)]
 
 
+def settings_of(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
+    """
+    Return the settings of each parameter of *names*, whether groups are nested or flattened.
+
+    *values* are named by what follows ``param_groups.`` in their keys.
+    """
+    found = {name: dict[str, Tree]() for name in names}
+    by_group: dict[str, dict[str, Tree]] = {}
+    for key, value in values.items():
+        of, _, setting = key.rpartition(".")
+        by_group.setdefault(of, {})[setting] = value
+    bare = {unwrapped(name): settings for name, settings in found.items()}
+    for name, own in bare.items():
+        own.update(by_group.get(name, {}))
+    for group in by_group.values():
+        members = group.pop("params", None)
+        for member in members if isinstance(members, list) else ():
+            if member in bare:
+                bare[member] |= group
+    return found
+
+
 def _of_dcp(
     state: DcpState,
     composition: Composition,

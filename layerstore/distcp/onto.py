@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from layerstore.distcp.counted_on import Since, counted_on, is_stale, since
+from layerstore.distcp.names import settings_of
 from layerstore.distcp.read import Folder
 from layerstore.distcp.transfer import Wanted, stage
 from layerstore.distcp.whole import open_folder
@@ -274,21 +275,9 @@ class _Reading:
 
     def _settings(self, names: Iterable[str]) -> dict[str, dict[str, Tree]]:
         """Return the settings of each parameter's group, whether groups are nested or flattened."""
-        start, found = f"{self._optimizer}param_groups.", {name: dict[str, Tree]() for name in names}
-        by_group: dict[str, dict[str, Tree]] = {}
-        for key in self._folder.entries:
-            if key.startswith(start):
-                of, _, setting = key.removeprefix(start).rpartition(".")
-                by_group.setdefault(of, {})[setting] = self._plain(key)
-        bare = {unwrapped(name): settings for name, settings in found.items()}
-        for name, own in bare.items():
-            own.update(by_group.get(name, {}))
-        for group in by_group.values():
-            members = group.pop("params", None)
-            for member in members if isinstance(members, list) else ():
-                if member in bare:
-                    bare[member] |= group
-        return found
+        start = f"{self._optimizer}param_groups."
+        values = {key.removeprefix(start): self._plain(key) for key in self._folder.entries if key.startswith(start)}
+        return settings_of(names, values)
 
     def _plain(self, key: str) -> Tree:
         value = self._folder.value(key)

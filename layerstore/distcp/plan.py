@@ -6,7 +6,7 @@ makes the same slices as one that has none, and two ranks may each write a part 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -15,6 +15,7 @@ from pathlib import Path
 from layerstore.distcp.contents import Contents, Held
 from layerstore.distcp.metadata import Entry, KeyPath
 from layerstore.layers import layers_in_order
+from layerstore.limits import STEP_MAX
 from layerstore.model import Kind
 from layerstore.numbers import box_runs
 from layerstore.slices import canonical_order
@@ -64,17 +65,19 @@ def plan_save(
     *,
     world_size: int,
     pattern: re.Pattern[str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    trained: Collection[str] = (),
 ) -> PlannedSave:
     """
     Plan a save of *items* on *world_size* ranks, whose layers *pattern* may name.
 
-    *paths* lead to each key in the nested state, in the order of that.
+    *paths* lead to each key in the nested state, in the order of that. *aliases* and *trained* are for `Contents`.
     """
     order = {key: number for number, key in enumerate(paths)}
     items = sorted(items, key=lambda item: order.get(item.key, len(order)))
     entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
-    contents = Contents.of(entries)
-    by_key = _boxes_by_key(items, contents)
+    contents = Contents.of(entries, aliases=aliases, trained=trained)
+    by_key = _boxes_by_key((item for item in items if item.key not in (aliases or {})), contents)
     shards = max(map(len, by_key.values()), default=1)
     layers, work = [], [list[tuple[str, ObjectSource]]() for _ in range(world_size)]
     keys = _keys_by_name(contents)
@@ -149,3 +152,9 @@ def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSour
                 offset_bytes=0,
             ),
         )
+
+
+def common_step(counts: Iterable[float | None]) -> int | None:
+    """Return how often a layer was updated, from the counts of its parameters; None if they differ."""
+    found = {int(count) for count in counts if count is not None and 0 <= count < STEP_MAX}
+    return found.pop() if len(found) == 1 else None

@@ -14,6 +14,9 @@ from layerstore.model import Kind
 from layerstore.states import RankState, SourceFile, TreeFile
 from layerstore.tree import Tree
 
+CLIENT_STATE = "client_state"
+"""The key of what a saver's user keeps; ``history/metrics.py`` looks there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:

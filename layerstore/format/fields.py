@@ -142,7 +142,8 @@ def _odd(value: object) -> str:
 def _of_record(record: CommitRecord) -> str | None:
     if not record.layers:
         return "it has no layers"
-    if len(record.states) != (1 if record.is_dcp else record.world_size) or not record.states:
+    of_all_ranks = {1, record.world_size} if record.is_dcp else {record.world_size}
+    if len(record.states) not in of_all_ranks or not record.states:
         return f"it has the states of {len(record.states)} ranks, and says that there were {record.world_size}"
     return None if record.stage in STAGES else f"stage: {_odd(record.stage)}"
 

@@ -57,6 +57,9 @@ def _first_state(repo: Repository, record: CommitRecord) -> RankState | None:
 def _measured(state: RankState) -> dict[str, float]:
     """Return the numbers in client_state: all under ``metrics``, and those with a fraction at its top."""
     tree = state.model.tree
+    match tree:
+        case {"values": {"client_state": (_, dict(kept))}}:  # of FSDP2; see distcp/state.py
+            tree = kept
     if not isinstance(tree, dict):
         return {}
     metrics = tree.get(METRICS)

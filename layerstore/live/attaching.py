@@ -1,5 +1,6 @@
-"""``layerstore.attach``: check that the ranks want the same, and give the engine a saver."""
+"""``layerstore.attach``: check that the ranks want the same, and give what they train a saver."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -9,8 +10,8 @@ from layerstore.arguments import checked, show_fields
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
 from layerstore.layout import is_url
-from layerstore.live.deepspeed import StoreCheckpointEngine, ZeroEngine, checkpoint_engine_of
-from layerstore.live.engine import NotPlain
+from layerstore.live.attachable import Attachable, trained_and_store
+from layerstore.live.engine import Engine, NotPlain
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together, place_resumed
 from layerstore.live.resuming import check_run
@@ -20,9 +21,19 @@ from layerstore.store import Store, StrPath, as_store
 
 
 @checked
-def attach(engine: object, store: Store | StrPath, *, run: str, **options: Unpack[SaverKeywords]) -> Saver:
+def attach(
+    engine: object,
+    optimizer: object = None,
+    store: Store | StrPath | None = None,
+    *,
+    run: str,
+    **options: Unpack[SaverKeywords],
+) -> Saver:
     """
-    Return a saver of *engine*, a DeepSpeed engine under ZeRO, into *store* as run *run*.
+    Return a saver into *store* as run *run*: of a DeepSpeed engine under ZeRO, ``attach(engine, store, run="sft")``.
+
+    ``attach(model, optimizer, store, run="sft")`` saves a module that FSDP2 (``fully_shard``), DDP or a single device
+    trains; several optimizers come in a list.
 
     Every rank calls it. The *options* are the fields of `SaverOptions`, such as ``policy="parity"``. If *store* is a
     path without a store, one is made there, unless *create* is False.
@@ -34,35 +45,37 @@ def attach(engine: object, store: Store | StrPath, *, run: str, **options: Unpac
     saver at a time, which also gets the engine's own saves.
 
     Raises:
-        InvalidInput: *engine* is not a DeepSpeed engine, or the ranks do not see the same store.
+        InvalidInput: *engine* is not one of DeepSpeed's, or a module's optimizer is missing; or the ranks do not see
+            the same store.
         NoStore: There is none, and *create* is False, or only some ranks see it.
         Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: It does not train under ZeRO, or keeps state where it cannot be saved.
     """
-    return attach_with(SaverOptions(**options), engine, store, run=run)
+    trained, found = trained_and_store("attach", engine, optimizer, store)
+    return attach_with(SaverOptions(**options), trained, found, run=run)
 
 
 show_fields(attach, SaverOptions)  # to help() and editors, and to what checks the arguments
 
 
-def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *, run: str) -> Saver:
+def attach_with(options: SaverOptions, trained: Attachable, store: Store | StrPath, *, run: str) -> Saver:
     """Do as `attach` does, with *options* that were checked when they were made."""
-    known = ZeroEngine(engine)
+    known = trained.engine
     if known.ungated and options.mode == "async":
         options = replace(options, mode="sync")
         LOG.warning("saves are synchronous: %s", known.ungated)
     exchange = Exchange()
     try:
-        opened, resumed = _agreed(exchange, store, known, options, run=run)
+        opened, resumed = _agreed(exchange, store, trained, options, run=run)
         attempt = AttemptLock(exchange, opened.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
-            loader = checkpoint_engine_of(known)
-            release = partial(_release, known, loader)
+            uninstall = trained.install()
+            unless_made.callback(uninstall)
+            release = partial(_release, trained, uninstall)
             saver = Saver(known, opened, exchange, options, run=run, attempt=attempt, place=place, release=release)
-            loader.install(known)
-            known.binding.saver = saver
+            trained.binding.saver = saver
             unless_made.pop_all()
     except BaseException:
         exchange.close()
@@ -70,26 +83,27 @@ def attach_with(options: SaverOptions, engine: object, store: Store | StrPath, *
     return saver
 
 
-def _release(engine: ZeroEngine, loader: StoreCheckpointEngine, attempt: int | None) -> None:
-    loader.uninstall()
-    engine.binding.release(attempt)
+def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | None) -> None:
+    uninstall()
+    trained.binding.release(attempt)
 
 
 def _agreed(
-    exchange: Exchange, store: Store | StrPath, engine: ZeroEngine, options: SaverOptions, *, run: str
+    exchange: Exchange, store: Store | StrPath, trained: Attachable, options: SaverOptions, *, run: str
 ) -> tuple[Store, Composition | None]:
-    """Return the store and what *engine* continues from; raise on every rank unless all want the same."""
+    """Return the store and what *trained* continues from; raise on every rank unless all want the same."""
     opened = open_together(exchange, store)
     with exchange.together():
         check_run(opened, run)
         if opened is None and not options.create:
             as_store(store)  # raises
-        attached = engine.binding.saver
+        attached = trained.binding.saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         check_push(opened, options.push)
+    trained.meet(exchange)
     with exchange.together():  # by itself: DeepSpeed's part of it may need all ranks
-        _check_saves(engine, options)
+        _check_saves(trained.engine, options)
     wishes = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(wishes):
         if other != wishes[0]:
@@ -97,9 +111,9 @@ def _agreed(
     if opened is None:
         opened = make_together(exchange, str(store))
     with exchange.together():
-        resumed = engine.binding.composition_in(opened)
+        resumed = trained.binding.composition_in(opened)
         opened.repo.prepare_writing()
-        if options.push is not None and engine.rank == 0:
+        if options.push is not None and exchange.rank == 0:
             opened.check_remote(options.push)
     stores = exchange.texts(f"{opened.id} at {opened.path}")
     for rank, other in enumerate(stores):
@@ -131,7 +145,7 @@ def check_push(store: Store | None, push: str | None) -> None:
         raise NotFound(f"there is no remote {push!r}: the store is yet to be made", hint="push=URL names a bucket")
 
 
-def _check_saves(engine: ZeroEngine, options: SaverOptions) -> None:
+def _check_saves(engine: Engine, options: SaverOptions) -> None:
     """Raise what the first save would refuse of *engine*, which may be hours from now."""
     try:
         engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)

@@ -1,14 +1,14 @@
 """
-Resume: fill a live engine from the store, with no shards written to disk.
+Resume: fill what trains from the store, with no shards written to disk.
 
-The engine's own loader does the work, fed from memory, so that persistent parameters, half-precision copies and
-everything else that depends on the masters come out right. A query says which version of each layer to take.
+DeepSpeed's own loader does the work, fed from memory, so that persistent parameters, half-precision copies and
+everything else that depends on the masters come out right. A module's tensors are its masters, and are filled at once.
+A query says which version of each layer to take.
 """
 
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from layerstore.arguments import checked
@@ -16,14 +16,13 @@ from layerstore.compose import losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
+from layerstore.live.attachable import trained_and_store
 from layerstore.live.binding import wait_for_saves
-from layerstore.live.deepspeed import ENGINE_KEYS, Loaded, ZeroEngine, checkpoint_engine_of
-from layerstore.live.engine import read_random_state, set_random_state
+from layerstore.live.engine import set_random_state
 from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
 from layerstore.policy import Policy
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath, as_store
-from layerstore.zero3.trees import TreeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class Resumed:
     step: int
     """The trainer's step of the base commit."""
     global_steps: int
-    """DeepSpeed's own counters."""
+    """DeepSpeed's own counters; of a module's optimizers the step, and nothing else."""
     global_samples: int
     skipped_steps: int
     client_state: dict[str, Any]
@@ -49,7 +48,8 @@ class Resumed:
 @checked
 def resume(
     engine: object,
-    store: Store | StrPath,
+    optimizer: object = None,
+    store: Store | StrPath | None = None,
     *,
     run: str,
     step: int | Literal["latest"] = "latest",
@@ -59,7 +59,10 @@ def resume(
     must_exist: bool = False,
 ) -> Resumed | None:
     """
-    Fill *engine* from run *run* of *store*, at the engine's own world size.
+    Fill *engine* from run *run* of *store*, at the engine's own world size: ``resume(engine, store, run="sft")``.
+
+    ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever
+    trainer saved the commit.
 
     None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
     says so. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
@@ -72,20 +75,19 @@ def resume(
         LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
-    known = ZeroEngine(engine)
-    loader = checkpoint_engine_of(known)
-    loader.settle()  # first: the requested step may still be being written
+    trained, wanted = trained_and_store("resume", engine, optimizer, store)
+    trained.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
-        opened = open_together(exchange, store)
+        opened = open_together(exchange, wanted)
         with exchange.together():
             check_run(opened, run)
             if opened is None and must_exist:
-                as_store(store)  # raises
+                as_store(wanted)  # raises
             if opened is not None:
                 wait_for_saves(opened.id, run)
         if opened is None:
             if exchange.rank == 0:
-                log_nothing_yet(store, run)
+                log_nothing_yet(wanted, run)
             return None
         composite, said = exchange.looked(
             partial(_composite, opened, run, step=step, policy=policy, exact=exact, must_exist=must_exist),
@@ -102,21 +104,22 @@ def resume(
             return None
         composition = composite.composition
         with exchange.together(), losses_told(opened.repo, composition, resumes=True):
-            loaded = Loaded(
-                opened,
-                composition,
-                rank=known.rank,
-                world_size=known.world_size,
-                stage=known.stage,
-                adam_step=adam_step,
-            )
-            notes = loaded.check_fits(known)
-            random_state = read_random_state(loaded.load.state, loaded.load.content)
-    loader.fill(known, loaded)
-    known.warn(composite.name, *notes)
-    is_restored = random_state is not None and set_random_state(random_state)
-    is_restored = is_restored and composition.base.world_size == known.world_size
-    return _resumed(composite, loaded, notes, random_state_restored=is_restored)
+            loading = trained.read(opened, composition, adam_step=adam_step)
+    loading.fill()
+    trained.warn(composite.name, *loading.notes)
+    is_restored = loading.random_state is not None and set_random_state(loading.random_state)
+    updates, samples, skipped = loading.counters
+    return Resumed(
+        run=composite.run,
+        step=composite.step,
+        global_steps=updates,
+        global_samples=samples,
+        skipped_steps=skipped,
+        client_state=loading.client_state,
+        layers={layer: choice.step for layer, choice in composite.layers.items()},
+        random_state_restored=is_restored and composition.base.world_size == trained.engine.world_size,
+        notes=loading.notes,
+    )
 
 
 def check_run(store: Store | None, run: str) -> None:
@@ -157,19 +160,3 @@ def _composite(
 def _commit_of(composite: Composite | NotFound | None) -> str:
     """Return the text that ranks compare: the commit, or nothing if there is none."""
     return composite.commit if isinstance(composite, Composite) else ""
-
-
-def _resumed(composite: Composite, loaded: Loaded, notes: tuple[str, ...], *, random_state_restored: bool) -> Resumed:
-    state = loaded.load.state.model
-    view = TreeView(state.tree, path=PurePosixPath(state.path))
-    return Resumed(
-        run=composite.run,
-        step=composite.step,
-        global_steps=view["global_steps"].integer(),
-        global_samples=view["global_samples"].integer(),
-        skipped_steps=view["skipped_steps"].integer(),
-        client_state={key: value for key, value in loaded.model().items() if key not in ENGINE_KEYS},
-        layers={layer: choice.step for layer, choice in composite.layers.items()},
-        random_state_restored=random_state_restored,
-        notes=notes,
-    )

@@ -12,6 +12,7 @@ from layerstore.disk import Files
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
+from layerstore.live.attachable import attachable
 from layerstore.live.attaching import attach_with, check_push
 from layerstore.live.binding import binding_of
 from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with
@@ -57,7 +58,7 @@ class LayerstoreCallback(TrainerCallback):
     ) -> None:
         """Attach to the engine that the Trainer has made."""
         engine = engine_of(kwargs["model"], kwargs.get("optimizer"))
-        self.saver = attach_with(self._options, engine, self._store, run=self._run)
+        self.saver = attach_with(self._options, attachable(engine), self._store, run=self._run)
         self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
         self.saver.step_of = self._count.step
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.history import Place
 from layerstore.model import (
+    DCP,
     BlobRef,
     CodingLoss,
     Commit,
@@ -58,6 +59,8 @@ class JointCommit:
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
     """Returns the layout of the folder, once the folder is complete."""
+    is_dcp: bool = False
+    """Whether the commit is one of ``torch.distributed.checkpoint``."""
     precision: Precision = PRECISIONS["exact"]
     compact: frozenset[str] = frozenset()
     """Those of the layers *due* that are kept in *precision*, where they have something to refer to; others exactly."""
@@ -258,6 +261,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             policy=joint.policy,
             precision=joint.precision.name,
             compact=compact_counts(inherited, {loss.layer for loss in losses}),
+            flags=(DCP,) if joint.is_dcp else (),
         )
         try:
             for entry in record.layers:

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from layerstore.distcp import DcpState, PlannedSave
+from layerstore.distcp import DcpState, PlannedSave, common_step
 from layerstore.errors import Conflict, IntegrityError, Overtaken, SourceCheckpoint, Unsupported
 from layerstore.history import Place, view_read_again
 from layerstore.ingest import layers_due
 from layerstore.layers import typed
-from layerstore.limits import STEP_MAX
 from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PolicyUse, SourceLayout, StoredObject
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes, compact_counts
@@ -190,8 +189,7 @@ class SaveInProgress:
             trees = dict(read_values(path, {key: len(data) for key, data in values.items()}))
             counts = {name: number_of(trees[key]) for name, key in contents.counters.items() if key in trees}
             steps = {
-                layer.layer: _common([counts[of.name] for of in layer.parameters if of.name in counts])
-                for layer in self.plan.layers
+                layer.layer: common_step(counts.get(of.name) for of in layer.parameters) for layer in self.plan.layers
             }
             staging = Staging(tx.objects, files, source="the state", checksums=Checksums())
             return staging.whole_state(DcpState.of(self.plan.entries, contents, trees).kept()), steps
@@ -216,11 +214,6 @@ def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tre
                     hint="leave it out, or make it of numbers, words and tensors, in lists and dicts",
                 ) from exc
             begin += size_bytes
-
-
-def _common(counts: list[float | None]) -> int | None:
-    found = {int(count) for count in counts if count is not None and 0 <= count < STEP_MAX}
-    return found.pop() if len(found) == 1 else None
 
 
 def _check_whole(layer: str, objects: list[StoredObject], *, expected: int) -> None:

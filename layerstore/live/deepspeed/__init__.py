@@ -4,18 +4,15 @@ DeepSpeed's engine under ZeRO: capture its state, fill it, and let it save and l
 Only ``engine.py`` uses DeepSpeed's names.
 """
 
-from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
-from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine, engine_of, engines_are_made_with
-from layerstore.live.deepspeed.load import Loaded
+from layerstore.live.deepspeed.attachable import AttachableEngine
+from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine
+from layerstore.live.deepspeed.engine import engine_of, engines_are_made_with
 from layerstore.live.deepspeed.pointer_files import checkpoint
 
 __all__ = [
-    "ENGINE_KEYS",
-    "Loaded",
+    "AttachableEngine",
     "StoreCheckpointEngine",
-    "ZeroEngine",
     "checkpoint",
-    "checkpoint_engine_of",
     "engine_of",
     "engines_are_made_with",
 ]

@@ -2,15 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from layerstore.dtypes import by_code
-from layerstore.limits import INLINE_BYTES_MAX
-from layerstore.live.engine import Captured, Memory, inert
-from layerstore.tree import Located, Storage
+from layerstore.live.engine import Captured, Memory, inert, place_of
+from layerstore.tree import Storage
 from layerstore.zero3 import RankSource, rank_source, share_of
 from layerstore.zero3.pt import PtFile
+from layerstore.zero3.trees import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,18 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
     for file, memory in ((model_file, model), (optimizer_file, optimizer)):
         for storage in file.storages:
             if storage in buffers:
-                memory.keep_copy(_place(storage))
+                memory.keep_copy(place_of(storage))
             elif storage not in slices:
-                _settle(storage, memory)
+                memory.settle(storage)
+    share = share_of(source, folder=folder, pattern=pattern)
+    numbers = len({flat.state for flat in source.flats})
     return Captured(
-        share=share_of(source, folder=folder, pattern=pattern),
-        states=len({flat.state for flat in source.flats}),
+        share=share,
+        bytes_by_layer={
+            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * numbers) for of in layer.parameters)
+            for layer in share.layers
+        },
+        undivided=undivided(share.state),
         model=model,
         optimizer=optimizer,
     )
@@ -66,19 +72,3 @@ def _buffers(source: RankSource) -> set[Storage]:
     """Return the storages of buffers, which also change in forward."""
     module = source.model["module"]
     return {module[name].tensor().storage for name in source.buffers}
-
-
-def _settle(storage: Storage, memory: Memory) -> None:
-    """Copy the content of *storage*: into the tree itself if it is small."""
-    place = _place(storage)
-    size_bytes = storage.elements * by_code(storage.dtype).bytes
-    if size_bytes > INLINE_BYTES_MAX:
-        memory.keep_copy(place)
-    else:
-        storage.content = memory.copied(place) if size_bytes else b""
-        memory.drop(place)
-
-
-def _place(storage: Storage) -> Path:
-    assert isinstance(storage.content, Located), "live trees point at memory"
-    return storage.content.path

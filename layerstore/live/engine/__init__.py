@@ -5,7 +5,7 @@ Live objects become inert trees here, and trees live objects again. What only De
 """
 
 from layerstore.live.engine.engine import FOLDER, Captured, Engine
-from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert
+from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert, place_of
 from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
 from layerstore.live.engine.revive import Maker, bytes_of, empty, revive
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_client_state",
     "empty",
     "inert",
+    "place_of",
     "random_state",
     "read_random_state",
     "revive",

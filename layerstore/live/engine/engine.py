@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,22 +21,18 @@ class Captured:
     """One rank's share, and the memory that its paths refer to."""
 
     share: Share
-    states: int
-    """How many numbers there are for each element that is trained: the master and its moments."""
+    bytes_by_layer: Mapping[str, int]
+    """What each layer takes on all ranks together, the same on every rank."""
+    is_dcp: bool = False
+    """Whether the commit is one of ``torch.distributed.checkpoint``."""
+    undivided: str = ""
+    """What the optimizer keeps that cannot be cut into layers; empty if nothing."""
     model: Memory
     optimizer: Memory
 
     def memory(self, path: Path) -> Memory:
         """Return the memory that holds *path*."""
         return self.model if self.model.holds(path) else self.optimizer
-
-    @property
-    def bytes_by_layer(self) -> dict[str, int]:
-        """The bytes of each layer on all ranks together, the same on every rank."""
-        return {
-            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * self.states) for of in layer.parameters)
-            for layer in self.share.layers
-        }
 
     @property
     def has_moments(self) -> dict[str, bool]:
@@ -61,10 +56,13 @@ class Engine(Protocol):
     An engine that makes saves of its own hands them to ``Saver.take``.
     """
 
-    rank: int
-    """This rank among those that share the optimizer's state."""
-    own_keys: frozenset[str]
-    """The keys that the engine itself uses where the user's client_state goes."""
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the optimizer's state."""
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The keys that the engine itself uses where the user's client_state goes."""
 
     @property
     def world_size(self) -> int:

@@ -5,7 +5,7 @@ Nothing is written and no tensor is copied: storages point at the memory that ho
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from layerstore.dtypes import by_torch_name, knows_torch_name
 from layerstore.errors import LayerstoreError, Unsupported
+from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt import INERT, VALUES
 
@@ -40,7 +41,7 @@ class Memory:
         self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
-        self._marks: dict[Path, tuple[int, int]] = {}
+        self._marks: dict[Path, Hashable] = {}
 
     def storage(self, tensor: "torch.Tensor") -> Storage:
         """Return the node of *tensor*'s storage, always the same one."""
@@ -76,8 +77,8 @@ class Memory:
         untyped = self._held[path]
         return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
 
-    def mark_of(self, path: Path) -> tuple[int, int]:
-        """Return the address of *path* and torch's count of its changes, as of when its node was made."""
+    def mark_of(self, path: Path) -> Hashable:
+        """Return what changes with the content of *path*: its address and torch's count of changes to it."""
         return self._marks[path]
 
     def put(self, name: str, data: bytes) -> Path:
@@ -93,18 +94,26 @@ class Memory:
         """Replace the memory at *path* by a copy on the host that nothing else changes."""
         copy = self.bytes_of(path).to("cpu", copy=True)
         self._held[path] = copy.untyped_storage()
+        self._marks[path] = object()  # torch does not count every change, such as those of a norm's averages
 
-    def copied(self, path: Path) -> bytes:
-        """Return a copy of the bytes at *path*."""
-        return bytes(self.bytes_of(path).cpu().numpy().data)
-
-    def drop(self, path: Path) -> None:
-        """Release the memory at *path*."""
-        self._held.pop(path, None)
+    def settle(self, storage: Storage) -> None:
+        """Copy the content of *storage*: into the node itself if it is small."""
+        place = place_of(storage)
+        if storage.size_bytes > INLINE_BYTES_MAX:
+            self.keep_copy(place)
+        else:
+            storage.content = bytes(self.bytes_of(place).cpu().numpy().data) if storage.size_bytes else b""
+            self._held.pop(place, None)
 
     def holds(self, path: Path) -> bool:
         """Whether *path* is in this memory."""
         return path in self._held
+
+
+def place_of(storage: Storage) -> Path:
+    """Return where in a memory the bytes of *storage* are."""
+    assert isinstance(storage.content, Located), "live trees point at memory"
+    return storage.content.path
 
 
 def inert(value: object, memory: Memory, *, where: str = "") -> Tree:  # noqa: PLR0911  # one line a type

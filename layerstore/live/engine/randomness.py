@@ -9,7 +9,6 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
-from layerstore.filenames import RANDOM_STATE
 from layerstore.live.engine.inert import Memory
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.live.scratch import put, scratch
@@ -38,11 +37,11 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
     return KeptFile(name=name, executable=False, place=memory.put(name, data.getvalue()), size_bytes=data.tell())
 
 
-def read_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> dict[str, Any] | None:
-    """Return the generators' states in *state*; None if there are none."""
+def read_random_state(state: RankState, content_of: Callable[[Any], bytes], *, rank: int) -> dict[str, Any] | None:
+    """Return the generators' states of *rank* in *state*; None if there are none."""
     # Accelerate may have left a file in its own format, which Accelerate loads itself.
-    ours = (each for each in state.files if each.path.startswith("rng_state"))
-    file = next((each for each in ours if RANDOM_STATE.fullmatch(each.path)), None)
+    ours = {"rng_state.pth", f"rng_state_{rank}.pth"}
+    file = next((each for each in state.files if each.path in ours), None)
     if file is None:
         return None
     with scratch() as folder:

@@ -42,9 +42,11 @@ class Exchange:
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        self._group = dist.new_group(backend="gloo")
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        # A program on one device need not begin a process group.
+        self._is_alone = not (dist.is_available() and dist.is_initialized())
+        self._group = None if self._is_alone else dist.new_group(backend="gloo")
+        self.rank = 0 if self._is_alone else dist.get_rank()
+        self.size = 1 if self._is_alone else dist.get_world_size()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -98,6 +100,12 @@ class Exchange:
         found = self._gathered(torch.tensor(values, dtype=torch.float64))
         return [sum(column) for column in zip(*(each.tolist() for each in found), strict=True)]
 
+    def integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's *values*, which are as many on each, by rank."""
+        import torch
+
+        return [each.tolist() for each in self._gathered(torch.tensor(values, dtype=torch.int64))]
+
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
         Call *wait* on every rank until it returns True on all of them, or until the time *until* of one; return which.
@@ -124,12 +132,14 @@ class Exchange:
         """Destroy the group."""
         import torch.distributed as dist
 
-        if dist.is_initialized():
+        if not self._is_alone and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
     def _gathered(self, mine: "torch.Tensor") -> "list[torch.Tensor]":
         import torch.distributed as dist
 
+        if self._is_alone:
+            return [mine]
         found = [mine.new_empty(len(mine)) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self._group)
         return found

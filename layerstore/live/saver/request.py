@@ -13,7 +13,7 @@ from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
 from layerstore.live.engine import FOLDER, Engine, Memory, NotPlain, random_state
 from layerstore.live.log import LOG
-from layerstore.model import SourceLayout
+from layerstore.model import DCP, SourceLayout
 from layerstore.precision import Keyframes
 from layerstore.publish import check_pin_free, check_pin_name
 from layerstore.source import read_source_file
@@ -139,9 +139,11 @@ class SaveFiles:
         self._is_sealed.wait()
         return self._kept
 
-    def layout(self, *, layer_pattern: str | None) -> SourceLayout:
+    def layout(self, *, layer_pattern: str | None, is_dcp: bool) -> SourceLayout:
         """Return the folder's layout as of the seal: a trainer may have removed the folder since."""
         self._is_sealed.wait()
+        if is_dcp:
+            return SourceLayout(flavour=DCP, tag=DCP, layer_pattern=layer_pattern)
         return SourceLayout(flavour=self._flavour, tag=self.request.tag, layer_pattern=layer_pattern)
 
     def seal(self) -> None:

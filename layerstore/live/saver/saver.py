@@ -53,8 +53,6 @@ from layerstore.policy import Latest, chosen_policy
 from layerstore.precision import PrecisionName, keyframes
 from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
-from layerstore.zero3 import Share
-from layerstore.zero3.trees import undivided
 
 JOBS_MAX = 2
 """The most pending saves; with ``on_pressure="wait"``, the next one waits until the oldest is on disk."""
@@ -385,15 +383,14 @@ class Saver:
         request = read()
         check_client_state(request.client_state)
         captured = capture(request)
-        self._check_cuttable(captured.share)
+        self._check_cuttable(captured.undivided)
         self._engine.check_whole()
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample
 
-    def _check_cuttable(self, share: Share) -> None:
-        """Raise LayoutMismatch if only some layers are to be saved of a state that cannot be split by layer."""
-        kept = undivided(share.state)
+    def _check_cuttable(self, kept: str) -> None:
+        """Raise LayoutMismatch if only some layers are to be saved of an optimizer that keeps *kept* undivided."""
         if kept and (self._schedule.policy.name != Latest.name or self.options.on_pressure == "degrade"):
             raise LayoutMismatch(
                 f"the optimizer keeps {kept}, which cannot be cut into layers: "
@@ -418,7 +415,8 @@ class Saver:
             step=files.request.step,
             save_number=self._schedule.begin(due, captured.has_moments, compact),
             policy=policy_use(self._schedule.policy, share, due, moved),
-            layout=partial(files.layout, layer_pattern=self.options.layer_pattern),
+            layout=partial(files.layout, layer_pattern=self.options.layer_pattern, is_dcp=captured.is_dcp),
+            is_dcp=captured.is_dcp,
             precision=frames.precision,
             compact=compact,
             pin=files.request.pin,

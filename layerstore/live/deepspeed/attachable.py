@@ -1,0 +1,93 @@
+"""DeepSpeed's engine as what a saver is attached to, and a commit is resumed into."""
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any
+
+from layerstore.compose import Composition
+from layerstore.live.binding import Binding
+from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
+from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine
+from layerstore.live.deepspeed.load import Loaded
+from layerstore.live.engine import read_random_state
+from layerstore.live.ranks import Exchange
+from layerstore.rank_options import AdamStep
+from layerstore.store import Store
+from layerstore.zero3.trees import TreeView
+
+
+class AttachableEngine:
+    """An engine under ZeRO, and the checkpoint engine through which it saves and loads."""
+
+    def __init__(self, engine: object) -> None:
+        self.engine = ZeroEngine(engine)
+        self._loader: StoreCheckpointEngine = checkpoint_engine_of(self.engine)
+
+    @property
+    def binding(self) -> Binding:
+        """What it is tied to."""
+        return self.engine.binding
+
+    def meet(self, exchange: Exchange) -> None:
+        """Do nothing: DeepSpeed's ranks know their shares."""
+
+    def settle(self) -> None:
+        """Wait for all pending saves. Collective."""
+        self._loader.settle()
+
+    def install(self) -> Callable[[], None]:
+        """Let it save and load through the store; return a function that undoes it."""
+        self._loader.install(self.engine)
+        return self._loader.uninstall
+
+    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep) -> "EngineLoad":
+        """Read *composition* and check that it fits."""
+        return EngineLoad(self.engine, self._loader, store, composition, adam_step=adam_step)
+
+    def warn(self, what: str, *notes: str) -> None:
+        """Log *notes* on *what*, on one of all ranks."""
+        self.engine.warn(what, *notes)
+
+
+class EngineLoad:
+    """A composite for one rank of an engine."""
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        loader: StoreCheckpointEngine,
+        store: Store,
+        composition: Composition,
+        *,
+        adam_step: AdamStep,
+    ) -> None:
+        """Read and check it; raises as `Loaded.check_fits` does."""
+        self._engine, self._loader = engine, loader
+        self._loaded = loaded = Loaded(
+            store,
+            composition,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            stage=engine.stage,
+            adam_step=adam_step,
+        )
+        self.notes = loaded.check_fits(engine)
+        state = loaded.load.state
+        self.random_state = read_random_state(state, loaded.load.content, rank=engine.rank)
+
+    @cached_property
+    def client_state(self) -> dict[str, Any]:
+        """What the user kept."""
+        return {key: value for key, value in self._loaded.model().items() if key not in ENGINE_KEYS}
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """Updates, samples and skipped updates, as the engine counts them."""
+        state = self._loaded.load.state.model
+        view = TreeView(state.tree, path=PurePosixPath(state.path))
+        return view["global_steps"].integer(), view["global_samples"].integer(), view["skipped_steps"].integer()
+
+    def fill(self) -> None:
+        """Let DeepSpeed's own loader take it."""
+        self._loader.fill(self._engine, self._loaded)

@@ -1,0 +1,46 @@
+"""A module with its optimizers as what a saver is attached to, and a commit is resumed into."""
+
+from collections.abc import Callable
+
+from layerstore.compose import Composition
+from layerstore.live.binding import Binding
+from layerstore.live.log import LOG
+from layerstore.live.module.engine import ModuleEngine
+from layerstore.live.module.load import ModuleLoad
+from layerstore.live.ranks import Exchange
+from layerstore.rank_options import AdamStep
+from layerstore.store import Store
+
+
+class AttachableModule:
+    """A module and its optimizers."""
+
+    def __init__(self, model: object, optimizers: object) -> None:
+        self.engine = ModuleEngine(model, optimizers)
+
+    @property
+    def binding(self) -> Binding:
+        """What it is tied to."""
+        return self.engine.binding
+
+    def meet(self, exchange: Exchange) -> None:
+        """Learn which rank holds which part of each tensor. Collective."""
+        self.engine.meet(exchange.integers, exchange.is_same)
+
+    def settle(self) -> None:
+        """Wait for all pending saves. Collective."""
+        if self.binding.saver is not None:
+            self.binding.saver.wait()
+
+    def install(self) -> Callable[[], None]:
+        """Count updates; return a function that stops that. A module makes no saves of its own."""
+        return self.engine.count_updates()
+
+    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep) -> ModuleLoad:
+        """Read *composition* and check that it fits."""
+        return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
+
+    def warn(self, what: str, *notes: str) -> None:
+        """Log *notes* on *what*, on one of all ranks."""
+        for note in notes if self.engine.rank == 0 else ():
+            LOG.warning("%s: %s", what, note)

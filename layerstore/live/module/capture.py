@@ -1,0 +1,228 @@
+"""Capture a module and its optimizers as one rank's share of a commit: large tensors in place, all else copied."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+
+from layerstore.distcp import CLIENT_STATE, DcpState, Item, PlannedSave, SavedValue, common_step, plan_save
+from layerstore.dtypes import by_code, by_torch_name
+from layerstore.errors import Unsupported
+from layerstore.hashing import object_id
+from layerstore.live.engine import Captured, Memory, inert, place_of
+from layerstore.model import Kind
+from layerstore.states import RankState
+from layerstore.tree import Tree
+from layerstore.zero3 import ObjectSource, Share, SliceSource
+from layerstore.zero3.trees import STAGE_3, STEP
+
+if TYPE_CHECKING:
+    from layerstore.live.module.engine import ModuleEngine
+
+MODEL, OPTIMIZER = "model", "optim"
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
+
+
+def capture(
+    engine: "ModuleEngine", client_state: Mapping[str, object], *, pattern: re.Pattern[str] | None, exclude_frozen: bool
+) -> Captured:
+    """
+    Describe what *engine* trains.
+
+    Trained tensors and moments stay in place, to be copied before the next update, and so do frozen weights, which
+    never change. Buffers, counters and everything else may change at any time, so they are copied here.
+    """
+    state = _State(engine, exclude_frozen=exclude_frozen)
+    plan = _plan(engine, state, pattern)
+    tensors, values = Memory("tensors"), Memory("values")
+    own: dict[str, list[ObjectSource]] = {}
+    for layer, source in plan.by_rank[engine.rank]:
+        own.setdefault(layer, []).append(_placed(source, state, tensors))
+    layers = tuple(
+        replace(
+            layer,
+            objects=tuple(own.get(layer.layer, ())),
+            optimizer_step=common_step(state.steps.get(of.name) for of in layer.parameters),
+        )
+        for layer in plan.layers
+    )
+    kept = _kept_values(engine, state, plan, client_state, values)
+    for storage in values.storages:
+        values.settle(storage)
+    return Captured(
+        share=Share(
+            rank=engine.rank,
+            world_size=engine.world_size,
+            stage=STAGE_3,
+            layers=layers,
+            state=kept,
+            agreement=object_id(repr((state.signature, [of.optimizer_step for of in layers])).encode()),
+        ),
+        bytes_by_layer={
+            of.layer: sum(part.size_bytes for each in of.objects for part in each.slices) for of in plan.layers
+        },
+        is_dcp=True,
+        undivided=", ".join(sorted({key.rpartition(".")[2] for key in plan.contents.outside})),
+        model=tensors,
+        optimizer=values,
+    )
+
+
+class _State:
+    """Everything that is there, by the keys of ``get_state_dict``, flattened as DCP flattens it."""
+
+    def __init__(self, engine: "ModuleEngine", *, exclude_frozen: bool) -> None:
+        names = engine.names
+        tensors = {
+            name: tensor
+            for name, tensor in engine.tensors().items()
+            if not (exclude_frozen and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad)
+        }
+        first: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            first.setdefault(id(tensor), name)
+        states = _on_host({name: dict(engine.state_of(parameter)) for name, parameter in engine.trained.items()})
+        groups = [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in engine.groups()
+        ]
+        of_optimizer = {"state": {name: of for name, of in states.items() if of}, "param_groups": groups}
+        self.flat, self.paths = flatten_state_dict({MODEL: tensors | engine.extras(), OPTIMIZER: of_optimizer})
+        self.holder = {
+            name: [boxes[number] for boxes in engine.holders] for number, name in enumerate(engine.tensors())
+        }
+        self.aliases = {
+            f"{MODEL}.{name}": f"{MODEL}.{first[id(tensor)]}"
+            for name, tensor in tensors.items()
+            if first[id(tensor)] != name
+        }
+        self.trained = {f"{MODEL}.{name}" for name in engine.trained}
+        self.frozen = {
+            f"{MODEL}.{name}"
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        }
+        self.steps = {name: float(of[STEP]) for name, of in states.items() if STEP in of}
+        self.keys = list(self.flat)
+        self.signature = tuple((key, *_described(value)) for key, value in self.flat.items())
+
+    def boxes(self, key: str) -> list[Box]:
+        """Return which part of the tensor *key* each rank holds."""
+        value, path = self.flat[key], self.paths[key]
+        if path[0] == MODEL:
+            return self.holder[str(path[1])]
+        of = self.flat[f"{MODEL}.{path[2]}"]
+        if value.shape == of.shape and _placement(value) == _placement(of):
+            return self.holder[str(path[2])]
+        if _placement(value) is not None or _placement(of) is not None:
+            raise Unsupported(
+                f"the optimizer keeps {path[-1]!r} of {path[2]}, which is not split as the parameter is",
+                hint="train on one rank, or with an optimizer that keeps a number for each element",
+            )
+        return [((0,) * value.dim(), tuple(value.shape))] * len(self.holder[str(path[2])])
+
+
+def _described(value: Any) -> tuple[str, tuple[int, ...]]:
+    return (str(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else ("", ())
+
+
+def _placement(value: torch.Tensor) -> object:
+    return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+
+
+def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Bring single numbers to the host, all of a kind at once: a transfer waits for all that the device has begun."""
+    found: dict[tuple[Any, Any], list[tuple[str, str]]] = {}
+    for name, of in states.items():
+        for key, value in of.items():
+            if isinstance(value, torch.Tensor) and not value.dim() and value.device.type != "cpu":
+                found.setdefault((value.device, value.dtype), []).append((name, key))
+    for places in found.values():
+        numbers = torch.stack([states[name][key] for name, key in places]).cpu()
+        for (name, key), number in zip(places, numbers, strict=True):
+            states[name][key] = number.clone()
+    return states
+
+
+def _plan(engine: "ModuleEngine", state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
+    """Return which rank writes what, the same on every rank; it stays the same until the optimizer keeps more."""
+    known = state.signature, pattern
+    if engine.planned is None or engine.planned[0] != known:
+        plan = plan_save(
+            _items(state, world_size=engine.world_size),
+            state.paths,
+            world_size=engine.world_size,
+            pattern=pattern,
+            aliases=state.aliases,
+            trained=state.trained,
+        )
+        engine.planned = known, plan
+    return engine.planned[1]
+
+
+def _items(state: _State, *, world_size: int) -> Iterator[Item]:
+    """Yield every part of every tensor, with the rank that writes it; of those that hold it, who has least to do."""
+    loads = [0] * world_size
+    owners: dict[tuple[str, Box], int] = {}
+    for number, (key, value) in enumerate(state.flat.items()):
+        if not isinstance(value, torch.Tensor):
+            yield Item(rank=0, number=number, key=key, dtype=None)
+            continue
+        dtype = by_torch_name(str(value.dtype).removeprefix("torch.")).code
+        if not value.dim() and state.paths[key][0] == OPTIMIZER:
+            yield Item(rank=0, number=number, key=key, dtype=dtype)
+            continue
+        holders: dict[Box, list[int]] = {}
+        for rank, box in enumerate(state.boxes(key)):
+            holders.setdefault(box, []).append(rank)
+        of = str(state.paths[key][1 if state.paths[key][0] == MODEL else 2])
+        for box, ranks in holders.items():
+            # Moments are written by whoever writes their parameter.
+            owner = owners.setdefault((of, box), min(ranks, key=loads.__getitem__))
+            loads[owner] += prod(box[1]) * by_code(dtype).bytes
+            yield Item(
+                rank=owner,
+                number=number,
+                key=key,
+                dtype=dtype,
+                shape=tuple(value.shape),
+                offsets=box[0],
+                sizes=box[1],
+            )
+
+
+def _placed(source: ObjectSource, state: _State, memory: Memory) -> ObjectSource:
+    """Return *source* with its slices where they are now."""
+    return replace(source, slices=tuple(_placed_slice(source.kind, part, state, memory) for part in source.slices))
+
+
+def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) -> SliceSource:
+    key = state.keys[int(part.path.name)]
+    value = state.flat[key].detach()
+    held = value.to_local() if isinstance(value, DTensor) else value
+    held = held.contiguous()
+    path = place_of(memory.storage(held))
+    if kind is Kind.WEIGHTS and key not in state.frozen:
+        memory.keep_copy(path)
+    return replace(part, path=path, offset_bytes=int(held.storage_offset()) * held.element_size())
+
+
+def _kept_values(
+    engine: "ModuleEngine", state: _State, plan: PlannedSave, client_state: Mapping[str, object], memory: Memory
+) -> RankState:
+    """Return what is kept beside the layers: the first rank's for all, and each rank's own client_state."""
+    own: dict[str, SavedValue] = {}
+    if client_state:
+        tree = inert(dict(client_state), memory, where=CLIENT_STATE)
+        own[CLIENT_STATE] = SavedValue(path=(CLIENT_STATE,), tree=tree)
+    if engine.rank:
+        return replace(DcpState(tensors={}, values=own, counters={}, outside=frozenset()).kept(), rank=engine.rank)
+    trees: dict[str, Tree] = {key: inert(state.flat[key], memory, where=key) for key in plan.contents.values}
+    whole = DcpState.of(plan.entries, plan.contents, trees)
+    return replace(whole, values={**whole.values, **own}).kept()

@@ -1,0 +1,252 @@
+"""
+Fill a module and its optimizers from a composite, whoever saved it.
+
+Everything is read and checked into memory of its own before anything changes. Each rank reads what it holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layerstore.compose import Composition, check_members
+from layerstore.distcp import CLIENT_STATE, Boxes, DcpState, Held, Named, names_of, settings_of, splits
+from layerstore.dtypes import by_code, dtype_name
+from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.layers import unwrapped
+from layerstore.live.deepspeed.engine import ENGINE_KEYS
+from layerstore.live.engine import bytes_of, empty, read_random_state, revive
+from layerstore.live.module.engine import ModuleEngine, box_of, local
+from layerstore.model import LayerVersion
+from layerstore.rank_options import AdamStep
+from layerstore.store import Store
+from layerstore.tree import Storage, Tree
+
+_HOW_IT_COMPUTES = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of a param group that are the program's own, whatever was saved."""
+
+_GROUPS = "param_groups."
+_MODEL_HINT = "resume into the model that was saved"
+
+
+class ModuleLoad:
+    """A composite for one rank of a module."""
+
+    def __init__(self, engine: ModuleEngine, store: Store, composition: Composition, *, adam_step: AdamStep) -> None:
+        """
+        Read and check all that this rank holds.
+
+        Raises:
+            InvalidInput: Gradients are being accumulated for an update that is still to come.
+            LayoutMismatch: It belongs to another model or optimizer.
+            IntegrityError: Part of it is damaged.
+        """
+        if not engine.is_at_boundary:
+            raise InvalidInput(
+                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                hint="resume after optimizer.step() at the end of an accumulation, best before training",
+            )
+        repo = store.repo
+        self._engine, self._store, self._composition = engine, store, composition
+        self._base = composition.base
+        self._called = f"{self._base.run}@{self._base.step}"
+        versions = check_members(repo, composition)
+        slices = composition.slices(repo, versions)
+        named, notes = names_of(repo, composition, versions, slices, adam_step=adam_step)
+        self._boxes = Boxes(repo, versions, slices)
+        self._held = {(of.held.name, of.held.state): of for of in named if of.held is not None}
+        self._values = {of.keys[0]: of.value for of in named if of.held is None}
+        self._names = _saved_names(versions)
+        first = repo.state(self._base.states[0])
+        self._outside = DcpState.read(first).outside if self._base.is_dcp else frozenset[str]()
+        self._weights = list(self._plan_weights())
+        self._states = {name: dict(self._plan_state(name, of)) for name, of in engine.trained.items()}
+        self._groups = list(self._plan_groups())
+        self.notes = (*notes, *self._lacking())
+        self._boxes.read()
+        own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
+        self._state = repo.state(self._base.states[own])
+        is_own = self._base.world_size == engine.world_size
+        self.random_state = read_random_state(self._state, repo.content_of, rank=engine.rank) if is_own else None
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def _plan_weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each of this rank's tensors of the model, with memory for what is read into it."""
+        engine, seen, left = self._engine, set[int](), {**self._names}
+        for name, tensor in engine.tensors().items():
+            saved = left.pop(name, None)
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if saved is None or (saved, "") not in self._held:
+                if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+                    continue  # frozen weights may be left out
+                raise LayoutMismatch(f"{name!r} is in the model, and not in {self._called}", hint=_MODEL_HINT)
+            of = self._held[saved, ""]
+            if name in engine.trained and _dtype(of) != tensor.dtype:
+                raise LayoutMismatch(
+                    f"{name!r} is {dtype_name(of.dtype or '')} in {self._called}, and {tensor.dtype} in the model",
+                    hint="train in the same precision: fp32 parameters, with a MixedPrecisionPolicy for the rest",
+                )
+            yield local(tensor), self._wanted(name, of, tensor)
+        tied = {self._names[name] for name in engine.tensors() if name in self._names}
+        strange = sorted(name for name, saved in left.items() if saved not in tied | self._outside)
+        if strange:
+            raise LayoutMismatch(f"{strange[0]!r} is in {self._called}, and not in the model", hint=_MODEL_HINT)
+
+    def _wanted(self, name: str, of: Named, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory that will hold this rank's part of *of*, which is split as *tensor* is."""
+        if of.shape != tuple(tensor.shape):
+            raise LayoutMismatch(
+                f"{name!r} is {list(of.shape)} in {self._called}, and {list(tensor.shape)} in the model",
+                hint=_MODEL_HINT,
+            )
+        assert of.held is not None, "tensors of layers are read"
+        offsets, sizes = box_of(name, tensor)
+        return self._read_later(of, of.held, offsets, sizes)
+
+    def _read_later(self, of: Named, held: Held, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(sizes, dtype=_dtype(of))
+        if made.numel():
+            assert of.dtype is not None, "tensors have a type"
+            self._boxes.add(held, bytes_of(made.view(-1)), dtype=of.dtype, shape=of.shape, offsets=offsets, sizes=sizes)
+        return made
+
+    def _plan_state(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        """Yield what the optimizer keeps of a parameter: memory for moments, and values."""
+        saved = self._names.get(name)
+        for (of_name, state), of in self._held.items():
+            if state and of_name == saved:
+                yield state, self._wanted(name, of, parameter)
+            elif not state and (name, of_name.rpartition(".")[2]) in splits(of_name):
+                assert of.held is not None, "it was found so"
+                yield of_name.rpartition(".")[2], self._read_later(of, of.held, (0,) * len(of.shape), of.shape)
+        for key, value in self._values.items():
+            for of_name, state in splits(key):
+                if of_name == name:
+                    yield state, self._revived(value)
+
+    def _plan_groups(self) -> Iterator[dict[str, Any]]:
+        """Yield the settings of each param group."""
+        names = self._engine.names
+        values = {key.partition(_GROUPS)[2]: value for key, value in self._values.items() if _GROUPS in key}
+        found = settings_of(self._engine.trained, values)
+        for group in self._engine.groups():
+            members = [names[id(each)] for each in group["params"] if names[id(each)] in found]
+            first = found[members[0]] if members else {}
+            other = next((name for name in members if found[name] != first), None)
+            if other is not None:
+                raise LayoutMismatch(
+                    f"{members[0]!r} and {other!r} share a param group, and have other settings in {self._called}",
+                    hint="build the optimizer's param groups as they were",
+                )
+            yield {key: self._revived(value) for key, value in first.items() if key not in _HOW_IT_COMPUTES}
+
+    def _lacking(self) -> Iterator[str]:
+        """Say what was not saved."""
+        without = [name for name, state in self._states.items() if not state]
+        if without and len(without) < len(self._states):
+            yield f"{self._called} keeps no state of the optimizer for {without[0]!r}: it begins anew"
+        elif without and any(of.held is not None for of in self._held.values()) and self._base.step:
+            yield f"{self._called} keeps no state of the optimizer: it begins anew"
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def _revived(self, tree: Tree) -> Any:
+        return revive(tree, self._filled)
+
+    def _filled(self, storage: Storage) -> torch.Tensor:
+        made = empty(storage)
+        if storage.elements:
+            content: Any = storage.content
+            bytes_of(made)[:] = self._store.repo.content_of(content)
+        return made
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """The step; samples and skipped updates are not counted."""
+        return self._base.step, 0, 0
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """What the user kept; in a commit of DeepSpeed it lies between DeepSpeed's own keys."""
+        if self._base.is_dcp:
+            kept = DcpState.read(self._state).values.get(CLIENT_STATE)
+            return {} if kept is None else dict(self._revived(kept.tree))
+        tree = self._state.model.tree
+        assert isinstance(tree, Mapping), "DeepSpeed's state is a map"
+        return {str(key): self._revived(value) for key, value in tree.items() if key not in ENGINE_KEYS}
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Give the module and its optimizers what was read."""
+        binding = self._engine.binding
+        binding.empty()
+        try:
+            self._fill()
+        except BaseException:
+            binding.fail_load()
+            raise
+        binding.fill(self._store, self._composition)
+        if binding.saver is not None:
+            binding.saver.went_to(binding.composition_in(binding.saver.store))
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        for target, found in self._weights:
+            target.copy_(found)
+        names, groups = self._engine.names, iter(self._groups)
+        for optimizer in self._engine.optimizers:
+            for group in optimizer.param_groups:
+                group.update(next(groups))
+                counts_there = bool(group.get("fused") or group.get("capturable"))
+                for parameter in group["params"]:
+                    state = self._states.get(names[id(parameter)], {})
+                    optimizer.state.pop(parameter, None)
+                    if state:
+                        optimizer.state[parameter] = {
+                            key: _moved(value, parameter, counts_there=counts_there) for key, value in state.items()
+                        }
+
+
+def _moved(value: Any, parameter: torch.Tensor, *, counts_there: bool) -> Any:
+    """Return a *value* of the optimizer's state where the optimizer wants it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    own = local(parameter)
+    if not value.dim():
+        return value.to(own.device) if counts_there else value
+    if value.shape != own.shape:
+        return value.to(own.device)
+    held = value if own.is_contiguous() and own.device == value.device else torch.empty_like(own, dtype=value.dtype)
+    if held is not value:
+        held.copy_(value)
+    if not isinstance(parameter, DTensor):
+        return held
+    return DTensor.from_local(
+        held,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _saved_names(versions: list[LayerVersion]) -> dict[str, str]:
+    """Return what each tensor of the model is saved as, by all its names."""
+    found: dict[str, str] = {}
+    for version in versions:
+        for of in version.parameters:
+            found |= {unwrapped(name): of.name for name in (of.name, *of.aliases)}
+        found |= {unwrapped(of.name): of.name for of in version.buffers}
+    return found
+
+
+def _dtype(of: Named) -> torch.dtype:
+    assert of.dtype is not None, "tensors have a type"
+    dtype: torch.dtype = getattr(torch, by_code(of.dtype).torch_name)
+    return dtype
