@@ -40,6 +40,8 @@ ZERO12 = "ZeRO-1 or ZeRO-2"
 READABLE = frozenset({ZERO3, ZERO12})
 """The kinds of checkpoints that are ingested as they are."""
 UNIVERSAL = "universal"
+DCP_METADATA = ".metadata"
+"""What says where the tensors of a distributed checkpoint lie."""
 DCP = "torch.distributed.checkpoint"
 FULL_STATE_DICT = "FSDP's FULL_STATE_DICT"
 FILE_PER_RANK = "FSDP with a file for each rank"

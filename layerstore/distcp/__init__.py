@@ -6,31 +6,25 @@ PyTorch's distributed checkpoints (``torch.distributed.checkpoint``), and FSDP's
 """
 
 from layerstore.distcp.boxes import Boxes
-from layerstore.distcp.contents import Contents, Held, splits
-from layerstore.distcp.metadata import METADATA, Chunk, Entry, metadata_bytes
-from layerstore.distcp.names import Named, names_of, settings_of
+from layerstore.distcp.contents import Contents, splits
+from layerstore.distcp.metadata import Chunk, Entry, metadata_bytes
+from layerstore.distcp.names import Named, names_of
 from layerstore.distcp.onto import read_dcp
 from layerstore.distcp.plan import Item, PlannedSave, Work, common_step, plan_save
 from layerstore.distcp.read import Folder
 from layerstore.distcp.standalone import read_standalone
-from layerstore.distcp.state import CLIENT_STATE, DcpState, SavedValue
 from layerstore.distcp.whole import open_folder
 from layerstore.distcp.write import plan_dcp
 
 __all__ = [
-    "CLIENT_STATE",
-    "METADATA",
     "Boxes",
     "Chunk",
     "Contents",
-    "DcpState",
     "Entry",
     "Folder",
-    "Held",
     "Item",
     "Named",
     "PlannedSave",
-    "SavedValue",
     "Work",
     "common_step",
     "metadata_bytes",
@@ -40,6 +34,5 @@ __all__ = [
     "plan_save",
     "read_dcp",
     "read_standalone",
-    "settings_of",
     "splits",
 ]

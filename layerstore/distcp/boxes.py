@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from layerstore.assemble import fill_pieces
-from layerstore.distcp.contents import Held
 from layerstore.distcp.write import held_pieces
 from layerstore.dtypes import by_code
+from layerstore.handover import Held
 from layerstore.hashing import check_chunk
 from layerstore.limits import VERIFY_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, LayerVersion, StoredObject

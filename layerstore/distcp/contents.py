@@ -11,25 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from layerstore.distcp.metadata import Entry
+from layerstore.handover import DcpState, Held, SavedTensor, SavedValue
 from layerstore.layers import unwrapped
 from layerstore.model import Kind, Parameter
+from layerstore.tree import Tree
 from layerstore.zero3.trees import STEP
 
 _USUAL = ("model.", "")
 """What precedes the names of a model, if several prefixes would do."""
 
 _OF_OPTIMIZER = re.compile(r"(?:^|\.)state\.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Where a layer holds a tensor."""
-
-    kind: Kind
-    name: str
-    """The parameter."""
-    state: str = ""
-    """Which optimizer state; empty for the other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +89,15 @@ class Contents:
             values=tuple(key for key in entries if key not in tensors),
             counters={names[parameter]: key for parameter, key in found.counters.items() if parameter in trained},
             outside=frozenset(name for key, name in names.items() if not key.startswith(prefix)),
+        )
+
+    def state(self, entries: Mapping[str, Entry], values: Mapping[str, Tree]) -> DcpState:
+        """Return what a commit keeps of *entries* beside its layers; *values* are by key."""
+        return DcpState(
+            tensors={key: SavedTensor(path=entries[key].path, held=held) for key, held in self.tensors.items()},
+            values={key: SavedValue(path=entries[key].path, tree=tree) for key, tree in values.items()},
+            counters=self.counters,
+            outside=self.outside,
         )
 
 

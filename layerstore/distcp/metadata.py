@@ -11,13 +11,12 @@ from pathlib import Path, PurePosixPath
 
 from layerstore.dtypes import by_code, by_torch_name
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.filenames import DCP_METADATA
+from layerstore.handover import KeyPath
 from layerstore.limits import DCP_METADATA_BYTES_MAX
 from layerstore.source import damaged, read_source_file
 from layerstore.tree import Global, Inert, Size, Tree
 from layerstore.zero3.pt import MEMORY_FORMAT, OF_DCP_METADATA, read_pickle, write_pickle
-
-METADATA = ".metadata"
-"""Its name in a checkpoint's folder."""
 
 DATA_SUFFIX = ".distcp"
 """Of the files with tensors."""
@@ -54,8 +53,6 @@ _KNOWN = frozenset(
     }
 )
 _VERSION = "1.0.0"
-
-KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +146,7 @@ def read_metadata(folder: Path) -> dict[str, Entry]:
         SourceCheckpoint: The file is missing, damaged, or not torch's.
         Unsupported: A tensor has an unsupported element type, or the archives are compressed.
     """
-    path = folder / METADATA
+    path = folder / DCP_METADATA
     payload = read_source_file(path, size_bytes_max=DCP_METADATA_BYTES_MAX)
     tree, _ = read_pickle(payload, path=path, records={}, allowed_globals=_KNOWN, form=OF_DCP_METADATA)
     return {entry.key: entry for entry in _Reader(path).entries(tree)}

@@ -13,10 +13,8 @@ from typing import Any
 
 from layerstore.assemble import export_notes
 from layerstore.compose import Composition
-from layerstore.distcp.contents import Held
-from layerstore.distcp.metadata import KeyPath
-from layerstore.distcp.state import DcpState
 from layerstore.errors import LayoutMismatch
+from layerstore.handover import DcpState, Held, KeyPath
 from layerstore.layers import unwrapped
 from layerstore.model import Kind, LayerVersion
 from layerstore.rank_options import AdamStep
@@ -83,28 +81,6 @@ def names_of(
     optimizer = plan_optimizer(repo, composition, versions, adam_step=adam_step)
     named = [*_of_layers(versions, slices, optimizer), *_of_optimizer(optimizer)]
     return named, [*optimizer.notes, *export_notes(state, list(versions), slices)]
-
-
-def settings_of(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
-    """
-    Return the settings of each parameter of *names*, whether groups are nested or flattened.
-
-    *values* are named by what follows ``param_groups.`` in their keys.
-    """
-    found = {name: dict[str, Tree]() for name in names}
-    by_group: dict[str, dict[str, Tree]] = {}
-    for key, value in values.items():
-        of, _, setting = key.rpartition(".")
-        by_group.setdefault(of, {})[setting] = value
-    bare = {unwrapped(name): settings for name, settings in found.items()}
-    for name, own in bare.items():
-        own.update(by_group.get(name, {}))
-    for group in by_group.values():
-        members = group.pop("params", None)
-        for member in members if isinstance(members, list) else ():
-            if member in bare:
-                bare[member] |= group
-    return found
 
 
 def _of_dcp(

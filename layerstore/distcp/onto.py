@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from layerstore.distcp.counted_on import Since, counted_on, is_stale, since
-from layerstore.distcp.names import settings_of
 from layerstore.distcp.read import Folder
 from layerstore.distcp.transfer import Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS
+from layerstore.handover import Since, counted_on, group_settings, is_stale, since
 from layerstore.hashing import crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.layers import unwrapped
@@ -277,7 +276,7 @@ class _Reading:
         """Return the settings of each parameter's group, whether groups are nested or flattened."""
         start = f"{self._optimizer}param_groups."
         values = {key.removeprefix(start): self._plain(key) for key in self._folder.entries if key.startswith(start)}
-        return settings_of(names, values)
+        return group_settings(names, values)
 
     def _plain(self, key: str) -> Tree:
         value = self._folder.value(key)

@@ -12,8 +12,9 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 
-from layerstore.distcp.contents import Contents, Held
-from layerstore.distcp.metadata import Entry, KeyPath
+from layerstore.distcp.contents import Contents
+from layerstore.distcp.metadata import Entry
+from layerstore.handover import Held, KeyPath
 from layerstore.layers import layers_in_order
 from layerstore.limits import STEP_MAX
 from layerstore.model import Kind

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from layerstore.distcp.metadata import METADATA, Entry, read_metadata
+from layerstore.distcp.metadata import Entry, read_metadata
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.filenames import DCP_METADATA
 from layerstore.limits import RENAMED_RUNS_MAX
 from layerstore.numbers import box_runs
 from layerstore.source import damaged, open_source
@@ -51,14 +52,16 @@ class FlatTensor:
 
 
 def _metadata_files(path: Path) -> list[Path]:
-    if (path / METADATA).is_file():
-        return [path / METADATA]
+    if (path / DCP_METADATA).is_file():
+        return [path / DCP_METADATA]
     found = (
-        sorted(inner / METADATA for inner in path.iterdir() if (inner / METADATA).is_file()) if path.is_dir() else []
+        sorted(inner / DCP_METADATA for inner in path.iterdir() if (inner / DCP_METADATA).is_file())
+        if path.is_dir()
+        else []
     )
     if not found:
         raise (several_distributed(path) if path.is_dir() else None) or SourceCheckpoint(
-            f"{path} is no distributed checkpoint: it has no file {METADATA!r}",
+            f"{path} is no distributed checkpoint: it has no file {DCP_METADATA!r}",
             hint="leave --onto out for a checkpoint of DeepSpeed"
             if path.is_dir() and holds_zero(path)
             else "--onto is for the folders that torch.distributed.checkpoint, or a Trainer under FSDP, saved",

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from layerstore.distcp.contents import Contents, Held
+from layerstore.distcp.contents import Contents
 from layerstore.distcp.metadata import DATA_SUFFIX
 from layerstore.distcp.read import Folder
-from layerstore.distcp.state import DcpState
 from layerstore.distcp.transfer import Versions, Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.filenames import SUMMARY, TRAINER_STATE
+from layerstore.handover import DcpState, Held
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import SLICED_BYTES, STEP_MAX
 from layerstore.model import DCP, BlobRef, Kind
@@ -138,7 +138,7 @@ def read_standalone(
             flags=(DCP,),
         ),
         _wanted=cut.wanted,
-        _state=DcpState.of(folder.entries, contents, values),
+        _state=contents.state(folder.entries, values),
         _beside=beside,
     )
 

@@ -6,10 +6,11 @@ the optimizer, with whole tensors.
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerstore.distcp.metadata import Chunk, Entry, KeyPath
+from layerstore.distcp.metadata import Chunk, Entry
 from layerstore.distcp.read import Folder
 from layerstore.errors import SourceCheckpoint
 from layerstore.filenames import FSDP_MODEL, FSDP_OPTIMIZER
+from layerstore.handover import KeyPath
 from layerstore.source import damaged, real_path
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import distributed_at, refuse_file_per_rank

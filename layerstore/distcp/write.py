@@ -18,11 +18,11 @@ from layerstore.assemble import (
     plan_source_file,
 )
 from layerstore.compose import Composition, cautions, check_members
-from layerstore.distcp.contents import Held
-from layerstore.distcp.metadata import METADATA, Chunk, Entry, metadata_bytes
+from layerstore.distcp.metadata import Chunk, Entry, metadata_bytes
 from layerstore.distcp.names import Named, names_of
 from layerstore.dtypes import by_code, dtype_name
-from layerstore.filenames import SUMMARY, TRAINER_STATE
+from layerstore.filenames import DCP_METADATA, SUMMARY, TRAINER_STATE
+from layerstore.handover import Held
 from layerstore.hf import goes_along
 from layerstore.limits import MIB, PAGE_BYTES
 from layerstore.model import Kind
@@ -62,12 +62,12 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     for of in named:
         by_layer[of.layer].append(of)
     files = [writer.data_file(number, of_file) for number, of_file in enumerate(by_layer.values())]
-    files.append(literal_file(METADATA, metadata_bytes(writer.entries())))
+    files.append(literal_file(DCP_METADATA, metadata_bytes(writer.entries())))
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     if base.layout.flavour == "hf":
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
         above = metadata_bytes(writer.entries(below="../"))
-        files += (literal_file(f"{folder}/{METADATA}", above) for folder in _TRAINER_FOLDERS)
+        files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in _TRAINER_FOLDERS)
     trained = (of for of in named if of.held is not None and of.held.kind is Kind.MASTER and prod(of.shape) > 0)
     codes = {of.dtype for of in trained if of.dtype is not None}
     dtype = dtype_name(codes.pop()) if len(codes) == 1 else "mixed"
@@ -79,14 +79,14 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
         files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),
         seconds=time.monotonic() - started,
-        signs=(METADATA,),
+        signs=(DCP_METADATA,),
         is_older_form=_is_older_form,
         loading="load it with torch.distributed.checkpoint.load(state, checkpoint_id={folder})",
     )
 
 
 def _is_older_form(path: Path) -> bool:
-    return path.name == METADATA or path.suffix == ".distcp"
+    return path.name == DCP_METADATA or path.suffix == ".distcp"
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

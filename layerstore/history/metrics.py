@@ -58,7 +58,7 @@ def _measured(state: RankState) -> dict[str, float]:
     """Return the numbers in client_state: all under ``metrics``, and those with a fraction at its top."""
     tree = state.model.tree
     match tree:
-        case {"values": {"client_state": (_, dict(kept))}}:  # of FSDP2; see distcp/state.py
+        case {"values": {"client_state": (_, dict(kept))}}:  # of FSDP2; see handover/dcp_state.py
             tree = kept
     if not isinstance(tree, dict):
         return {}

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from layerstore import Keep, Store
-from layerstore.distcp import METADATA, Chunk, Entry, Folder, metadata_bytes
+from layerstore.distcp import Chunk, Entry, Folder, metadata_bytes
 from layerstore.distcp import write as dcp
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.filenames import DCP_METADATA
 from layerstore.model import Kind
 from layerstore.tree import Located
 from layerstore.zero3.pt import read_pt
@@ -190,7 +191,7 @@ def test_other_chunks_are_the_same_tensors(stored: Store, folder: Path, tmp_path
     for path in folder.glob("*.distcp"):
         shutil.copy(path, columns)
     (columns / "__9_0.distcp").write_bytes(archives)
-    (columns / METADATA).write_bytes(metadata_bytes(entries))
+    (columns / DCP_METADATA).write_bytes(metadata_bytes(entries))
 
     assert not stored.ingest(columns, onto="sft").is_new
 
@@ -439,12 +440,12 @@ def test_a_damaged_byte_is_found(stored: Store, folder: Path) -> None:
 
 def without_metadata(folder: Path) -> None:
     """Remove what says what there is."""
-    (folder / METADATA).unlink()
+    (folder / DCP_METADATA).unlink()
 
 
 def cut_short(folder: Path) -> None:
     """Cut that off."""
-    path = folder / METADATA
+    path = folder / DCP_METADATA
     path.write_bytes(path.read_bytes()[:-100])
 
 
@@ -455,7 +456,7 @@ def lose_a_file(folder: Path) -> None:
 
 def run_something(folder: Path) -> None:
     """Put a call to the shell there."""
-    (folder / METADATA).write_bytes(b"\x80\x04cposix\nsystem\n(X\x04\x00\x00\x00truetR.")
+    (folder / DCP_METADATA).write_bytes(b"\x80\x04cposix\nsystem\n(X\x04\x00\x00\x00truetR.")
 
 
 @pytest.mark.parametrize(
@@ -488,7 +489,7 @@ def entry(**fields: Any) -> Entry:
 def test_metadata_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None:
     """A folder's own are all that is read."""
     chunk = replace(entry().chunks[0], file=file)
-    (tmp_path / METADATA).write_bytes(metadata_bytes([entry(chunks=(chunk,))]))
+    (tmp_path / DCP_METADATA).write_bytes(metadata_bytes([entry(chunks=(chunk,))]))
 
     with pytest.raises(SourceCheckpoint, match="which is not below its folder"):
         Folder(tmp_path)

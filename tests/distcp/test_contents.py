@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from layerstore.distcp import Chunk, Contents, Entry, Held
+from layerstore.distcp import Chunk, Contents, Entry
+from layerstore.handover import Held
 from layerstore.model import Kind
 
 VALUE = None

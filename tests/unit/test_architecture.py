@@ -65,6 +65,7 @@ FLOORS = {
     "compose": 6,
     "assemble": 7,
     "arrays": 8,
+    "handover": 8,
     "hf": 8,
     "shards": 9,
     "distcp": 10,
@@ -90,6 +91,7 @@ FLOORS = {
 DOORS = {
     "arrays",
     "assemble",
+    "handover",
     "hf",
     "coding",
     "numbers",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from layerstore.distcp import DcpState, PlannedSave, common_step
+from layerstore.distcp import PlannedSave, common_step
 from layerstore.errors import Conflict, IntegrityError, Overtaken, SourceCheckpoint, Unsupported
 from layerstore.history import Place, view_read_again
 from layerstore.ingest import layers_due
@@ -192,7 +192,7 @@ class SaveInProgress:
                 layer.layer: common_step(counts.get(of.name) for of in layer.parameters) for layer in self.plan.layers
             }
             staging = Staging(tx.objects, files, source="the state", checksums=Checksums())
-            return staging.whole_state(DcpState.of(self.plan.entries, contents, trees).kept()), steps
+            return staging.whole_state(contents.state(self.plan.entries, trees).kept()), steps
 
 
 def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tree]]:

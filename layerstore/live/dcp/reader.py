@@ -20,9 +20,10 @@ from torch.futures import Future
 from layerstore.arguments import checked
 from layerstore.compose import check_members, losses_told
 from layerstore.composite import Composite
-from layerstore.distcp import Boxes, Held, Named, names_of
+from layerstore.distcp import Boxes, Named, names_of
 from layerstore.dtypes import by_code
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
+from layerstore.handover import Held
 from layerstore.live.engine import bytes_of, empty, revive
 from layerstore.policy import Policy
 from layerstore.rank_options import AdamStep

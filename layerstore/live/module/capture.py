@@ -10,9 +10,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from layerstore.distcp import CLIENT_STATE, DcpState, Item, PlannedSave, SavedValue, common_step, plan_save
+from layerstore.distcp import Item, PlannedSave, common_step, plan_save
 from layerstore.dtypes import by_code, by_torch_name
 from layerstore.errors import Unsupported
+from layerstore.handover import CLIENT_STATE, DcpState, SavedValue
 from layerstore.hashing import object_id
 from layerstore.live.engine import Captured, Memory, inert, place_of
 from layerstore.model import Kind
@@ -224,5 +225,5 @@ def _kept_values(
     if engine.rank:
         return replace(DcpState(tensors={}, values=own, counters={}, outside=frozenset()).kept(), rank=engine.rank)
     trees: dict[str, Tree] = {key: inert(state.flat[key], memory, where=key) for key in plan.contents.values}
-    whole = DcpState.of(plan.entries, plan.contents, trees)
+    whole = plan.contents.state(plan.entries, trees)
     return replace(whole, values={**whole.values, **own}).kept()

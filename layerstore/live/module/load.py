@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layerstore.compose import Composition, check_members
-from layerstore.distcp import CLIENT_STATE, Boxes, DcpState, Held, Named, names_of, settings_of, splits
+from layerstore.distcp import Boxes, Named, names_of, splits
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.handover import CLIENT_STATE, DcpState, Held, group_settings
 from layerstore.layers import unwrapped
 from layerstore.live.deepspeed.engine import ENGINE_KEYS
 from layerstore.live.engine import bytes_of, empty, read_random_state, revive
@@ -132,7 +133,7 @@ class ModuleLoad:
         """Yield the settings of each param group."""
         names = self._engine.names
         values = {key.partition(_GROUPS)[2]: value for key, value in self._values.items() if _GROUPS in key}
-        found = settings_of(self._engine.trained, values)
+        found = group_settings(self._engine.trained, values)
         for group in self._engine.groups():
             members = [names[id(each)] for each in group["params"] if names[id(each)] in found]
             first = found[members[0]] if members else {}

@@ -7,15 +7,29 @@ It has the form of a rank's state, one for all ranks. Values are inert trees, as
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from layerstore.distcp.contents import Contents, Held
-from layerstore.distcp.metadata import METADATA, Entry, KeyPath
 from layerstore.errors import IntegrityError
+from layerstore.filenames import DCP_METADATA
+from layerstore.layers import unwrapped
 from layerstore.model import Kind
 from layerstore.states import RankState, SourceFile, TreeFile
 from layerstore.tree import Tree
 
+KeyPath = tuple[str | int, ...]
+"""The way to a value in a nested state."""
+
 CLIENT_STATE = "client_state"
 """The key of what a saver's user keeps; ``history/metrics.py`` looks there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Where a layer holds a tensor."""
+
+    kind: Kind
+    name: str
+    """The parameter."""
+    state: str = ""
+    """Which optimizer state; empty for the other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +60,6 @@ class DcpState:
 
     outside: frozenset[str]
     """Parameters that the model has not: exports leave them out."""
-
-    @classmethod
-    def of(cls, entries: Mapping[str, Entry], contents: Contents, values: Mapping[str, Tree]) -> "DcpState":
-        """Return the state of *entries*, whose *contents* and *values* are known."""
-        return cls(
-            tensors={key: SavedTensor(path=entries[key].path, held=held) for key, held in contents.tensors.items()},
-            values={key: SavedValue(path=entries[key].path, tree=tree) for key, tree in values.items()},
-            counters=contents.counters,
-            outside=contents.outside,
-        )
 
     @classmethod
     def read(cls, state: RankState) -> "DcpState":
@@ -90,8 +94,8 @@ class DcpState:
         }
         return RankState(
             rank=0,
-            model=TreeFile(path=METADATA, tree=tree),
-            optimizer=TreeFile(path=METADATA, tree={}),
+            model=TreeFile(path=DCP_METADATA, tree=tree),
+            optimizer=TreeFile(path=DCP_METADATA, tree={}),
             files=tuple(files),
             gathered=(),
         )
@@ -124,3 +128,25 @@ def _path(steps: Tree) -> KeyPath:
 
 def _unlike() -> IntegrityError:
     return IntegrityError("the state of a commit of torch.distributed.checkpoint is something else")
+
+
+def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
+    """
+    Return the settings of each parameter of *names*, whether groups are nested or flattened.
+
+    *values* are named by what follows ``param_groups.`` in their keys.
+    """
+    found = {name: dict[str, Tree]() for name in names}
+    by_group: dict[str, dict[str, Tree]] = {}
+    for key, value in values.items():
+        of, _, setting = key.rpartition(".")
+        by_group.setdefault(of, {})[setting] = value
+    bare = {unwrapped(name): settings for name, settings in found.items()}
+    for name, own in bare.items():
+        own.update(by_group.get(name, {}))
+    for group in by_group.values():
+        members = group.pop("params", None)
+        for member in members if isinstance(members, list) else ():
+            if member in bare:
+                bare[member] |= group
+    return found

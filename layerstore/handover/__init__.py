@@ -1,0 +1,28 @@
+"""
+What one trainer's commit lacks for another: a distributed state beside its layers, and DeepSpeed's trees counted on.
+"""
+
+from layerstore.handover.counted_on import Since, counted_on, is_stale, since
+from layerstore.handover.dcp_state import (
+    CLIENT_STATE,
+    DcpState,
+    Held,
+    KeyPath,
+    SavedTensor,
+    SavedValue,
+    group_settings,
+)
+
+__all__ = [
+    "CLIENT_STATE",
+    "DcpState",
+    "Held",
+    "KeyPath",
+    "SavedTensor",
+    "SavedValue",
+    "Since",
+    "counted_on",
+    "group_settings",
+    "is_stale",
+    "since",
+]
