@@ -22,6 +22,14 @@ class RankOptions:
     )
     adam_step: AdamSteps = "unify"
     moments: Annotated[Moments, Setting("the optimizer's moments: the base's, or zero and its counters too")] = "base"
+    like: Annotated[
+        str | None,
+        Setting(
+            "the commit of DeepSpeed whose own state is counted on, for what FSDP2 saved",
+            metavar="REF",
+            default="the newest of the history",
+        ),
+    ] = None
     as_zero3: bool = False
     """Whether they are of stage 3, whatever stage saved them."""
 

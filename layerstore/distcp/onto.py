@@ -172,7 +172,7 @@ class _Reading:
         states = [self._repo.state(ref) for ref in base.states]
         trained = list(self._states)
         counts = {name: self._count(name) for name in trained}
-        done = since(states[0], counts, self._settings(trained))
+        done = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
         layers = tuple(self._layer(version, counts) for version in self._versions)
         kept = [of for state in states for of in state.files if not is_stale(of.path)]
         files = {of.path: folder.path / of.path for of in kept if self._has_its_own(of)}

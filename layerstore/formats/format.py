@@ -24,6 +24,7 @@ class FormatKeywords(TypedDict, total=False):
     adam_step: AdamStep
     moments: Moments
     as_zero3: bool
+    like: str | None
     dtype: DTypeName | None
     max_shard_size: int | str
     since: str

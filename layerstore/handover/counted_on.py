@@ -47,9 +47,16 @@ class Since:
     """Whether the optimizer stands where it stood."""
 
 
-def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping[str, Mapping[str, Tree]]) -> Since:
+def since(
+    state: RankState,
+    counted: Mapping[str, int | None],
+    settings: Mapping[str, Mapping[str, Tree]],
+    *,
+    later: str,
+    earlier: str,
+) -> Since:
     """
-    Compare the base's *state* with each parameter's count of updates and the settings of its group.
+    Compare *state*, which is of *earlier*, with the counts of updates and the settings of each parameter in *later*.
 
     Raises:
         LayoutMismatch: Parameters that share one counter, or one setting, have different ones; or there are fewer
@@ -64,28 +71,26 @@ def since(state: RankState, counted: Mapping[str, int | None], settings: Mapping
         if before is not None and names:
             count = _agreed({name: counted.get(name) for name in names}, "count of updates")
             if not isinstance(count, int):
-                raise LayoutMismatch(f"the folder does not say how many updates {next(iter(names))!r} has had")
+                raise LayoutMismatch(f"{later} does not say how many updates {next(iter(names))!r} has had")
             counts[group] = count
             updates.append(counts[group] - before)
     if not updates:
-        raise LayoutMismatch("the base's optimizer counts no updates: how far training went since is not known")
+        raise LayoutMismatch(f"the optimizer of {earlier} counts no updates: how far training went since is not known")
     if min(updates) < 0:
         raise LayoutMismatch(
-            f"the folder is {-min(updates)} updates older than the base", hint="choose an earlier base with --onto"
+            f"{later} is {-min(updates)} updates older than {earlier}", hint="name an earlier commit of DeepSpeed"
         )
     groups = inner["param_groups"].children()
     chosen: dict[int, Mapping[str, Tree]] = {}
     for number, sub_groups in members_of(state):
         members = [name for group in sub_groups for name in shapes[group]]
-        of = groups[number][1]
-        known = [str(key) for key in of.mapping() if key != "params"]
+        kept_there = groups[number][1].mapping()
+        known = [str(key) for key in kept_there if key != "params"]
         lost = next((name for name in members if not settings.get(name)), None)
         if lost is not None:
-            raise LayoutMismatch(
-                f"the folder does not say the settings of the param group of {lost!r}, such as its rate"
-            )
+            raise LayoutMismatch(f"{later} does not say the settings of the param group of {lost!r}, such as its rate")
         chosen[number] = {
-            key: _like(of.mapping()[key], _agreed({name: settings[name][key] for name in members}, key))
+            key: _like(kept_there[key], _agreed({name: settings[name][key] for name in members}, key))
             for key in known
             if members and all(key in settings.get(name, {}) for name in members)
         }

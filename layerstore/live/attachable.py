@@ -57,7 +57,7 @@ class Attachable(Protocol):
     def install(self) -> Callable[[], None]:
         """Take part in its own saves and loads; return a function that undoes it."""
 
-    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep) -> Loading:
+    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> Loading:
         """Read *composition* and check that it fits."""
 
     def warn(self, what: str, *notes: str) -> None:

@@ -55,6 +55,7 @@ def resume(
     step: int | Literal["latest"] = "latest",
     policy: str | Policy = "latest",
     adam_step: AdamStep = "unify",
+    like: str | None = None,
     exact: bool = False,
     must_exist: bool = False,
 ) -> Resumed | None:
@@ -67,7 +68,9 @@ def resume(
     None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
     says so. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
     newest step; otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from
-    *step*; with *exact*, the newest save up to *step* that was kept bit for bit takes its place.
+    *step*; with *exact*, the newest save up to *step* that was kept bit for bit takes its place. If DeepSpeed's
+    engine goes on from what FSDP2 saved, DeepSpeed's own state is that of the newest commit of DeepSpeed before it, or
+    of the one that *like* names, counted on.
 
     Raises:
         NotFound: There is no such step or, with *must_exist*, no commit, or no store, at all.
@@ -104,7 +107,7 @@ def resume(
             return None
         composition = composite.composition
         with exchange.together(), losses_told(opened.repo, composition, resumes=True):
-            loading = trained.read(opened, composition, adam_step=adam_step)
+            loading = trained.read(opened, composition, adam_step=adam_step, like=like)
     loading.fill()
     trained.warn(composite.name, *loading.notes)
     is_restored = loading.random_state is not None and set_random_state(loading.random_state)

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from layerstore.assemble import OutputFile, plan_source_file
 from layerstore.compose import Composition, cautions, check_members, check_whole
-from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
+from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.hf import plan_adapter
@@ -19,6 +19,7 @@ from layerstore.history import references_to
 from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
 from layerstore.model import CommitRecord, LayerVersion
 from layerstore.rank_options import AdamStep, RankOptions
+from layerstore.shards.successor import Successor, successor
 from layerstore.slices import Slices
 from layerstore.states import FlatContent, RankState, SourceFile, TensorSource
 from layerstore.storage import Repository
@@ -77,6 +78,8 @@ class RankStates:
     versions: list[LayerVersion]
     """The versions of the composite's layers, in their order."""
     slices: Slices
+    successor: Successor | None
+    """Makes the state of a rank from that of an earlier commit, if the layers are of FSDP2."""
     adapted: Callable[[RankState, int], RankState] | None
     """Makes the state of a rank from one of the base's; None if the base's trees do not change."""
     steps: Mapping[str, tuple[str, int | None]] | None
@@ -85,6 +88,11 @@ class RankStates:
     """What does not carry over, in plain sentences."""
     has_moments: bool
     """Whether the optimizer continues; otherwise its moments are zero."""
+
+    @property
+    def tag(self) -> str:
+        """The name of DeepSpeed's folder."""
+        return self.state(0).model.path.partition("/")[0]
 
     def __iter__(self) -> Iterator[RankState]:
         """Yield the state of every rank, by rank."""
@@ -96,6 +104,8 @@ class RankStates:
         # all ranks, including gathered weights, stay with rank 0.
         has_own = rank < self.base.world_size
         state = self.repo.state(self.base.states[rank if has_own else 0])
+        if self.successor is not None:
+            state = self.successor.state(state)
         if self.adapted is not None:
             files = state.files if has_own else ()
             if self.world_size != self.base.world_size:
@@ -119,23 +129,26 @@ def plan_ranks(
             the layers of one have different counters.
     """
     base, is_fresh = composition.base, asked.moments == "fresh"
-    if base.is_dcp:
-        [called] = references_to(repo, [base])
-        raise Unsupported(
-            f"{called} was saved by torch.distributed.checkpoint: what else DeepSpeed needs is not known",
-            hint="--format dcp writes what FSDP2 loads; ingest --onto a commit of DeepSpeed leads back to it",
-        )
-    count = base.world_size if asked.world_size is None else asked.world_size
     if not is_fresh:
         check_has_moments(base)
+    following = successor(repo, base, asked.like) if base.is_dcp else None
+    if following is not None:
+        base = following.before
+    elif asked.like is not None:
+        [called] = references_to(repo, [base])
+        raise InvalidInput(f"{called} was saved by DeepSpeed, and has a state of its own", hint="leave --like out")
+    count = base.world_size if asked.world_size is None else asked.world_size
     is_converted = asked.as_zero3 and base.stage != STAGE_3
     check_whole(repo, composition, world_size=asked.world_size, is_converted=is_converted)
     versions = check_members(repo, composition)
     slices = composition.slices(repo, versions)
     first = _first_state(repo, base)
+    if following is not None:
+        first = following.state(first)
     if is_fresh:
         _check_fresh(first)
     notes = [*cautions(repo, composition, moments=not is_fresh, is_live=is_live), *buffer_notes(slices, count)]
+    notes += [following.note] if following is not None else ()
     notes += moments_notes(composition, is_fresh=is_fresh)
     notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
     adapted = _adapter(base, first, world_size=count, is_converted=is_converted)
@@ -158,6 +171,7 @@ def plan_ranks(
         stage=STAGE_3 if asked.as_zero3 else base.stage,
         versions=versions,
         slices=slices,
+        successor=following,
         adapted=adapted,
         steps=steps,
         notes=tuple(notes),

@@ -49,6 +49,11 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     """
     started = time.monotonic()
     base = composition.base
+    if base.is_dcp:
+        raise Unsupported(
+            f"{base.run}@{base.step} was saved by FSDP2, and not by DeepSpeed",
+            hint="--format dcp for FSDP2; or --format zero3, of which ds_to_universal makes one",
+        )
     ranks = plan_ranks(repo, composition, RankOptions(world_size=1, as_zero3=True))
     slices, state = ranks.slices, ranks.state(0)
     base_state = repo.state(base.states[0])

@@ -91,11 +91,12 @@ def execute_compose(
         LayoutMismatch: A layer does not fit the base, or the base cannot be adapted to this number of ranks.
     """
     started = time.monotonic()
-    base, tag = composition.base, composition.base.layout.tag
+    base = composition.base
     target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=how.force)
     ranks = plan_ranks(repo, composition, asked)
     facts = {"world_size": ranks.world_size, "adam_step": asked.adam_step, "moments": asked.moments}
     summary = composition.summary_file(ranks.notes, **facts)
+    tag = ranks.tag
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
@@ -321,8 +322,13 @@ class _Rank:
                     return {elements * item_bytes}, [whole_one]
                 length = slice_length(elements, self._world_size)
                 valid = valid_elements(elements, self._world_size, rank)
-                own = [_Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid)] if valid else []
-                return {length * item_bytes}, own
+                # FSDP2 may have them in another type than DeepSpeed, which rounds its own.
+                of = _Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid, is_derived=True)
+                return {length * item_bytes}, [of] if valid else []
+            case BufferContent(buffer=name) if not self._slices.shards(Kind.BUFFERS, name):  # of FSDP2
+                elements = prod(self._slices.parameter(name).shape)
+                of = _Member(kind=Kind.WEIGHTS, name=name, elements=elements, is_derived=True)
+                return {elements * item_bytes}, [of]
             case BufferContent(buffer=name):
                 return {self._buffer(name).size_bytes}, [_Member(kind=Kind.BUFFERS, name=name)]
             case content:
@@ -341,11 +347,13 @@ class RankLoad:
         world_size: int,
         as_zero3: bool = False,
         adam_step: AdamStep = "unify",
+        like: str | None = None,
     ) -> None:
         """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
-        asked = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step)
+        asked = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
         ranks = plan_ranks(repo, composition, asked, is_live=True)
         self.state = ranks.state(rank)
+        self.stage = ranks.stage
         self.notes = ranks.notes
         """What does not carry over to this number of ranks."""
         self._rank = _Rank(ranks, self.state)

@@ -41,9 +41,9 @@ class AttachableEngine:
         self._loader.install(self.engine)
         return self._loader.uninstall
 
-    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep) -> "EngineLoad":
+    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> "EngineLoad":
         """Read *composition* and check that it fits."""
-        return EngineLoad(self.engine, self._loader, store, composition, adam_step=adam_step)
+        return EngineLoad(self.engine, self._loader, store, composition, adam_step=adam_step, like=like)
 
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all ranks."""
@@ -61,6 +61,7 @@ class EngineLoad:
         composition: Composition,
         *,
         adam_step: AdamStep,
+        like: str | None,
     ) -> None:
         """Read and check it; raises as `Loaded.check_fits` does."""
         self._engine, self._loader = engine, loader
@@ -71,6 +72,7 @@ class EngineLoad:
             world_size=engine.world_size,
             stage=engine.stage,
             adam_step=adam_step,
+            like=like,
         )
         self.notes = loaded.check_fits(engine)
         state = loaded.load.state

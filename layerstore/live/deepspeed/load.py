@@ -44,6 +44,7 @@ class Loaded:
         world_size: int,
         stage: int | None = None,
         adam_step: AdamStep = "unify",
+        like: str | None = None,
     ) -> None:
         """
         Plan it for *rank* of *world_size*, and for ZeRO *stage*; None for the one that saved it.
@@ -52,7 +53,7 @@ class Loaded:
             Unsupported: It was saved under stage 3, and *stage* is another.
         """
         base = composition.base
-        if stage not in {None, STAGE_3} and base.stage == STAGE_3:
+        if stage not in {None, STAGE_3} and base.stage == STAGE_3 and not base.is_dcp:
             raise Unsupported(
                 f"{base.run}@{base.step} was saved under ZeRO stage 3, the engine trains under stage {stage}",
                 hint="set zero_optimization.stage to 3; or compose --format universal, which every stage loads",
@@ -67,7 +68,13 @@ class Loaded:
             world_size=world_size,
             as_zero3=stage == STAGE_3,
             adam_step=adam_step,
+            like=like,
         )
+        if base.is_dcp and stage not in {None, self.load.stage}:
+            raise Unsupported(
+                f"{self.name} goes on as ZeRO stage {self.load.stage}, the engine trains under stage {stage}",
+                hint=f"set zero_optimization.stage to {self.load.stage}, or to 3",
+            )
 
     def model(self) -> dict[str, Any]:
         """Return the content of ``model_states`` in a new dict; the tensors have their own memory."""

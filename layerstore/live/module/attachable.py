@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from layerstore.compose import Composition
+from layerstore.errors import InvalidInput
 from layerstore.live.binding import Binding
 from layerstore.live.log import LOG
 from layerstore.live.module.engine import ModuleEngine
@@ -36,8 +37,10 @@ class AttachableModule:
         """Count updates; return a function that stops that. A module makes no saves of its own."""
         return self.engine.count_updates()
 
-    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep) -> ModuleLoad:
+    def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> ModuleLoad:
         """Read *composition* and check that it fits."""
+        if like is not None:
+            raise InvalidInput("like= is for DeepSpeed's engine: a module needs nothing of DeepSpeed's own")
         return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
 
     def warn(self, what: str, *notes: str) -> None:

@@ -1,0 +1,106 @@
+"""
+DeepSpeed's own state for what FSDP2 saved: that of a commit that DeepSpeed made, counted on by the updates since.
+
+A commit of FSDP2 has masters and moments. Trees, loss scaler and schedule are DeepSpeed's alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
+from layerstore.handover import CLIENT_STATE, DcpState, Since, counted_on, group_settings, since
+from layerstore.history import references_to, resolve
+from layerstore.model import CommitRecord, Kind
+from layerstore.states import RankState, SourceFile
+from layerstore.storage import Repository
+from layerstore.tree import Tensor, Tree, changed
+from layerstore.zero3.trees import TreeView, number_of
+
+_GROUPS = "param_groups."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Successor:
+    """The states of *before*, a commit of DeepSpeed, as they would be at a later commit of FSDP2."""
+
+    before: CommitRecord
+    note: str
+    _done: Since
+    _files: Mapping[str, SourceFile]
+    """Files of the later commit, in the place of those of the same name."""
+    _client_state: Mapping[Tree, Tree]
+
+    def state(self, state: RankState) -> RankState:
+        """Return *state*, of a rank of the commit before, as it would be now."""
+        moved = counted_on(state, self._done, self._files)
+        tree = changed(TreeView.of(moved.model).mapping(), self._client_state)
+        return replace(moved, model=replace(moved.model, tree=tree))
+
+
+def successor(repo: Repository, base: CommitRecord, like: str | None) -> Successor:
+    """
+    Return the states of DeepSpeed at *base*, which FSDP2 saved; *like* names the commit that they are counted on from.
+
+    Without it, that is the newest commit of DeepSpeed in the history of *base*.
+
+    Raises:
+        Unsupported: There is none.
+        InvalidInput: *like* is not a commit of DeepSpeed.
+        LayoutMismatch: It has another model or optimizer, or more updates.
+    """
+    [called] = references_to(repo, [base])
+    before = _newest(repo, base) if like is None else resolve(repo, like).record
+    if before is None:
+        raise Unsupported(
+            f"{called} was saved by FSDP2, and no commit of DeepSpeed came before it: what else DeepSpeed needs is not "
+            "known",
+            hint="--like REF, or like=, names a commit of DeepSpeed of the same model; --format dcp is for FSDP2",
+        )
+    [named] = references_to(repo, [before])
+    if before.is_dcp:
+        raise InvalidInput(f"{named} was saved by FSDP2", hint="like means a commit that DeepSpeed saved")
+    states = [repo.state(ref) for ref in base.states]
+    own = DcpState.read(states[0])
+    names = [of.held.name for of in own.tensors.values() if of.held.kind is Kind.MASTER]
+    counts = {name: own.values[key].tree for name, key in own.counters.items() if key in own.values}
+    done = since(
+        repo.state(before.states[0]),
+        {name: _whole(number_of(tree)) for name, tree in counts.items()},
+        group_settings(names, dict(_settings(own, called))),
+        later=called,
+        earlier=named,
+    )
+    kept = own.values.get(CLIENT_STATE)
+    return Successor(
+        before=before,
+        note=f"what is DeepSpeed's own is that of {named}, counted on by {done.updates} updates",
+        _done=done,
+        _files={file.path: file for state in states for file in state.files},
+        _client_state=kept.tree if kept is not None and isinstance(kept.tree, dict) else {},
+    )
+
+
+def _newest(repo: Repository, base: CommitRecord) -> CommitRecord | None:
+    """Return the newest commit of DeepSpeed in the history of *base*."""
+    rows = repo.catalog.view(base.run).history(base.attempt, step=base.step)
+    records = (repo.catalog.commit(row.name).record for row in rows)
+    return next((record for record in records if not record.is_dcp), None)
+
+
+def _settings(own: DcpState, called: str) -> Iterator[tuple[str, Tree]]:
+    for key, value in own.values.items():
+        if _GROUPS in key:
+            yield key.partition(_GROUPS)[2], _plain(value.tree, f"{key!r} of {called}")
+
+
+def _plain(tree: Tree, what: str) -> Tree:
+    if not isinstance(tree, Tensor):
+        return tree
+    number = number_of(tree)
+    if number is None:
+        raise LayoutMismatch(f"{what} is a tensor that is no single number")
+    return number
+
+
+def _whole(number: float | None) -> int | None:
+    return int(number) if number is not None and number >= 0 and number == int(number) else None
