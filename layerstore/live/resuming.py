@@ -16,7 +16,7 @@ from layerstore.compose import losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.attachable import trained_and_store
+from layerstore.live.attachable import Attachable, Loading, trained_and_store
 from layerstore.live.binding import wait_for_saves
 from layerstore.live.engine import set_random_state
 from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
@@ -108,6 +108,11 @@ def resume(
         composition = composite.composition
         with exchange.together(), losses_told(opened.repo, composition, resumes=True):
             loading = trained.read(opened, composition, adam_step=adam_step, like=like)
+    return _filled(trained, composite, loading)
+
+
+def _filled(trained: Attachable, composite: Composite, loading: Loading) -> Resumed:
+    """Give what was read to what is trained."""
     loading.fill()
     trained.warn(composite.name, *loading.notes)
     is_restored = loading.random_state is not None and set_random_state(loading.random_state)
@@ -120,7 +125,7 @@ def resume(
         skipped_steps=skipped,
         client_state=loading.client_state,
         layers={layer: choice.step for layer, choice in composite.layers.items()},
-        random_state_restored=is_restored and composition.base.world_size == trained.engine.world_size,
+        random_state_restored=is_restored and composite.world_size == trained.engine.world_size,
         notes=loading.notes,
     )
 
