@@ -187,7 +187,8 @@ class StoreWriter(StorageWriter, AsyncStager):
             for _ in read_values(path, {key: len(data) for key, data in values.items()}):
                 pass  # raises before anything is written
         compact = compact_layers(repo, self._options.keyframes, instruction.compact)
-        with Transaction(repo, past_cache=True) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
+        # Through the page cache: whoever calls save waits for it, and bytes gather there for the disk.
+        with Transaction(repo) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
             staging = Staging(
                 tx.objects, _Reader(plan.items, planner, self._copies), source="the state", checksums=Checksums()
             )
