@@ -155,7 +155,7 @@ def kept(store: Store, state: State, *, run: str = "sft", step: int = 1, **optio
     return writer.commit
 
 
-def read(store: Store | Path, ref: str, like: State, **options: Any) -> State:
+def read(store: Store | Path | str, ref: str, like: State, **options: Any) -> State:
     """Return what a load of *ref* makes of a state that is *like* this one."""
     found = blank(like)
     load(found, storage_reader=StoreReader(store, ref, **options))
