@@ -224,7 +224,7 @@ def test_every_setting_is_shown_or_told() -> None:
     shown = {str(each.arg) for call in calls for each in call.keywords}
 
     assert set(inspect.signature(attach).parameters) - shown == {
-        *("engine", "store", "layer_pattern", "on_saved", "on_failed", "create", "push", "durable")
+        *("engine", "optimizer", "store", "layer_pattern", "on_saved", "on_failed", "create", "push", "durable")
     }
     text = guide.read_text()
     for choice in ("sync", "skip", "degrade", "exclude", "resumed.client_state", "saver.status()", "saver.wait()"):
