@@ -7,7 +7,7 @@ knows DeepSpeed, ``engine/`` says what a saver needs from any engine, and ``rank
 """
 
 from layerstore.live.attaching import attach
-from layerstore.live.deepspeed import checkpoint
+from layerstore.live.pointer_files import checkpoint
 from layerstore.live.resuming import Resumed, resume
 from layerstore.live.saver import Saved, Saver, SaverOptions, SmallBuffer, Status
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.deepspeed.pointer_files import checkpoint
+from layerstore.live.pointer_files import checkpoint
 from layerstore.policy import Save
 from layerstore.store import Store
 from layerstore.tree import Tree
@@ -22,8 +22,8 @@ from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, tr
 
 CAPTURE = "layerstore.live.deepspeed.capture.share_of"
 LOOK_UP = "layerstore.live.deepspeed.checkpoint_engine.composition_of"
-PLAN = "layerstore.live.deepspeed.pointer_files.plan_ranks"
-TRAINERS = "layerstore.live.deepspeed.pointer_files._write_files"
+PLAN = "layerstore.live.pointer_files.plan_ranks"
+TRAINERS = "layerstore.live.pointer_files._write_files"
 READ = "layerstore.live.deepspeed.load.RankLoad"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import layerstore
 from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint
-from layerstore.live.deepspeed.pointer_files import composition_of, pointer_to
+from layerstore.live.pointer_files import composition_of, pointer_to
 from layerstore.store import Store
 from layerstore.transformers import checkpoint
 from layerstore.zero3 import Pointer, read_pointer

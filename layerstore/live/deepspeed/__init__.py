@@ -7,12 +7,10 @@ Only ``engine.py`` uses DeepSpeed's names.
 from layerstore.live.deepspeed.attachable import AttachableEngine
 from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine
 from layerstore.live.deepspeed.engine import engine_of, engines_are_made_with
-from layerstore.live.deepspeed.pointer_files import checkpoint
 
 __all__ = [
     "AttachableEngine",
     "StoreCheckpointEngine",
-    "checkpoint",
     "engine_of",
     "engines_are_made_with",
 ]

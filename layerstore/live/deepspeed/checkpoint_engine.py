@@ -16,8 +16,8 @@ from layerstore.live.binding import Binding, binding_of, wait_for_saves
 from layerstore.live.deepspeed.capture import SavedStates, capture
 from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine, engine_with
 from layerstore.live.deepspeed.load import Loaded, whole_weights
-from layerstore.live.deepspeed.pointer_files import composition_of, first_shard_of, pointer_to_next, write_pointer
 from layerstore.live.engine import Captured
+from layerstore.live.pointer_files import composition_of, first_shard_of, pointer_to_next, write_pointer
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver import Saver
 from layerstore.store import Store, open_store
