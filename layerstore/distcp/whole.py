@@ -12,8 +12,8 @@ from layerstore.errors import SourceCheckpoint
 from layerstore.filenames import FSDP_MODEL, FSDP_OPTIMIZER
 from layerstore.handover import KeyPath
 from layerstore.source import damaged, real_path
-from layerstore.tree import Tensor, Tree
-from layerstore.zero3 import distributed_at, refuse_file_per_rank
+from layerstore.tree import Located, Tensor, Tree
+from layerstore.zero3 import distributed_at, refuse_file_per_rank, refuse_pointer
 from layerstore.zero3.pt import Pickles, read_pt
 
 _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
@@ -49,7 +49,10 @@ class WholeFolder(Folder):
         if key in self.entries:
             raise damaged(self.path / file, f"it has {key!r} twice")
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file=file, offset_bytes=0, size_bytes=0)
+        # Where its storage lies: tensors in one place are one.
+        place = value.storage.content if isinstance(value, Tensor) else None
+        offset = place.offset_bytes if isinstance(place, Located) else 0
+        chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file=file, offset_bytes=offset, size_bytes=0)
         self.entries[key] = Entry(
             key=key,
             path=steps,
@@ -85,11 +88,13 @@ def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), fo
     Raises:
         SourceCheckpoint: There is none, or a half of one, or it is damaged, or a link.
         Unsupported: Each rank has saved a file of its own.
+        InvalidInput: It holds pointers: its state is in a store.
     """
     path = real_path(path)
     whole = distributed_at(path) if path.is_dir() else None
     if whole is not None and whole != path:
         raise SourceCheckpoint(f"{path} is one half of the checkpoint {whole}", hint=f"name {whole}, which holds both")
     refuse_file_per_rank(path)
+    refuse_pointer(path / FSDP_MODEL)
     is_whole = (path / FSDP_MODEL).exists()
     return (WholeFolder if is_whole else Folder)(path, Pickles(allowed_globals), follow=follow)

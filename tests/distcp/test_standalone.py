@@ -104,6 +104,23 @@ def test_small_ones_are_not(store: Store, tmp_path: Path) -> None:
     assert store.compose("whole").world_size == 1
 
 
+def test_a_full_state_dict_has_every_parameter_once(store: Store, tmp_path: Path) -> None:
+    """In the Trainer's default form tensors lie in one file; those of one storage are tied, and no others."""
+    first, second = torch.arange(6.0), torch.arange(4.0)
+    torch.save({"a.weight": first, "b.weight": second, "c.weight": first}, tmp_path / "pytorch_model_fsdp.bin")
+    moments = {name: {"exp_avg": torch.ones(of)} for name, of in (("a.weight", 6), ("b.weight", 4))}
+    torch.save({"state": moments, "param_groups": []}, tmp_path / "optimizer.bin")
+
+    store.ingest(tmp_path, run="full", step=1)
+
+    saved = store.compose("full")
+    assert {name: of.tolist() for name, of in saved.tensors("master").items()} == {
+        "a.weight": first.tolist(),
+        "b.weight": second.tolist(),
+    }
+    assert set(saved.tensors("optimizer", state="exp_avg")) == {"a.weight", "b.weight"}
+
+
 def test_what_comes_back_is_the_same_commit(store: Store, tmp_path: Path) -> None:
     """Ingested, exported and ingested again, it is found to be there."""
     first = store.ingest(folder_of(tmp_path, trained()), run="sft")
