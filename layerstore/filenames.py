@@ -49,6 +49,8 @@ FSDP = frozenset({DCP, FULL_STATE_DICT, FILE_PER_RANK})
 """The kinds that DeepSpeed has nothing to do with: their folders are no tags."""
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 """The files of a ``FULL_STATE_DICT``."""
+FSDP_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
+"""The folders of a ``SHARDED_STATE_DICT``, each a distributed checkpoint."""
 WHOLE_MODEL = re.compile(r"mp_rank_(?P<mp>[0-9]{2,4})_model_states\.pt")
 """Such a file, of any degree of tensor parallelism."""
 _PIPELINE, _EXPERTS = "pipeline-parallel", "mixture-of-experts (DeepSpeed's own)"
@@ -91,6 +93,11 @@ def folder_kind(names: Iterable[str]) -> str | None:
 def is_shard(name: str) -> bool:
     """Whether DeepSpeed calls a file of model or optimizer states *name*."""
     return SHARD.fullmatch(name) is not None or WHOLE_MODEL.fullmatch(name) is not None
+
+
+def is_of_fsdp(name: str) -> bool:
+    """Whether FSDP, or PyTorch's distributed checkpoint, calls a file of model or optimizer *name*."""
+    return name == FSDP_OPTIMIZER or folder_kind([name]) in FSDP
 
 
 def is_text(name: str) -> bool:

@@ -1,5 +1,5 @@
 """
-Pointer files, which a checkpoint folder holds instead of shards when its state is in a store.
+Pointer files, which a checkpoint folder holds instead of shards, or of what FSDP saves, when its state is in a store.
 
 Saves write them, loads follow them, and `checkpoint` makes a folder of them for any commit, because
 ``trainer.train(resume_from_checkpoint=…)`` wants a folder, not a reference.
@@ -15,7 +15,15 @@ from typing import cast
 from layerstore.compose import Composition, compose_latest
 from layerstore.disk import Files
 from layerstore.errors import Conflict, IntegrityError, NotFound
-from layerstore.filenames import LATEST, MODEL_STATES, TRAINER_STATE
+from layerstore.filenames import (
+    DCP_METADATA,
+    FSDP_FOLDERS,
+    FSDP_MODEL,
+    FSDP_OPTIMIZER,
+    LATEST,
+    MODEL_STATES,
+    TRAINER_STATE,
+)
 from layerstore.format import Plain, from_plain, to_plain
 from layerstore.history import Resolved, reference_to, saved_now
 from layerstore.layers import parse_reference
@@ -26,21 +34,28 @@ from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
 from layerstore.rank_options import RankOptions
-from layerstore.shards import RankStates, plan_ranks
+from layerstore.shards import plan_ranks
+from layerstore.states import RankState
 from layerstore.storage import RunView
-from layerstore.store import Store, StrPath
+from layerstore.store import Store, StrPath, open_store
 from layerstore.tree import Tree
 from layerstore.zero3 import Pointer, pointer_bytes
 
 
 def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
     """Make *path* a pointer file."""
-    _write(files, path, pointer_bytes(pointer, stem=path.stem))
+    _write(files, path, pointer_bytes(pointer, path))
 
 
 def first_shard_of(rank: int) -> str:
     """Return what *rank*'s file of the model is called under stage 3."""
     return f"zero_pp_rank_{rank}_{MODEL_STATES}"
+
+
+def write_fsdp_pointers(files: Files, folder: Path, pointer: Pointer) -> None:
+    """Write pointers under all names that FSDP has for model and optimizer, whichever form it is told to load."""
+    for name in (FSDP_MODEL, FSDP_OPTIMIZER, *(f"{inner}/{DCP_METADATA}" for inner in FSDP_FOLDERS)):
+        write_pointer(files, folder / name, pointer)
 
 
 def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:
@@ -71,6 +86,36 @@ def pointer_to_next(saver: Saver) -> Pointer:
         attempt=saver.attempt,
         step=step,
     )
+
+
+def store_of(pointer: Pointer, saver: Saver | None) -> Store:
+    """
+    Return the store that *pointer* leads to; that of *saver* if it is this one, which may have moved since.
+
+    Raises:
+        NoStore: There is none any more.
+        Conflict: Another one has taken its place.
+    """
+    if saver is not None and saver.store.id == pointer.store_id:
+        return saver.store
+    store = open_store(pointer.store)
+    if store.id != pointer.store_id:
+        raise Conflict(
+            f"the pointer leads to {pointer.name}, but {pointer.store} is another store by now",
+            hint="attach a saver to the right store first",
+        )
+    return store
+
+
+def check_same(exchange: Exchange, folder: Path, found: str) -> None:
+    """Raise IntegrityError on all ranks unless they have *found* the same in *folder*."""
+    texts = exchange.texts(found)
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise IntegrityError(
+                f"the ranks cannot load {folder}: rank 0 finds {texts[0]} there, rank {rank} {text}",
+                hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
+            )
 
 
 def composition_of(store: Store, pointer: Pointer) -> Composition:
@@ -175,30 +220,38 @@ def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, P
 
 def _written(store: Store, composition: Composition, pointer: Pointer, folder: StrPath | None) -> str:
     """Write this rank's folder; return its path."""
-    repo, layout = store.repo, composition.base.layout
-    ranks = plan_ranks(repo, composition, RankOptions(world_size=_world_size()), is_live=True)
-    for note in ranks.notes:
-        LOG.warning("%s: %s", pointer.name, note)
+    repo, base = store.repo, composition.base
+    states = [repo.state(ref) for ref in base.states] if base.is_dcp else _states_here(store, composition, pointer.name)
     target = lasting_scratch() if folder is None else Path(folder)
-    if not _write_files(store, ranks, target, tag=layout.tag):
+    if not _write_files(store, states, target, tag=base.layout.tag):
         raise NotFound(
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    # A Trainer looks for folders of this name only.
-    tag = layout.tag if layout.tag.startswith("global_step") else f"global_step{composition.base.step}"
-    for state in ranks:
-        # The engine's stage is not known yet. What does not go on under it is refused once it is loaded.
-        for name in (MODEL_STATES, first_shard_of(state.rank), Path(state.optimizer.path).name):
-            write_pointer(repo.files, target / tag / name, pointer)
-    _write(repo.files, target / LATEST, tag.encode())
+    # Neither the trainer nor its stage is known yet. What does not go on under them is refused once it is loaded.
+    write_fsdp_pointers(repo.files, target, pointer)
+    if not base.is_dcp:
+        # A Trainer looks for folders of this name only.
+        tag = base.layout.tag if base.layout.tag.startswith("global_step") else f"global_step{base.step}"
+        for state in states:
+            for name in (MODEL_STATES, first_shard_of(state.rank), Path(state.optimizer.path).name):
+                write_pointer(repo.files, target / tag / name, pointer)
+        _write(repo.files, target / LATEST, tag.encode())
     return str(target)
 
 
-def _write_files(store: Store, ranks: RankStates, folder: Path, *, tag: str) -> bool:
+def _states_here(store: Store, composition: Composition, name: str) -> list[RankState]:
+    """Return the states of DeepSpeed's ranks, for as many as there are now."""
+    ranks = plan_ranks(store.repo, composition, RankOptions(world_size=_world_size()), is_live=True)
+    for note in ranks.notes:
+        LOG.warning("%s: %s", name, note)
+    return list(ranks)
+
+
+def _write_files(store: Store, states: list[RankState], folder: Path, *, tag: str) -> bool:
     """Write the small files next to the shards; return whether a Trainer can resume from them."""
     names = set()
-    for state in ranks:
+    for state in states:
         for file in state.files:
             if not file.path.startswith(f"{tag}/"):
                 _write(store.repo.files, folder / file.path, store.repo.content_of(file.content))

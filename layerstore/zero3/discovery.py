@@ -34,6 +34,7 @@ from layerstore.filenames import (
     TRAINER_STATE,
     WHOLE_MODEL,
     folder_kind,
+    is_of_fsdp,
     is_shard,
     is_text,
     natural,
@@ -325,7 +326,7 @@ def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
     """
     for path in _belonging(folder, tag, flavour_of(folder, tag), False, []):
         is_weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-        if not is_shard(path.name) and (not is_weights or path.name == ADAPTER_WEIGHTS):
+        if not is_shard(path.name) and not is_of_fsdp(path.name) and (not is_weights or path.name == ADAPTER_WEIGHTS):
             yield path
 
 

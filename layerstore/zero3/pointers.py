@@ -1,8 +1,8 @@
 """
-Pointer files: small ``.pt`` files that stand in for shards whose state is in a store.
+Pointer files: small files that stand in for shards, or for what FSDP saves, whose state is in a store.
 
-Loading one without layerstore, with ``torch.load`` or through an engine, fails with an error that says what the file
-is and how to write the checkpoint out.
+Loading one without layerstore, with ``torch.load``, through an engine or through ``torch.distributed.checkpoint``,
+fails with an error that says what the file is and how to write the checkpoint out.
 """
 
 import dataclasses
@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.filenames import DCP_METADATA
 from layerstore.limits import MIB
+from layerstore.source import read_source_file
 from layerstore.tree import Inert, Tree
-from layerstore.zero3.pt import layout_pt, read_pt
+from layerstore.zero3.pt import OF_DCP_METADATA, layout_pt, read_pickle, read_pt, write_pickle
 
 _KEY = "layerstore"
 _WORDS = "this file cannot be loaded"
@@ -43,10 +45,12 @@ class Pointer:
         return f"layerstore compose {self.name}{policy} -o FOLDER --store {self.store}"
 
 
-def pointer_bytes(pointer: Pointer, *, stem: str) -> bytes:
-    """Return the bytes of a pointer file named *stem*."""
+def pointer_bytes(pointer: Pointer, path: Path) -> bytes:
+    """Return the bytes of the pointer file *path*: a bare pickle for DCP, which reads no archive there."""
+    is_metadata = path.name == DCP_METADATA
+    called = path.parent.name if is_metadata else path.name
     words = (
-        f"{stem}.pt is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
+        f"{called} is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
     # No device has this name. Only this error of torch has the same text with and without weights_only.
@@ -54,7 +58,9 @@ def pointer_bytes(pointer: Pointer, *, stem: str) -> bytes:
         _KEY: dict(asdict(pointer).items()),
         _WORDS: Inert(name="torch.device", arguments=(words,)),
     }
-    layout = layout_pt(tree, name=stem, alignment_bytes=64)
+    if is_metadata:
+        return write_pickle(tree, protocol=OF_DCP_METADATA.protocol)[0]
+    layout = layout_pt(tree, name=path.stem, alignment_bytes=64)
     data = bytearray(layout.size_bytes)
     for offset, part in layout.skeleton({}):
         data[offset : offset + len(part)] = part
@@ -66,7 +72,11 @@ def read_pointer(path: Path) -> Pointer | None:
     try:
         if not path.is_file() or path.stat().st_size > _SIZE_BYTES_MAX:
             return None
-        tree = read_pt(path).tree
+        if path.name == DCP_METADATA:
+            payload = read_source_file(path, size_bytes_max=_SIZE_BYTES_MAX)
+            tree, _ = read_pickle(payload, path=path, records={}, form=OF_DCP_METADATA)
+        else:
+            tree = read_pt(path).tree
     except (LayerstoreError, OSError):
         return None  # not a pointer; the shard reader will say what is wrong with it
     fields = tree.get(_KEY) if isinstance(tree, dict) and _WORDS in tree else None

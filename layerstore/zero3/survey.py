@@ -13,6 +13,7 @@ from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.filenames import (
     FIRST_SHARD,
     FSDP,
+    FSDP_MODEL,
     MODEL_STATES,
     READABLE,
     TRAINER_STATE,
@@ -87,12 +88,12 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
         if count > SOURCE_FILES_MAX:
             raise InvalidInput(f"{top} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
         kind = folder_kind(names)
+        pointer = read_pointer(_model_file(folder) if kind in READABLE else folder / FSDP_MODEL)
+        if pointer is not None:
+            notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
+            continue
         if kind in READABLE:
-            pointer = read_pointer(_model_file(folder))
-            if pointer is None:
-                yield folder
-            else:
-                notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
+            yield folder
             continue
         if distributed_at(folder) == folder:
             notes.append(f"ignored {folder}: it is not DeepSpeed's; layerstore ingest {typed(str(folder))} takes it")

@@ -72,7 +72,7 @@ def full(fast_module_path: Path) -> Path:
     with Store(path, hook=_stop_aside) as stopped, pytest.raises(_Stop):
         stopped.gc(Keep(last=1), grace_seconds=0)
     (path / "pointer").mkdir()
-    (path / "pointer" / "states.pt").write_bytes(pointer_bytes(POINTER, stem="states"))
+    (path / "pointer" / "states.pt").write_bytes(pointer_bytes(POINTER, Path("states.pt")))
     return path
 
 

@@ -165,7 +165,7 @@ def _pointer() -> Parser:
     plain = Pointer(store="/data/store", store_id="5e" * 16, name="sft@4", run="sft", attempt=2, step=4)
     mixture: list[Any] = [{"layer": "model.norm", "optimizer_step": 4}]
     pointers = [plain, dataclasses.replace(plain, layers=mixture, policy="parity")]
-    files = [pointer_bytes(pointer, stem="states") for pointer in pointers]
+    files = [pointer_bytes(pointer, Path("states.pt")) for pointer in pointers]
 
     def edited(fields: Any) -> bytes:
         # As a pointer is made, but with any fields.

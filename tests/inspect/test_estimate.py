@@ -309,7 +309,7 @@ def test_pointers_lead_to_the_store_that_knows(tmp_path: Path) -> None:
     (tmp_path / "global_step3").mkdir()
     for kind in ("model", "optim"):
         stem = f"zero_pp_rank_0_mp_rank_00_{kind}_states"
-        (tmp_path / "global_step3" / f"{stem}.pt").write_bytes(pointer_bytes(pointer, stem=stem))
+        (tmp_path / "global_step3" / f"{stem}.pt").write_bytes(pointer_bytes(pointer, Path(f"{stem}.pt")))
     with pytest.raises(InvalidInput, match="holds pointers to sft@3 in the store /a store") as raised:
         seen_at(tmp_path)
 

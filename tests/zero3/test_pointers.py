@@ -17,7 +17,7 @@ def test_a_pointer_is_read_as_it_was_written(tmp_path: Path, layers: Any) -> Non
     """Every field comes back, and the file is small."""
     pointer = Pointer(**{name: getattr(POINTER, name) for name in Pointer.__slots__} | {"layers": layers})
     path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    path.write_bytes(pointer_bytes(pointer, stem=path.stem))
+    path.write_bytes(pointer_bytes(pointer, path))
 
     assert read_pointer(path) == pointer
     assert path.stat().st_size < 4096
@@ -27,7 +27,7 @@ def test_a_pointer_is_read_as_it_was_written(tmp_path: Path, layers: Any) -> Non
 def test_torch_fails_with_the_command_that_writes_shards(tmp_path: Path, *, weights_only: bool) -> None:
     """Whatever loads it, the text is there, whole."""
     path = tmp_path / "states.pt"
-    path.write_bytes(pointer_bytes(POINTER, stem="states"))
+    path.write_bytes(pointer_bytes(POINTER, Path("states.pt")))
 
     with pytest.raises(RuntimeError) as raised:
         torch.load(path, weights_only=weights_only)
@@ -50,7 +50,7 @@ def test_a_pointer_of_another_version_says_so(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "states.pt"
     with monkeypatch.context() as patched:
         patched.setattr("layerstore.zero3.pointers.asdict", lambda _: {"newer": 1})
-        path.write_bytes(pointer_bytes(POINTER, stem="states"))
+        path.write_bytes(pointer_bytes(POINTER, Path("states.pt")))
 
     with pytest.raises(InvalidInput, match="pointer of another version"):
         read_pointer(path)
@@ -61,7 +61,7 @@ def test_a_pointer_with_a_field_of_another_type_says_so(tmp_path: Path, change: 
     """It would lead to nothing, or to something else."""
     fields = {name: getattr(POINTER, name) for name in Pointer.__slots__}
     path = tmp_path / "states.pt"
-    path.write_bytes(pointer_bytes(Pointer(**fields | change), stem="states"))
+    path.write_bytes(pointer_bytes(Pointer(**fields | change), Path("states.pt")))
 
     with pytest.raises(InvalidInput, match="pointer of another version"):
         read_pointer(path)

@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from layerstore.compose import losses_told
-from layerstore.errors import Conflict, IntegrityError, Unsupported
+from layerstore.errors import Unsupported
 from layerstore.live.binding import Binding, binding_of, wait_for_saves
 from layerstore.live.deepspeed.capture import SavedStates, capture
 from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine, engine_with
 from layerstore.live.deepspeed.load import Loaded, whole_weights
 from layerstore.live.engine import Captured
-from layerstore.live.pointer_files import composition_of, first_shard_of, pointer_to_next, write_pointer
+from layerstore.live.pointer_files import (
+    check_same,
+    composition_of,
+    first_shard_of,
+    pointer_to_next,
+    store_of,
+    write_pointer,
+)
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver import Saver
-from layerstore.store import Store, open_store
 from layerstore.zero3 import Pointer, read_pointer
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
@@ -196,13 +202,8 @@ class StoreCheckpointEngine:
                     wait_for_saves(pointer.store_id, pointer.run)
             with exchange.together():
                 found = self._found(path, pointer)
-            texts = exchange.texts("shards" if found is None else f"a pointer to {found[1].composition.commit}")
-            for rank, text in enumerate(texts):
-                if text != texts[0]:
-                    raise IntegrityError(
-                        f"the ranks cannot load {path.parent}: rank 0 finds {texts[0]} there, rank {rank} {text}",
-                        hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
-                    )
+            what = "shards" if found is None else f"a pointer to {found[1].composition.commit}"
+            check_same(exchange, path.parent, what)
         return found
 
     def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
@@ -216,7 +217,7 @@ class StoreCheckpointEngine:
                 f"{path.parent} holds pointers, and the engine loads universal checkpoints",
                 hint=f"{pointer.command}; then DeepSpeed's ds_to_universal.py makes one of FOLDER",
             )
-        store = self._store_of(pointer)
+        store = store_of(pointer, self.saver)
         composition = composition_of(store, pointer)
         with losses_told(store.repo, composition):
             loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, stage=engine.stage)
@@ -230,17 +231,6 @@ class StoreCheckpointEngine:
     def _binding(self) -> Binding:
         # By the engine itself, which may be one that no saver could be attached to.
         return binding_of(engine_with(self)) if self._engine is None else self._engine.binding
-
-    def _store_of(self, pointer: Pointer) -> Store:
-        if self.saver is not None and self.saver.store.id == pointer.store_id:
-            return self.saver.store  # the store may have moved since the pointer was written
-        store = open_store(pointer.store)
-        if store.id != pointer.store_id:
-            raise Conflict(
-                f"the pointer leads to {pointer.name}, but {pointer.store} is another store by now",
-                hint="attach a saver to the right store first",
-            )
-        return store
 
     # -- the rest of the interface -------------------------------------------------------------------------------
 
