@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,21 +13,21 @@ from layerstore.disk import Files
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of
-from layerstore.live.attachable import attachable
+from layerstore.live.attachable import Attachable, attachable
 from layerstore.live.attaching import attach_with, check_push
-from layerstore.live.binding import binding_of
 from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with
 from layerstore.live.log import LOG
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.live.scratch import put, scratch
+from layerstore.live.trainer_fsdp import trainers_save_to_stores, trains_with_fsdp
 from layerstore.storage import check_free
 from layerstore.store import Store, StrPath, open_store
 
 
 class LayerstoreCallback(TrainerCallback):
     """
-    Makes a Trainer under DeepSpeed ZeRO save to a store and resume from it, on its own schedule.
+    Makes a Trainer under DeepSpeed ZeRO, or FSDP2, save to a store and resume from it, on its own schedule.
 
     Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
     ``resume_from_checkpoint`` work as before. *options* are those of ``layerstore.attach``, checked when this is made.
@@ -51,15 +52,18 @@ class LayerstoreCallback(TrainerCallback):
         _check_store(store, run, self._options)
         self._count: _Count | None = None
         # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must work by then.
-        engines_are_made_with(StoreCheckpointEngine)
+        if find_spec("deepspeed") is not None:
+            engines_are_made_with(StoreCheckpointEngine)
+        trainers_save_to_stores()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach to the engine that the Trainer has made."""
-        engine = engine_of(kwargs["model"], kwargs.get("optimizer"))
-        self.saver = attach_with(self._options, attachable(engine), self._store, run=self._run)
-        self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
+        """Attach to what the Trainer has made: DeepSpeed's engine, or a module that FSDP2 shards."""
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        trained = attachable(model, optimizer) if trains_with_fsdp() else attachable(engine_of(model, optimizer))
+        self.saver = attach_with(self._options, trained, self._store, run=self._run)
+        self._count = _Count(state, lambda: trained.engine.step, resumed=self._resumed_step(trained))
         self.saver.step_of = self._count.step
 
     def on_step_begin(
@@ -86,9 +90,9 @@ class LayerstoreCallback(TrainerCallback):
             self.saver.close()
             self.saver = self._count = None
 
-    def _resumed_step(self, engine: Any) -> int:
-        """Return the step of this run that *engine* resumed from, 0 if none."""
-        loaded = binding_of(engine).composition
+    def _resumed_step(self, trained: Attachable) -> int:
+        """Return the step of this run that *trained* resumed from, 0 if none."""
+        loaded = trained.binding.composition
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
 
 
@@ -120,7 +124,7 @@ class _Count:
     """
     The step of a save.
 
-    The Trainer counts a step only at its very end. A save on a signal may come before that but after DeepSpeed's
+    The Trainer counts a step only at its very end. A save on a signal may come before that but after the engine's
     update; its state is then the next step's, whatever its folder is called.
     """
 

@@ -208,11 +208,12 @@ FOREIGN = {
 }
 FOUNDATIONS = _words("torch deepspeed safetensors lmdb xxhash msgpack typer")
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
-# trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program;
-# reader and writer subclass those of DCP, and `layerstore.dcp` loads them on demand; kernels_torch is loaded with the
-# first tensor that it codes.
+# trainer subclasses their callback, and `layerstore.transformers` loads it on demand, with trainer_fsdp; saved_names is
+# a program; reader and writer subclass those of DCP, and `layerstore.dcp` loads them on demand; kernels_torch is loaded
+# with the first tensor that it codes.
 EAGER = {
     "layerstore.live.trainer",
+    "layerstore.live.trainer_fsdp",
     "layerstore.live.dcp.copies",
     "layerstore.live.dcp.reader",
     "layerstore.live.dcp.writer",

@@ -43,6 +43,12 @@ class AttachableModule:
             raise InvalidInput("like= is for DeepSpeed's engine: a module needs nothing of DeepSpeed's own")
         return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
 
+    def read_part(self, store: Store, composition: Composition, *, optimizer: bool) -> ModuleLoad:
+        """Read the weights of *composition*, or the state of the *optimizer*, and check that it fits."""
+        return ModuleLoad(
+            self.engine, store, composition, adam_step="unify", weights=not optimizer, optimizer=optimizer
+        )
+
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all ranks."""
         for note in notes if self.engine.rank == 0 else ():

@@ -86,7 +86,11 @@ class ModuleEngine:
     @property
     def names(self) -> dict[int, str]:
         """Return the name of each parameter, by its identity; of tied ones the first."""
-        return {id(each): unwrapped(name) for name, each in self.model.named_parameters()}
+        found: dict[int, str] = {}
+        # Not from `named_parameters`, which has whole ones after an evaluation under FSDP2.
+        for name, value in self._state().items():
+            found.setdefault(id(value), name)
+        return found
 
     def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         """Return what the optimizers keep of *parameter*."""

@@ -34,9 +34,18 @@ _MODEL_HINT = "resume into the model that was saved"
 class ModuleLoad:
     """A composite for one rank of a module."""
 
-    def __init__(self, engine: ModuleEngine, store: Store, composition: Composition, *, adam_step: AdamStep) -> None:
+    def __init__(
+        self,
+        engine: ModuleEngine,
+        store: Store,
+        composition: Composition,
+        *,
+        adam_step: AdamStep,
+        weights: bool = True,
+        optimizer: bool = True,
+    ) -> None:
         """
-        Read and check all that this rank holds.
+        Read and check all that this rank holds of *weights* and *optimizer*, which trainers may load one by one.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -50,6 +59,7 @@ class ModuleLoad:
             )
         repo = store.repo
         self._engine, self._store, self._composition = engine, store, composition
+        self._has_optimizer = optimizer
         self._base = composition.base
         self._called = f"{self._base.run}@{self._base.step}"
         versions = check_members(repo, composition)
@@ -61,9 +71,10 @@ class ModuleLoad:
         self._names = _saved_names(versions)
         first = repo.state(self._base.states[0])
         self._outside = DcpState.read(first).outside if self._base.is_dcp else frozenset[str]()
-        self._weights = list(self._plan_weights())
-        self._states = {name: dict(self._plan_state(name, of)) for name, of in engine.trained.items()}
-        self._groups = list(self._plan_groups())
+        self._weights = list(self._plan_weights()) if weights else []
+        trained = engine.trained if optimizer else {}
+        self._states = {name: dict(self._plan_state(name, of)) for name, of in trained.items()}
+        self._groups = list(self._plan_groups()) if optimizer else []
         self.notes = (*notes, *self._lacking())
         self._boxes.read()
         own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
@@ -191,7 +202,8 @@ class ModuleLoad:
         except BaseException:
             binding.fail_load()
             raise
-        binding.fill(self._store, self._composition)
+        if self._has_optimizer:  # it comes last, and before it there is no commit to go on from
+            binding.fill(self._store, self._composition)
         if binding.saver is not None:
             binding.saver.went_to(binding.composition_in(binding.saver.store))
 
@@ -200,7 +212,7 @@ class ModuleLoad:
         for target, found in self._weights:
             target.copy_(found)
         names, groups = self._engine.names, iter(self._groups)
-        for optimizer in self._engine.optimizers:
+        for optimizer in self._engine.optimizers if self._has_optimizer else ():
             for group in optimizer.param_groups:
                 group.update(next(groups))
                 counts_there = bool(group.get("fused") or group.get("capturable"))

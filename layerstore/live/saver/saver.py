@@ -155,15 +155,7 @@ class Saver:
             keyframes=partial(keyframes, precision or self.options.precision, self.options.exact_every),
             metrics=metrics,
         )
-        saved = self._save(
-            read,
-            lambda request: self._engine.capture(
-                request.tag,
-                request.client_state,
-                pattern=self.options.pattern,
-                exclude_frozen=self.options.excludes_frozen,
-            ),
-        )
+        saved = self._save(read, lambda request: self.captured(request.tag, request.client_state))
         self._seal()
         return saved
 
@@ -178,6 +170,11 @@ class Saver:
             step=step, client_state=client_state, folder=folder, tag=tag, keyframes=frames, is_complete=False
         )
         self._save(lambda: request, lambda _: capture())
+
+    def captured(self, tag: str, client_state: Mapping[str, object]) -> Captured:
+        """Return the engine's state, as the options want it."""
+        pattern, exclude_frozen = self.options.pattern, self.options.excludes_frozen
+        return self._engine.capture(tag, client_state, pattern=pattern, exclude_frozen=exclude_frozen)
 
     def _save(self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]) -> Saved:
         held = hold_training(self._engine.device)

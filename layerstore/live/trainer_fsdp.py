@@ -1,0 +1,133 @@
+"""
+Take part in the saves and loads of Transformers' Trainer under FSDP2: all that knows its and Accelerate's names for it.
+
+The Trainer imports four functions of Accelerate, which are replaced there. A save goes to the store if a saver is
+attached to the model, and leaves pointers; pointers are loaded from the store; all else is left to Accelerate.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from layerstore.compose import Composition, losses_told
+from layerstore.filenames import FSDP_MODEL
+from layerstore.live.binding import binding_of, wait_for_saves
+from layerstore.live.module import AttachableModule
+from layerstore.live.pointer_files import check_same, composition_of, pointer_to_next, store_of, write_fsdp_pointers
+from layerstore.live.ranks import Exchange
+from layerstore.live.saver import Saver
+from layerstore.store import Store
+from layerstore.zero3 import Pointer, read_pointer
+
+_TAG = FSDP_MODEL.removesuffix(".bin")
+
+
+def trains_with_fsdp() -> bool:
+    """Whether the Trainer that has made this process's Accelerator trains under FSDP, of whatever version."""
+    return bool(AcceleratorState().distributed_type == DistributedType.FSDP)
+
+
+def trainers_save_to_stores() -> None:
+    """Let every Trainer of this process use stores from now on; its arguments have no key for this."""
+    from transformers import trainer
+
+    for name, instead in (
+        ("save_fsdp_model", _save),
+        ("save_fsdp_optimizer", _save_nothing_more),
+        ("load_fsdp_model", _load_model),
+        ("load_fsdp_optimizer", _load_optimizer),
+    ):
+        real = getattr(trainer, name, None)
+        if real is not None and not hasattr(real, "layerstore"):
+            setattr(trainer, name, _replaced(real, instead))
+
+
+def _replaced(real: Callable[..., Any], instead: "_Instead") -> Callable[..., Any]:
+    @functools.wraps(real)
+    def replaced(plugin: Any, accelerator: Any, *others: Any, **named: Any) -> Any:
+        accelerates = functools.partial(real, plugin, accelerator, *others, **named)
+        model, folder = others[-2:]
+        return instead(accelerates, accelerator, model, Path(folder)) if accelerator.is_fsdp2 else accelerates()
+
+    replaced.layerstore = True  # type: ignore[attr-defined]
+    return replaced
+
+
+# -- what is called instead ------------------------------------------------------------------------------------------
+
+_Real = Callable[[], Any]
+"""Calls Accelerate's own function."""
+
+_Instead = Callable[[_Real, Any, Any, Path], Any]
+
+
+def _save(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
+    """Save model and optimizer, and leave pointers to both."""
+    saver = binding_of(model).saver
+    if saver is None:
+        return real()
+    pointer = pointer_to_next(saver)
+    saver.take(lambda: saver.captured(_TAG, {}), client_state={}, folder=folder, tag=_TAG)
+    with saver.exchange.together():
+        if accelerator.is_local_main_process:
+            write_fsdp_pointers(saver.store.repo.files, folder, pointer)
+    return None
+
+
+def _save_nothing_more(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
+    """Do nothing: the optimizer was saved with the model."""
+    del accelerator, folder
+    return real() if binding_of(model).saver is None else None
+
+
+def _load_model(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
+    """Load the weights: those to resume from, or of the best model, which training ends with."""
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    return _filled(real, accelerator, model, folder, optimizer=False) or _IncompatibleKeys([], [])
+
+
+def _load_optimizer(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
+    """Load the state of the optimizer, which the Trainer does after the weights."""
+    return _filled(real, accelerator, model, folder, optimizer=True)
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimizer: bool) -> Any:
+    """Fill the model or its *optimizer* from the store; if *folder* has no pointers, return what Accelerate returns."""
+    trained = AttachableModule(model, accelerator._optimizers)
+    saver = trained.binding.saver
+    if saver is not None:
+        saver.close()  # training has ended, or was given up: nothing that is loaded now follows what was saved
+    with closing(Exchange()) as exchange:
+        found = _found(exchange, folder, saver)
+        if found is not None:
+            pointer, store, composition = found
+            with exchange.together(), nullcontext() if optimizer else losses_told(store.repo, composition):
+                loading = trained.read_part(store, composition, optimizer=optimizer)
+    if found is None:
+        trained.binding.empty()
+        return real()
+    loading.fill()
+    trained.warn(pointer.name, *(loading.notes if optimizer else ()))
+    return None
+
+
+def _found(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Pointer, Store, Composition] | None:
+    """Return where the pointers in *folder* lead to, the same on all ranks; None if it has none."""
+    with exchange.together():
+        pointer = read_pointer(folder / FSDP_MODEL)
+        if pointer is not None:
+            wait_for_saves(pointer.store_id, pointer.run)
+    with exchange.together():
+        store = None if pointer is None else store_of(pointer, saver)
+        found = None if pointer is None or store is None else (pointer, store, composition_of(store, pointer))
+    check_same(exchange, folder, "no pointer" if found is None else f"a pointer to {found[2].commit}")
+    return found
