@@ -16,6 +16,7 @@ from layerstore.compose.choose import (
     losses_told,
 )
 from layerstore.compose.damage import without_damaged
+from layerstore.compose.fit import mismatch
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 
@@ -32,5 +33,6 @@ __all__ = [
     "compose_exact",
     "compose_latest",
     "losses_told",
+    "mismatch",
     "without_damaged",
 ]

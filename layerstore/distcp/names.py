@@ -7,7 +7,7 @@ ones that torchtitan and the HF Trainer give the same. Weights are the fp32 mast
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from layerstore.compose import Composition
 from layerstore.errors import LayoutMismatch
 from layerstore.handover import DcpState, Held, KeyPath
 from layerstore.layers import unwrapped
-from layerstore.model import Kind, LayerVersion
+from layerstore.model import Buffer, Kind, LayerVersion, Parameter
 from layerstore.rank_options import AdamStep
 from layerstore.shards import check_has_moments, plan_optimizer
 from layerstore.slices import Slices
@@ -92,16 +92,16 @@ def _of_dcp(
 ) -> Iterator[Named]:
     layers = {of.name: version.layer for version in versions for of in version.parameters}
     steps = {entry.layer: entry.optimizer_step for entry in composition.layers}
+    layers |= {of.name: version.layer for version in versions for of in version.buffers}
+    described: dict[str, Parameter | Buffer] = {}
+    for version in versions:
+        described |= {of.name: of for of in version.parameters} | {of.name: of for of in version.buffers}
     for key, saved in state.tensors.items():
-        parameter = slices.parameter(saved.held.name)
-        yield Named(
-            path=saved.path,
-            keys=(key,),
-            dtype=_dtype(slices, saved.held, parameter.shape, default=parameter.dtype),
-            shape=parameter.shape,
-            layer=layers[saved.held.name],
-            held=saved.held,
-        )
+        of, held = described[saved.held.name], saved.held
+        if isinstance(of, Buffer):  # in a layer that DeepSpeed saved
+            held = replace(held, kind=Kind.BUFFERS)
+        dtype = _dtype(slices, held, of.shape, default=of.dtype)
+        yield Named(path=saved.path, keys=(key,), dtype=dtype, shape=of.shape, layer=layers[of.name], held=held)
     counted = {key: name for name, key in state.counters.items()} if adam_step == "per-layer" else {}
     for key, value in state.values.items():
         tree = value.tree

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from math import prod
 
+from layerstore.compose import mismatch
 from layerstore.dtypes import by_code
 from layerstore.history import Place
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
@@ -170,9 +171,4 @@ def _can_inherit(repo: Repository, layer: LayerSource, entry: LayerEntry | None)
         return False
     states = {(part.name, part.state) for of in layer.objects if of.kind is Kind.OPTIMIZER for part in of.slices}
     version = repo.whole_version_of(entry)  # lost versions are stored again, and verify reports them
-    return (
-        version is not None
-        and version.parameters == layer.parameters
-        and version.buffers == layer.buffers
-        and version.optimizer_states == states
-    )
+    return version is not None and mismatch(version, layer) is None and version.optimizer_states == states

@@ -261,6 +261,36 @@ def test_a_commit_of_deepspeed_is_loaded_as_its_exported_folder_is(
     assert any(key.endswith("exp_avg") and ours[key].any() for key in ours)
 
 
+@pytest.mark.parametrize("policy", ["parity", "filter"])
+def test_layers_of_deepspeed_and_of_dcp_make_one_composite(store: Store, tmp_path: Path, policy: str) -> None:
+    """What a policy leaves out of the first save of DCP is DeepSpeed's; all of it loads, as shards too."""
+    for step in (2, 4):
+        store.ingest(checkpoint(tmp_path, step=step, seed=step))
+    reader = StoreReader(store, "sft@4")
+    state = {key: value for key, value in everything(reader).items() if key.startswith(("model.", "optim."))}
+    load(state, storage_reader=reader)
+    before = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+    for tensor in filter(torch.is_tensor, state.values()):
+        tensor.add_(1)
+
+    kept(store, state, step=5, policy=policy)
+
+    found = blank(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a mixture
+        load(found, storage_reader=StoreReader(store, "sft@5", policy="latest"))
+    steps = {of.step for of in store.compose("sft@5").layers.values()}
+    assert steps == {4, 5}
+    is_new = {key: torch.equal(found[key], state[key]) for key in before if before[key].numel()}
+    is_old = {key: torch.equal(found[key], before[key]) for key in is_new}
+    assert all(is_new[key] != is_old[key] for key in is_new)
+    assert {True, False} == {is_new[key] for key in is_new if key.startswith("model.")}
+    written = store.compose("sft@5").export(tmp_path / "shards", format="zero3")
+    assert any("what is DeepSpeed's own is that of sft@4" in note for note in written.notes)
+    assert store.ingest(tmp_path / "shards", run="again").layers
+    assert store.compose("sft@5").export(tmp_path / "hf", format="hf").files
+
+
 # -- async_save --------------------------------------------------------------------------------------------------------
 
 
