@@ -14,9 +14,9 @@ from layerstore.compose.choose import (
     compose_exact,
     compose_latest,
     losses_told,
+    mismatch,
 )
 from layerstore.compose.damage import without_damaged
-from layerstore.compose.fit import mismatch
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
 

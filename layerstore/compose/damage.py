@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from layerstore.compose.choose import Composition
-from layerstore.compose.fit import difference
+from layerstore.compose.choose import Composition, difference
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.history import objects_of_state, references_to, saves_below
 from layerstore.model import LayerEntry
