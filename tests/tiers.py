@@ -17,6 +17,7 @@ FULL = (
     "hf/test_saved_names.py",
     "inspect/test_browser.py",
     "live/dcp/test_meshes.py",
+    "live/module/test_every_mesh.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",

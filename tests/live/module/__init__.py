@@ -1,0 +1,1 @@
+"""Tests of attach and resume for a module with its optimizers."""

@@ -1,0 +1,88 @@
+"""A module that was saved on any mesh is resumed on every other one, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from layerstore import Store
+from tests.forked import Launch, Nursery
+from tests.live.module.launched import launched
+from tests.live.module.models import FORMS
+
+RUNS = [f"{form}{count}" for count, forms in FORMS.items() for form in forms]
+
+KEYS = 32
+"""The tensors of the model, tied ones under both names."""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the store and torch's folders lie."""
+    return tmp_path_factory.mktemp("modules")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Nursery, folder: Path) -> dict[int, Launch]:
+    """Return what was told by those that have saved, by their number."""
+    return {count: launched(ranks, folder, "everywhere", count=count) for count in FORMS}
+
+
+def resumed(ranks: Nursery, folder: Path, count: int, runs: dict[str, list[str]], name: str = "") -> Launch:
+    """Return what is told by those that resume, in each form, the runs that are listed with it."""
+    return launched(ranks, folder, "from_everywhere", count=count, runs=runs, name=f"resumed{name}-{count}")
+
+
+def check(launch: Launch, expected: dict[str, list[str]]) -> None:
+    """Make sure that every tensor and value was torch's, also through the reader, and of the writer's commits."""
+    for form, runs in expected.items():
+        for run in runs:
+            events = [event for event in launch.events() if event.get("on") == f"{form}{launch.count}"]
+            found = [event for event in events if event["run"] in {run, f"w-{run}"}]
+            assert len(found) == 3 * launch.count, (form, run)
+            assert [event["other"] for event in found] == [[]] * len(found), (form, run)
+            assert {event["keys"] for event in found if event["kind"] == "resumed"} == {KEYS}
+
+
+def losses(launch: Launch) -> dict[tuple[str, int], list[str]]:
+    """Return the losses of every rank in every form."""
+    return {(event["run"], event["rank"]): event["losses"] for event in launch.events("losses")}
+
+
+def test_what_was_saved_is_a_whole_commit(saved: dict[int, Launch], folder: Path) -> None:
+    """Nothing is missing, nothing is damaged, and all have the same layers."""
+    assert saved
+    with Store(folder / "store") as store:
+        assert store.verify(read_data=True).ok
+        layers = [list(store.compose(run).layers) for run in RUNS]
+        assert layers == layers[:1] * len(RUNS)
+
+
+@pytest.mark.parametrize("count", FORMS)
+def test_every_form_resumes_what_it_and_another_one_have_saved(
+    saved: dict[int, Launch], ranks: Nursery, folder: Path, count: int
+) -> None:
+    """All tensors and values are torch's; and training goes on with the same losses, to the last bit, on every rank."""
+    wanted = {}
+    for form in FORMS[count]:
+        own = RUNS.index(f"{form}{count}")
+        wanted[form] = [RUNS[own], RUNS[(own + 4) % len(RUNS)]]
+
+    launch = resumed(ranks, folder, count, wanted)
+
+    check(launch, wanted)
+    assert losses(launch) == losses(saved[count])
+
+
+@pytest.mark.parametrize("on", RUNS)
+def test_every_form_resumes_what_every_form_has_saved(
+    saved: dict[int, Launch], ranks: Nursery, folder: Path, on: str
+) -> None:
+    """All tensors and values are those that torch's own save and load of the same state give."""
+    assert saved
+    wanted = {on[:-1]: RUNS}
+
+    check(resumed(ranks, folder, int(on[-1]), wanted, name=on), wanted)
