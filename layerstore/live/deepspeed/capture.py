@@ -49,6 +49,7 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
             layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * numbers) for of in layer.parameters)
             for layer in share.layers
         },
+        moments={layer.layer: layer.optimizer_step is not None for layer in share.layers},
         undivided=undivided(share.state),
         model=model,
         optimizer=optimizer,

@@ -23,6 +23,8 @@ class Captured:
     share: Share
     bytes_by_layer: Mapping[str, int]
     """What each layer takes on all ranks together, the same on every rank."""
+    moments: Mapping[str, int]
+    """How many tensors the optimizer keeps of each layer on all ranks; for DeepSpeed, whether it keeps any."""
     is_dcp: bool = False
     """Whether the commit is one of ``torch.distributed.checkpoint``."""
     undivided: str = ""
@@ -33,11 +35,6 @@ class Captured:
     def memory(self, path: Path) -> Memory:
         """Return the memory that holds *path*."""
         return self.model if self.model.holds(path) else self.optimizer
-
-    @property
-    def has_moments(self) -> dict[str, bool]:
-        """Whether the optimizer has updated each layer."""
-        return {layer.layer: layer.optimizer_step is not None for layer in self.share.layers}
 
     @property
     def trained(self) -> frozenset[str]:

@@ -34,8 +34,8 @@ class AttachableModule:
             self.binding.saver.wait()
 
     def install(self) -> Callable[[], None]:
-        """Count updates; return a function that stops that. A module makes no saves of its own."""
-        return self.engine.count_updates()
+        """Return what undoes nothing: a module makes no saves of its own."""
+        return lambda: None
 
     def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> ModuleLoad:
         """Read *composition* and check that it fits."""

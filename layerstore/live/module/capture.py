@@ -19,7 +19,7 @@ from layerstore.live.engine import Captured, Memory, inert, place_of
 from layerstore.model import Kind
 from layerstore.states import RankState
 from layerstore.tree import Tree
-from layerstore.zero3 import ObjectSource, Share, SliceSource
+from layerstore.zero3 import LayerSource, ObjectSource, Share, SliceSource
 from layerstore.zero3.trees import STAGE_3, STEP
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def capture(
         replace(
             layer,
             objects=tuple(own.get(layer.layer, ())),
-            optimizer_step=common_step(state.steps.get(of.name) for of in layer.parameters),
+            optimizer_step=_updates_of(layer, state, default=engine.step),
         )
         for layer in plan.layers
     )
@@ -69,11 +69,22 @@ def capture(
         bytes_by_layer={
             of.layer: sum(part.size_bytes for each in of.objects for part in each.slices) for of in plan.layers
         },
+        moments={of.layer: _moments_of(of) for of in plan.layers},
         is_dcp=True,
         undivided=", ".join(sorted({key.rpartition(".")[2] for key in plan.contents.outside})),
         model=tensors,
         optimizer=values,
     )
+
+
+def _moments_of(layer: LayerSource) -> int:
+    return sum(len(of.slices) for of in layer.objects if of.kind is Kind.OPTIMIZER)
+
+
+def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | None:
+    """Return how often *layer* was updated, *default* where the optimizer does not count; None if never."""
+    counts = [state.steps[of.name] for of in layer.parameters if of.name in state.steps]
+    return common_step(counts) if counts or not _moments_of(layer) else default
 
 
 class _State:
@@ -153,7 +164,7 @@ def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _plan(engine: "ModuleEngine", state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
     """Return which rank writes what, the same on every rank; it stays the same until the optimizer keeps more."""
-    known = state.signature, pattern
+    known = state.signature, frozenset(state.trained), pattern
     if engine.planned is None or engine.planned[0] != known:
         plan = plan_save(
             _items(state, world_size=engine.world_size),

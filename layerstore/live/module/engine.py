@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from layerstore.layers import unwrapped
 from layerstore.live.binding import binding_of
 from layerstore.live.engine import Captured
 from layerstore.live.module.capture import Box, capture
+from layerstore.zero3.trees import STEP
 
 _MOMENTS_MAX = 2
 """How many states Adam keeps of each element, for the size of a buffer that is made before it keeps any."""
@@ -41,11 +43,7 @@ class ModuleEngine:
         self.model = _bare(model)
         self.optimizers = tuple(_within(optimizers))
         self.binding = binding_of(self.model)
-        self._began = self.binding.composition
-        self._began_at = 0
-        self._updates = 0
-        self._after_update: dict[int, tuple[int, int]] = {}
-        """The address and the count of changes of some gradients, as an update has left them."""
+        self._updates = [_updates_of(each) for each in self.optimizers]
         self._holders: list[list[Box]] | None = None
         self.planned: tuple[object, PlannedSave] | None = None
         """Which rank writes what, and what that follows from."""
@@ -57,14 +55,6 @@ class ModuleEngine:
                         "the optimizer trains a parameter that the model does not have",
                         hint="make the optimizer after fully_shard, which replaces parameters",
                     )
-        self._began_at = self._count() if self._began is None else self._began.base.step
-
-    def count_updates(self) -> Callable[[], None]:
-        """Count the updates from now on; return a function that stops that."""
-        # The last one's: all of them update, one after the other.
-        handle = self.optimizers[-1].register_step_post_hook(lambda *_: self._note_update())
-        stop: Callable[[], None] = handle.remove
-        return stop
 
     # -- what they hold ----------------------------------------------------------------------------------------------
 
@@ -97,7 +87,7 @@ class ModuleEngine:
         found = (each.state.get(parameter) for each in self.optimizers)
         return next((state for state in found if state), {})
 
-    @cached_property
+    @property
     def trained(self) -> dict[str, torch.Tensor]:
         """The parameters that an optimizer updates, by name."""
         names = self.names
@@ -146,39 +136,19 @@ class ModuleEngine:
     @property
     def step(self) -> int:
         """The step of the commit that the module was filled from, and the updates since."""
-        self._begin_at_load()
-        return self._began_at + self._updates
+        return self._updates[-1].count  # all optimizers update, one after the other
 
-    def _begin_at_load(self) -> None:
-        """Count from what the module was filled with, if that has happened since."""
-        found = self.binding.composition
-        if found is not self._began:
-            self._began, self._began_at, self._updates = found, found.base.step if found else 0, 0
+    def begin_at(self, step: int) -> None:
+        """Count updates from *step* on."""
+        for updates in self._updates:
+            updates.count = step
 
     @property
     def is_at_boundary(self) -> bool:
         """Whether no gradient has been accumulated for an update that is still to come."""
-        return all(
-            self._after_update.get(number) == _mark(gradient) or not _has_values(gradient)
-            for number, gradient in self._gradients()
+        return not any(
+            of.awaits_update(optimizer) for of, optimizer in zip(self._updates, self.optimizers, strict=True)
         )
-
-    def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield one gradient of each param group: a backward pass changes all."""
-        for number, group in enumerate(self.groups()):
-            found = next((each.grad for each in group["params"] if each.grad is not None), None)
-            if found is not None:
-                yield number, found
-
-    def _note_update(self) -> None:
-        self._begin_at_load()
-        self._updates += 1
-        self._after_update = {number: _mark(gradient) for number, gradient in self._gradients()}
-
-    def _count(self) -> int:
-        """Return how often the optimizer has updated, by its own count."""
-        counts = [self.state_of(each).get("step", 0) for each in list(self.trained.values())[:1]]
-        return int(float(counts[0])) if counts else 0
 
     @property
     def ungated(self) -> str:
@@ -216,6 +186,47 @@ class ModuleEngine:
                 handle.remove()
 
         return stop
+
+
+@dataclass(slots=True)
+class _Updates:
+    """The updates of one optimizer, counted from when it was first seen."""
+
+    count: int
+    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By param group: address and count of changes of a gradient, as the last update has left it."""
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note that *optimizer* has updated."""
+        self.count += 1
+        self.gradients = {number: _mark(gradient) for number, gradient in _gradients(optimizer)}
+
+    def awaits_update(self, optimizer: Optimizer) -> bool:
+        """Whether there are gradients that no update has used."""
+        return any(
+            self.gradients.get(number) != _mark(gradient) and bool(local(gradient).any())
+            for number, gradient in _gradients(optimizer)
+        )
+
+
+_UPDATES: "WeakKeyDictionary[Optimizer, _Updates]" = WeakKeyDictionary()
+
+
+def _updates_of(optimizer: Optimizer) -> _Updates:
+    known = _UPDATES.get(optimizer)
+    if known is None:
+        steps = (of[STEP] for of in optimizer.state.values() if STEP in of)
+        known = _UPDATES[optimizer] = _Updates(count=int(float(next(steps, 0))))
+        optimizer.register_step_post_hook(lambda found, *_: known.note(found))
+    return known
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield one gradient of each param group: a backward pass changes all."""
+    for number, group in enumerate(optimizer.param_groups):
+        found = next((each.grad for each in group["params"] if each.grad is not None), None)
+        if found is not None:
+            yield number, found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,7 +288,3 @@ def _parsed(numbers: Sequence[int], tensors: Iterable[torch.Tensor]) -> Iterator
 def _mark(gradient: torch.Tensor) -> tuple[int, int]:
     held = local(gradient)
     return held.data_ptr(), held._version
-
-
-def _has_values(gradient: torch.Tensor) -> bool:
-    return bool(local(gradient).any())

@@ -55,11 +55,11 @@ class ModuleLoad:
         if not engine.is_at_boundary:
             raise InvalidInput(
                 "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
-                hint="resume after optimizer.step() at the end of an accumulation, best before training",
+                hint="resume before training, or after optimizer.step() and zero_grad()",
             )
         repo = store.repo
         self._engine, self._store, self._composition = engine, store, composition
-        self._has_optimizer = optimizer
+        self._has_optimizer, self._trained = optimizer, engine.trained
         self._base = composition.base
         self._called = f"{self._base.run}@{self._base.step}"
         versions = check_members(repo, composition)
@@ -72,8 +72,7 @@ class ModuleLoad:
         first = repo.state(self._base.states[0])
         self._outside = DcpState.read(first).outside if self._base.is_dcp else frozenset[str]()
         self._weights = list(self._plan_weights()) if weights else []
-        trained = engine.trained if optimizer else {}
-        self._states = {name: dict(self._plan_state(name, of)) for name, of in trained.items()}
+        self._states = self._plan_states() if optimizer else {}
         self._groups = list(self._plan_groups()) if optimizer else []
         self.notes = (*notes, *self._lacking())
         self._boxes.read()
@@ -97,7 +96,7 @@ class ModuleLoad:
                     continue  # frozen weights may be left out
                 raise LayoutMismatch(f"{name!r} is in the model, and not in {self._called}", hint=_MODEL_HINT)
             of = self._held[saved, ""]
-            if name in engine.trained and _dtype(of) != tensor.dtype:
+            if name in self._trained and _dtype(of) != tensor.dtype:
                 raise LayoutMismatch(
                     f"{name!r} is {dtype_name(of.dtype or '')} in {self._called}, and {tensor.dtype} in the model",
                     hint="train in the same precision: fp32 parameters, with a MixedPrecisionPolicy for the rest",
@@ -126,25 +125,30 @@ class ModuleLoad:
             self._boxes.add(held, bytes_of(made.view(-1)), dtype=of.dtype, shape=of.shape, offsets=offsets, sizes=sizes)
         return made
 
-    def _plan_state(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Any]]:
-        """Yield what the optimizer keeps of a parameter: memory for moments, and values."""
-        saved = self._names.get(name)
-        for (of_name, state), of in self._held.items():
-            if state and of_name == saved:
-                yield state, self._wanted(name, of, parameter)
-            elif not state and (name, of_name.rpartition(".")[2]) in splits(of_name):
+    def _plan_states(self) -> dict[str, dict[str, Any]]:
+        """Return what the optimizer keeps of each parameter: memory for moments, and values."""
+        found = {name: dict[str, Any]() for name in self._trained}
+        trained = {self._names[name]: name for name in found if name in self._names}
+        for (saved, state), of in self._held.items():
+            if state and saved in trained:
+                name = trained[saved]
+                found[name][state] = self._wanted(name, of, self._trained[name])
+            elif not state:
                 assert of.held is not None, "it was found so"
-                yield of_name.rpartition(".")[2], self._read_later(of, of.held, (0,) * len(of.shape), of.shape)
+                for name, key in splits(saved):
+                    if name in found:
+                        found[name][key] = self._read_later(of, of.held, (0,) * len(of.shape), of.shape)
         for key, value in self._values.items():
-            for of_name, state in splits(key):
-                if of_name == name:
-                    yield state, self._revived(value)
+            for name, state in splits(key):
+                if name in found:
+                    found[name][state] = self._revived(value)
+        return found
 
     def _plan_groups(self) -> Iterator[dict[str, Any]]:
         """Yield the settings of each param group."""
         names = self._engine.names
         values = {key.partition(_GROUPS)[2]: value for key, value in self._values.items() if _GROUPS in key}
-        found = group_settings(self._engine.trained, values)
+        found = group_settings(self._trained, values)
         for group in self._engine.groups():
             members = [names[id(each)] for each in group["params"] if names[id(each)] in found]
             first = found[members[0]] if members else {}
@@ -204,6 +208,7 @@ class ModuleLoad:
             raise
         if self._has_optimizer:  # it comes last, and before it there is no commit to go on from
             binding.fill(self._store, self._composition)
+            self._engine.begin_at(self._base.step)
         if binding.saver is not None:
             binding.saver.went_to(binding.composition_in(binding.saver.store))
 

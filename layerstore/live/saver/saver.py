@@ -207,7 +207,7 @@ class Saver:
         of_policy = partial(
             self._schedule.due,
             tuple(layer.layer for layer in share.layers),
-            has_moments=captured.has_moments,
+            moments=captured.moments,
             moved=moved,
             sizes=captured.bytes_by_layer,
         )
@@ -220,7 +220,7 @@ class Saver:
             return Saved(step=step, number=number, layers_due=(), skipped=True, blocked_seconds=held.seconds)
         if pressure == "degrade":
             sizes = {layer: -(-size // share.world_size) for layer, size in captured.bytes_by_layer.items()}
-            due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=captured.has_moments)
+            due = self._schedule.fewer(due, sizes, agreed.free_bytes, moments=captured.moments)
         job = self._begin(captured, files, due, moved)
         if agreed.is_tight:
             self._tight.append(job)
@@ -399,7 +399,7 @@ class Saver:
 
     def _begin(self, captured: Captured, files: SaveFiles, due: frozenset[str], moved: Movements) -> Job:
         share, frames = captured.share, files.request.keyframes
-        compact = self._schedule.compact_now(due & captured.trained, frames, captured.has_moments)
+        compact = self._schedule.compact_now(due & captured.trained, frames, captured.moments)
         joint = JointCommit(
             session=self._session,
             save=self._saves,
@@ -410,7 +410,7 @@ class Saver:
             run=self.run,
             place=self._place,
             step=files.request.step,
-            save_number=self._schedule.begin(due, captured.has_moments, compact),
+            save_number=self._schedule.begin(due, captured.moments, compact),
             policy=policy_use(self._schedule.policy, share, due, moved),
             layout=partial(files.layout, layer_pattern=self.options.layer_pattern, is_dcp=captured.is_dcp),
             is_dcp=captured.is_dcp,

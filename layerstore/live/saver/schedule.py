@@ -6,6 +6,7 @@ Every rank keeps a schedule and feeds it the same facts, so all ranks decide ali
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Self
 
 from layerstore.history import Place
@@ -28,8 +29,8 @@ class Schedule:
     """The number of each layer's newest visible save."""
     foreign: frozenset[str] = frozenset()
     """Layers inherited from another run, which need not be saved and have no age."""
-    had_moments: dict[str, bool] = field(default_factory=dict)
-    """Whether the optimizer had updated each layer when it was last saved."""
+    had_moments: dict[str, float] = field(default_factory=dict)
+    """How many moments the optimizer had of each layer when that was last saved; infinite where only that is known."""
     owed: set[str] = field(default_factory=set)
     """Layers of saves that were given up, skipped or cut: they are due at the next one."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Schedule:
             number=place.save_number,
             visible=own,
             foreign=frozenset(place.inherited.keys() - own.keys()),
-            had_moments={layer: entry.optimizer_step is not None for layer, entry in place.inherited.items()},
+            had_moments={layer: 0 if of.optimizer_step is None else inf for layer, of in place.inherited.items()},
             counts={layer: place.inherited[layer].compact for layer in referable},
         )
 
@@ -56,7 +57,7 @@ class Schedule:
         self,
         layers: tuple[str, ...],
         *,
-        has_moments: Mapping[str, bool],
+        moments: Mapping[str, int],
         moved: Movements,
         sizes: Mapping[str, int],
     ) -> frozenset[str]:
@@ -71,15 +72,13 @@ class Schedule:
             sizes=sizes,
         )
         found = due_layers(anchored(self.policy, 0), save)
-        return found | self._needed(layers, has_moments) | (self.owed & set(layers))
+        return found | self._needed(layers, moments) | (self.owed & set(layers))
 
-    def _needed(self, layers: Iterable[str], has_moments: Mapping[str, bool]) -> frozenset[str]:
-        """Return those of *layers* that a commit cannot inherit: never saved, or last saved without moments."""
+    def _needed(self, layers: Iterable[str], moments: Mapping[str, int]) -> frozenset[str]:
+        """Return those of *layers* that a commit cannot inherit: never saved, or last saved with fewer moments."""
         known = self.last_saved().keys() | self.foreign
         return frozenset(
-            layer
-            for layer in layers
-            if layer not in known or (has_moments[layer] and not self.had_moments.get(layer, True))
+            layer for layer in layers if layer not in known or (moments[layer] > self.had_moments.get(layer, inf))
         )
 
     def begin_anew(self) -> None:
@@ -100,7 +99,7 @@ class Schedule:
             found |= dict.fromkeys(due, number)
         return found
 
-    def compact_now(self, due: frozenset[str], keyframes: Keyframes, has_moments: Mapping[str, bool]) -> frozenset[str]:
+    def compact_now(self, due: frozenset[str], keyframes: Keyframes, moments: Mapping[str, int]) -> frozenset[str]:
         """Return those of *due* that need not be exact this time, as if every pending save became visible."""
         counts = dict(self.counts)
         for number, of_save in self.pending.items():
@@ -108,7 +107,7 @@ class Schedule:
         return frozenset(
             layer
             for layer in due
-            if not keyframes.is_exact(counts.get(layer)) and (keyframes.precision.master or has_moments[layer])
+            if not keyframes.is_exact(counts.get(layer)) and (keyframes.precision.master or moments[layer])
         )
 
     def _count(self, counts: dict[str, int], due: Iterable[str], number: int) -> None:
@@ -118,11 +117,11 @@ class Schedule:
             elif layer in counts:
                 counts[layer] += 1
 
-    def begin(self, due: frozenset[str], has_moments: Mapping[str, bool], compact: frozenset[str] = frozenset()) -> int:
+    def begin(self, due: frozenset[str], moments: Mapping[str, int], compact: frozenset[str] = frozenset()) -> int:
         """Note that a save of *due* has begun, some of them *compact*; return its number."""
         number = self.number
         self.pending[number], self.compact[number] = due, compact
-        self.had_moments |= {layer: has_moments[layer] for layer in due}
+        self.had_moments |= {layer: moments[layer] for layer in due}
         self.owed -= due
         self.number += 1
         return number
@@ -134,7 +133,7 @@ class Schedule:
         return self.number - 1
 
     def fewer(
-        self, due: frozenset[str], sizes: Mapping[str, int], room: int, *, has_moments: Mapping[str, bool]
+        self, due: frozenset[str], sizes: Mapping[str, int], room: int, *, moments: Mapping[str, int]
     ) -> frozenset[str]:
         """
         Return those of *due* that fit into *room*, oldest first, and at least one; the others are owed.
@@ -142,7 +141,7 @@ class Schedule:
         Layers that cannot be inherited are always included, so a first save is full.
         """
         last = self.last_saved()
-        chosen = set(self._needed(due, has_moments))
+        chosen = set(self._needed(due, moments))
         room -= sum(sizes[layer] for layer in chosen)
         for layer in sorted(due - chosen, key=lambda of: (last.get(of, -1), of)):
             if chosen and sizes[layer] > room:

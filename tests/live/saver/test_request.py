@@ -157,6 +157,6 @@ def test_a_folder_is_what_it_was_when_training_went_on(tmp_path: Path, *, is_tra
         folder.mkdir()
         (folder / TRAINER_STATE).write_text("{}")
 
-    layout = files.layout(layer_pattern=None)
+    layout = files.layout(layer_pattern=None, is_dcp=False)
     assert (layout.flavour, layout.tag) == ("hf" if is_trainers else "raw", TAG)
     assert {file.name for file in files.wait()} == {"rng_state.pth", *([TRAINER_STATE] if is_trainers else [])}

@@ -24,7 +24,7 @@ def schedule(policy: Policy | None = None) -> Schedule:
 
 def due(of: Schedule, moments: Mapping[str, bool] = MOMENTS) -> frozenset[str]:
     """Return what is due now."""
-    return of.due(LAYERS, has_moments=moments, moved=Movements(), sizes={})
+    return of.due(LAYERS, moments=moments, moved=Movements(), sizes={})
 
 
 def save(of: Schedule, moments: Mapping[str, bool] = MOMENTS) -> tuple[int, frozenset[str]]:
@@ -78,23 +78,23 @@ def test_fewer_layers_are_the_oldest_that_fit_and_at_least_one() -> None:
     of.visible = {layer: age for age, layer in enumerate(reversed(LAYERS))}
     sizes = dict.fromkeys(LAYERS, 10)
 
-    assert of.fewer(ALL, sizes, 25, has_moments=MOMENTS) == {"head", "layers.2"}
+    assert of.fewer(ALL, sizes, 25, moments=MOMENTS) == {"head", "layers.2"}
     assert of.owed == {"embed", "layers.0", "layers.1"}
-    assert of.fewer(ALL, sizes, 0, has_moments=MOMENTS) == {"head"}
-    assert of.fewer(ALL, sizes | {"layers.2": 100}, 25, has_moments=MOMENTS) == {"head", "layers.1"}
-    assert of.fewer(ALL, sizes, 1000, has_moments=MOMENTS) == ALL
+    assert of.fewer(ALL, sizes, 0, moments=MOMENTS) == {"head"}
+    assert of.fewer(ALL, sizes | {"layers.2": 100}, 25, moments=MOMENTS) == {"head", "layers.1"}
+    assert of.fewer(ALL, sizes, 1000, moments=MOMENTS) == ALL
 
 
 def test_no_layer_is_left_out_that_cannot_be_inherited() -> None:
     """A first save is full, however little fits; and so is the first one with moments."""
     of, sizes = schedule(Latest()), dict.fromkeys(LAYERS, 10)
 
-    assert of.fewer(ALL, sizes, 10, has_moments=MOMENTS) == ALL
+    assert of.fewer(ALL, sizes, 10, moments=MOMENTS) == ALL
     assert not of.owed
 
     of.begin(ALL, dict.fromkeys(LAYERS, False))
     first = MOMENTS | {"head": False, "embed": False}
-    assert of.fewer(ALL, sizes, 10, has_moments=first) == ALL - {"head", "embed"}
+    assert of.fewer(ALL, sizes, 10, moments=first) == ALL - {"head", "embed"}
     assert of.owed == {"head", "embed"}
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, 
             of.skip(now)
             continue
         if what == "fewer":
-            now = of.fewer(now, dict.fromkeys(LAYERS, 10), room, has_moments=MOMENTS)
+            now = of.fewer(now, dict.fromkeys(LAYERS, 10), room, moments=MOMENTS)
         number = of.begin(now, MOMENTS)
         # As whoever commits does: a save is visible only if all that it leaves out is.
         is_visible = works and not ALL - visible - now
