@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
+from layerstore.model import Kind, StoredObject
 from tests.forked import Launch, Nursery
 from tests.live.module.launched import launched
 
@@ -72,8 +73,8 @@ def test_each_rank_keeps_its_own(case: Case) -> None:
         with Store(store) as opened:
             entries = opened.log(run, metrics=True)
             # The second saver has no metrics; the third one went on from step 3.
-            assert [(entry.attempt, entry.step) for entry in entries] == [(2, 4), (1, 3), (1, 2), (1, 1)]
-            assert [entry.metrics for entry in entries] == [{}, {"loss": 1.5}, {"loss": 1.0}, {"loss": 0.5}]
+            assert [(entry.attempt, entry.step) for entry in entries] == [(2, 4), (1, 4), (1, 3), (1, 2), (1, 1)]
+            assert [entry.metrics for entry in entries] == [{}, {}, {"loss": 1.5}, {"loss": 1.0}, {"loss": 0.5}]
             assert entries[-1].pins == (f"{run}-first",)
             states = [opened.repo.state(of) for of in opened.compose(f"{run}@3").composition.base.states]
             files = [{file.path for file in state.files} for state in states]
@@ -93,8 +94,17 @@ def test_differences_go_on_in_the_next_saver(case: Case) -> None:
                 [entry.compact for entry in opened.compose(f"{form}-delta8@{step}").composition.base.layers]
                 for step in range(1, 6)
             ]
+            entries = opened.compose(f"{form}-delta8@4").composition.base.layers
+            objects = [stored for of in entries for stored in opened.repo.version_of(of).objects]
+        assert [stored.is_coded for stored in objects if stored.kind is Kind.MASTER and _is_fp32(stored)].count(
+            False
+        ) == 0
         assert kept == ["exact", "delta8", "delta8", "delta8", "exact"]
         assert [set(counts) - {0} for counts in compact] == [set(), {1}, {2}, {3}, set()]
+
+
+def _is_fp32(stored: StoredObject) -> bool:
+    return {of.dtype for of in stored.tensors} == {"F32"}
 
 
 def test_the_store_is_sound(case: Case) -> None:
