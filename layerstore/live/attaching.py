@@ -147,8 +147,14 @@ def check_push(store: Store | None, push: str | None) -> None:
 
 def _check_saves(engine: Engine, options: SaverOptions) -> None:
     """Raise what the first save would refuse of *engine*, which may be hours from now."""
+    policy = chosen_policy(options.policy)
     try:
-        engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
+        found = engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
+        if getattr(policy, "measures", False) and any(layer.cut == "boxes" for layer in found.share.layers):
+            raise Unsupported(
+                f"policy {policy.name} cannot measure how far layers have moved that tensor parallelism has split",
+                hint="save with another policy, or every layer",
+            )
     except NotPlain as exc:
         raise Unsupported(f"the engine cannot be saved: {exc}", hint="keep plain values and tensors there") from exc
     except LayerstoreError as exc:

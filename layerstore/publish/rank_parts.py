@@ -73,8 +73,8 @@ def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
     return [source for layer in share.layers if layer.layer in due for source in layer.objects]
 
 
-FrozenWeights = MutableMapping[str, tuple[Hashable, StoredObject]]
-"""The mark and the object of each layer's frozen weights."""
+FrozenWeights = MutableMapping[tuple[str, int], tuple[Hashable, StoredObject]]
+"""By layer and shard: the mark and the object of frozen weights."""
 
 OlderVersions = MutableMapping[str, LayerVersion]
 """By layer, what the next differences refer to: a version with this rank's exact masters, or that refers to them."""
@@ -182,10 +182,10 @@ class _Sharing:
                 yield self.staging.planned(source, self.compact.plan(layer.layer, source))
                 continue
             mark = self.joint.mark(source)
-            known, stored = self.frozen.get(layer.layer, (None, None))
+            known, stored = self.frozen.get((layer.layer, source.shard), (None, None))
             if stored is None or known != mark or not self.writer.reuse(stored.ref):
                 stored = self.staging.object(source)
-                self.frozen[layer.layer] = mark, stored
+                self.frozen[layer.layer, source.shard] = mark, stored
             yield stored
 
 

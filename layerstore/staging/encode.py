@@ -80,10 +80,12 @@ class CompactLayers:
 
 
 def referable(
-    repo: Repository, place: Place, *, rank: int, world_size: int
+    repo: Repository, place: Place, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
-    Return what differences of *rank* can refer to of the layers inherited at *place*, and the layers cut otherwise.
+    Return what differences can refer to of the layers inherited at *place*, and the layers cut otherwise.
+
+    *shard* is the only one of each layer that this rank writes; None if it may write any.
 
     A version is left out if the store has lost any rank's objects of it, so that all ranks get the same layers.
     """
@@ -94,16 +96,16 @@ def referable(
             if version is not None and version.world_size != world_size:
                 others.append(layer)
             elif version is not None:
-                found[layer] = _of_rank(version, rank)
+                found[layer] = _of_shard(version, shard)
     return found, others
 
 
-def _of_rank(version: LayerVersion, rank: int) -> LayerVersion:
-    """Return *version* without the objects of other ranks, which are many."""
+def _of_shard(version: LayerVersion, shard: int | None) -> LayerVersion:
+    """Return *version* with masters alone, and without those of other ranks, which are many."""
     return replace(
         version,
-        objects=tuple(of for of in version.objects if of.kind is Kind.MASTER and of.shard == rank),
-        references=tuple(of for of in version.references if of.shard == rank),
+        objects=tuple(of for of in version.objects if of.kind is Kind.MASTER and shard in {of.shard, None}),
+        references=tuple(of for of in version.references if shard in {of.shard, None}),
     )
 
 

@@ -88,7 +88,7 @@ def begun(
     held = [share_of(rank, folder=found.folder, pattern=None) for rank in read_ranks(found.ranks, frozenset())]
     layers = [layer.layer for layer in held[0].layers]
     due = layers[::2] if half else layers
-    older = [referable(repo, place, rank=share.rank, world_size=len(held))[0] for share in held]
+    older = [referable(repo, place, shard=share.rank, world_size=len(held))[0] for share in held]
     joint = JointCommit(
         session=session,
         save=save,

@@ -94,7 +94,7 @@ def test_what_lost_its_keyframe_is_referred_to_by_no_rank(five: Store) -> None:
     place = Place.resumed(five.repo.catalog.find("r"), base.record, of_commit=base.commit, is_as_it_stands=True)
 
     for rank in range(ranks):
-        found, others = referable(five.repo, place, rank=rank, world_size=ranks)
+        found, others = referable(five.repo, place, shard=rank, world_size=ranks)
         assert found.keys() == place.inherited.keys() - {LAYER}
         assert not others
 

@@ -79,7 +79,7 @@ class ZeroEngine:
         self._check_ranks()
         self._check_optimizer(engine.zero_offload_optimizer())
         # Read once: when the process exits, the groups may be gone.
-        self.rank = _rank_in(self._zero.dp_process_group)
+        self.rank = self.shard = _rank_in(self._zero.dp_process_group)
         """This rank among those that share the optimizer's state."""
 
     def _check_ranks(self) -> None:

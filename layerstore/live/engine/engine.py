@@ -58,6 +58,10 @@ class Engine(Protocol):
         """This rank among those that share the optimizer's state."""
 
     @property
+    def shard(self) -> int | None:
+        """The only shard of each layer that this rank writes; None if it may write any."""
+
+    @property
     def own_keys(self) -> frozenset[str]:
         """The keys that the engine itself uses where the user's client_state goes."""
 

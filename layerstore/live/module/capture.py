@@ -124,6 +124,10 @@ class _State:
         self.keys = list(self.flat)
         self.signature = tuple((key, *_described(value)) for key, value in self.flat.items())
 
+    def is_alike(self, key: str) -> bool:
+        """Whether all ranks that hold a part hold the same in it."""
+        return self.paths[key][0] == OPTIMIZER or isinstance(self.flat[key], torch.nn.Parameter)
+
     def boxes(self, key: str) -> list[Box]:
         """Return which part of the tensor *key* each rank holds."""
         value, path = self.flat[key], self.paths[key]
@@ -195,8 +199,9 @@ def _items(state: _State, *, world_size: int) -> Iterator[Item]:
             holders.setdefault(box, []).append(rank)
         of = str(state.paths[key][1 if state.paths[key][0] == MODEL else 2])
         for box, ranks in holders.items():
-            # Moments are written by whoever writes their parameter.
-            owner = owners.setdefault((of, box), min(ranks, key=loads.__getitem__))
+            # Moments are written by whoever writes their parameter. Buffers may differ, and the first rank's count.
+            least = min(ranks, key=loads.__getitem__) if state.is_alike(key) else ranks[0]
+            owner = owners.setdefault((of, box), least)
             loads[owner] += prod(box[1]) * by_code(dtype).bytes
             yield Item(
                 rank=owner,

@@ -31,6 +31,8 @@ class ModuleEngine:
 
     own_keys: frozenset[str] = frozenset()
     """What the user keeps has a place of its own."""
+    shard = None
+    """Of ranks that hold the same, any may write it."""
 
     def __init__(self, model: object, optimizers: object) -> None:
         """
@@ -42,6 +44,8 @@ class ModuleEngine:
         """
         self.model = _bare(model)
         self.optimizers = tuple(_within(optimizers))
+        if not self.optimizers:
+            raise InvalidInput("there is no optimizer in the list", hint="attach(model, optimizer, store, run=…)")
         self.binding = binding_of(self.model)
         self._updates = [_updates_of(each) for each in self.optimizers]
         self._holders: list[list[Box]] | None = None

@@ -164,9 +164,10 @@ class ModuleLoad:
         """Say what was not saved."""
         without = [name for name, state in self._states.items() if not state]
         if without and len(without) < len(self._states):
-            yield f"{self._called} keeps no state of the optimizer for {without[0]!r}: it begins anew"
+            more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+            yield f"the optimizer begins anew for {without[0]!r}{more}: no state of it was saved"
         elif without and any(of.held is not None for of in self._held.values()) and self._base.step:
-            yield f"{self._called} keeps no state of the optimizer: it begins anew"
+            yield "the optimizer begins anew: no state of it was saved"
 
     # -- values ------------------------------------------------------------------------------------------------------
 

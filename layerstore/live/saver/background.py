@@ -92,9 +92,9 @@ class Background:
         *,
         commits: bool,
         collector: Collector | None,
-        refers: tuple[int, int] | None,
+        refers: tuple[int | None, int] | None,
     ) -> None:
-        """*refers* says which rank this is, of how many, if its differences refer to inherited versions."""
+        """*refers*: which shard this rank writes, None for any, and how many ranks are, if differences are kept."""
         self._refers = refers
         self._repo = repo
         self._pool = pool
@@ -129,9 +129,9 @@ class Background:
         self._older = {}
         if self._refers is None:
             return ()
-        rank, world_size = self._refers
-        self._older, others = referable(self._repo, place, rank=rank, world_size=world_size)
-        if others and rank == 0:
+        shard, world_size = self._refers
+        self._older, others = referable(self._repo, place, shard=shard, world_size=world_size)
+        if others and self._committing is not None:
             more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
             LOG.info(
                 "%s%s kept exactly at first: the version before is cut for another number of ranks", others[0], more

@@ -94,7 +94,7 @@ class Saver:
         self._session = open_session(exchange, self._repo)
         follows = self._is_first and (options.keep is not None or options.push is not None)
         self._collector = Collector(store, options.keep, run=run, push=options.push) if follows else None
-        refers = None if options.precision == "exact" else (engine.rank, engine.world_size)
+        refers = None if options.precision == "exact" else (engine.shard, engine.world_size)
         self._background = Background(
             self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector, refers=refers
         )

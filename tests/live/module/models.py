@@ -55,8 +55,8 @@ class Half(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return *hidden* plus what it adds."""
-        added: torch.Tensor = self.linear(hidden.bfloat16())
-        return hidden + added.float()
+        added: torch.Tensor = self.linear(hidden.bfloat16()).float()
+        return hidden + added
 
 
 class Every(nn.Module):
@@ -105,7 +105,8 @@ def placed(model: Every, form: str) -> nn.Module:
             parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layer, mesh=of_data)
     fully_shard(model.short, mesh=of_data)
-    return fully_shard(model, mesh=of_data)
+    fully_shard(model, mesh=of_data)
+    return model
 
 
 def optimizers_of(model: nn.Module, kind: str) -> Optimizers:

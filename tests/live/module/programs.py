@@ -214,7 +214,7 @@ def killed(options: Any) -> None:
         saver.save()
         saver.wait()
         if options["where"] == "copy" and last:
-            Copier.begin = lambda *_: hold("copy")(Path("copy"))  # type: ignore[method-assign, assignment, return-value]
+            Copier.begin = lambda *_: hold("copy")(Path("copy"))  # type: ignore[method-assign, assignment]
         if options["where"] != "copy":
             rank = 0 if options["where"] == "commit" else dist.get_world_size() - 1
             faults.on(*PLACES[options["where"]], hold(options["where"]), rank=rank)

@@ -65,16 +65,16 @@ def test_a_save_holds_the_state_of_its_moment(store: Path, monkeypatch: pytest.M
 def test_other_tensors_of_the_model_may_change_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that no optimizer trains is saved as it is at each save."""
     model, _ = new()
-    optimizer = torch.optim.AdamW(model.layers[0].parameters(), lr=1e-2)  # type: ignore[union-attr, operator]
+    optimizer = torch.optim.AdamW(model.get_submodule("layers.0").parameters(), lr=1e-2)
     with slow_copies(monkeypatch), layerstore.attach(model, optimizer, store, run="sft") as saver:
         states = saves(saver, model, optimizer, range(2))
         with torch.no_grad():
-            model.small.weight.add_(1)  # type: ignore[union-attr, operator]
+            model.get_parameter("small.weight").add_(1)
         states |= saves(saver, model, optimizer, range(2, 3))
 
     for step, state in states.items():
         again, _ = new(seed=5)
-        its = torch.optim.AdamW(again.layers[0].parameters(), lr=1e-2)  # type: ignore[union-attr, operator]
+        its = torch.optim.AdamW(again.get_submodule("layers.0").parameters(), lr=1e-2)
         layerstore.resume(again, its, store, run="sft", step=step)
         assert other(raw(again, its), state) == []
 
