@@ -113,6 +113,12 @@ def read_back(value: object, folder: Path) -> object:
     return settled(file.tree, file.storages, held)
 
 
+def bytes_in(memory: Memory, place: Path) -> bytes:
+    """Return a copy of what is at *place*."""
+    found: bytes = memory.bytes_of(place).numpy().tobytes()
+    return found
+
+
 def as_it_is(value: object) -> object:
     """Return what taking *value* apart in memory gives."""
     memory = Memory("memory")
@@ -120,7 +126,7 @@ def as_it_is(value: object) -> object:
 
     def bytes_at(storage: Storage) -> bytes:
         assert isinstance(storage.content, Located)
-        return memory.copied(storage.content.path)
+        return bytes_in(memory, storage.content.path)
 
     return settled(tree, memory.storages, bytes_at)
 
@@ -132,7 +138,7 @@ def revived(value: object) -> Any:
     def fill(storage: Storage) -> Any:
         made = empty(storage)
         assert isinstance(storage.content, Located)
-        bytes_of(made)[:] = memory.copied(storage.content.path)
+        bytes_of(made)[:] = bytes_in(memory, storage.content.path)
         return made
 
     return revive(inert(value, memory), fill, zero_makers())
@@ -239,11 +245,13 @@ def test_nothing_is_copied_until_it_is_asked_for() -> None:
     place = storage.content.path
 
     tensor.fill_(1)
-    assert memory.copied(place) == tensor.numpy().tobytes()
+    assert bytes_in(memory, place) == tensor.numpy().tobytes()
     memory.keep_copy(place)
     tensor.fill_(2)
 
-    assert memory.copied(place) == torch.ones(3).numpy().tobytes()
+    assert bytes_in(memory, place) == torch.ones(3).numpy().tobytes()
     assert memory.holds(place)
-    memory.drop(place)
+    memory.settle(storage)  # it is small: the tree has it from now on
     assert not memory.holds(place)
+    content: object = storage.content
+    assert content == torch.ones(3).numpy().tobytes()

@@ -82,7 +82,8 @@ class Every(nn.Module):
             hidden = layer(hidden)
         hidden = self.short(hidden)
         loss: torch.Tensor = self.head(hidden).square().mean() * self.get_buffer("scale")[0]
-        return loss + self.small(hidden).square().mean()
+        more: torch.Tensor = self.small(hidden).square().mean()
+        return loss + more
 
 
 def build(form: str, *, seed: int = 0, kind: str = "adamw") -> tuple[nn.Module, Optimizers]:

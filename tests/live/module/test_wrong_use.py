@@ -143,8 +143,9 @@ def test_a_module_comes_with_its_own_optimizer(tmp_path: Path, name: str) -> Non
     """Both for attach and for resume."""
     given, kind, words = ARGUMENTS[name]
     path = tmp_path / "store"
-    refused(lambda: layerstore.attach(*given(), path, run="sft"), kind, words, store=path)
-    refused(lambda: layerstore.resume(*given(), path, run="sft"), kind, words, store=path)
+    verbs: tuple[Callable[..., object], ...] = (layerstore.attach, layerstore.resume)
+    for verb in verbs:
+        refused(lambda verb=verb: verb(*given(), path, run="sft"), kind, words, store=path)  # type: ignore[misc]
 
 
 def test_a_store_is_named(tmp_path: Path) -> None:
