@@ -3,7 +3,7 @@ Saving and resuming a live engine: this room imports DeepSpeed, Transformers and
 
 ``attaching.py`` and ``resuming.py`` have what users call. ``saver/`` saves while training continues, ``deepspeed/``
 knows DeepSpeed, ``engine/`` says what a saver needs from any engine, and ``ranks/`` holds the messages between ranks.
-``trainer.py`` is the callback for Transformers' Trainer.
+``trainer.py`` is the callback for Transformers' Trainer, and ``trainer_fsdp.py`` what it does under FSDP2.
 """
 
 from layerstore.live.attaching import attach

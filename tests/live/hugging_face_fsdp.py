@@ -30,6 +30,7 @@ import layerstore
 from layerstore.transformers import LayerstoreCallback, checkpoint
 from tests.deepspeed import models
 from tests.deepspeed.trainer import DROPOUT, Batches, RecordingTrainer, training_arguments
+from tests.live import hugging_face
 
 STEPS = 6
 SAVE_STEPS = 2
@@ -46,6 +47,8 @@ def main() -> None:
     parser.add_argument("--part", required=True, choices=sorted(PARTS))
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
+    if arguments.part == "train":
+        hugging_face.job(arguments.out, "zero", store=arguments.out / "store", leave_at=LEFT_AT)
     shard_on_cpus()
     PARTS[arguments.part](arguments.out)
     # What a process that ends does; but taking down the threads of torch and gloo now and then aborts it.
@@ -57,6 +60,7 @@ def main() -> None:
 def shard_on_cpus() -> None:
     """Have Accelerate take these CPUs for accelerators: on CPUs it ignores all settings of FSDP."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 
@@ -87,6 +91,7 @@ def resume_all(out: Path) -> None:
         job(out, f"left-{form}", form=form, store=store, resume=True, trace=f"resumed-{form}")
     assert checkpoint(store, "referenced") is None
     job(out, "referenced", store=store, resume=checkpoint(store, "every@3"))
+    job(out, "from-zero", store=store, resume=checkpoint(store, "zero@2"), load_best=False)
     job(out, "other-form", form=FORMS[1], store=store, resume=checkpoint(store, f"stored-{FORMS[0]}@2"))
     accelerate_job(out, "accelerate-left", store=store, trace="accelerate-resumed")
 

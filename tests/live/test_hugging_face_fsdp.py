@@ -172,6 +172,25 @@ def test_a_folder_of_one_form_resumes_in_the_other(resumed: Path) -> None:
     assert trace(resumed, "other-form") == trace(resumed, f"files-{FORMS[0]}")[2:]
 
 
+def test_a_trainer_goes_on_from_what_deepspeed_has_saved(resumed: Path, store: Store) -> None:
+    """It begins with the masters and moments of ZeRO-3, bit for bit, and with its schedule; no folder lies between."""
+    saved, begun = store.compose("zero@2"), tensors(resumed, "from-zero/begun.pt")
+
+    for name, value in held(saved, "master").items():
+        assert begun[name] == value
+    for state in ("exp_avg", "exp_avg_sq"):
+        assert {
+            f"{name}.{state}": value for name, value in held(saved, "optimizer", state).items()
+        }.items() <= begun.items()
+    assert [entry["step"] for entry in trace(resumed, "from-zero")] == STEPS[2:]
+    rates = [
+        [entry["learning_rate"] for entry in history(resumed, name) if "learning_rate" in entry]
+        for name in ("from-zero", f"files-{FORMS[0]}")
+    ]
+    assert rates[0] == rates[1]
+    assert steps(store, "from-zero") == [4, 6]
+
+
 def test_another_number_of_ranks_begins_with_the_same_state(resumed: Path, elsewhere: Path, store: Store) -> None:
     """Masters, moments and counts are equal bit for bit; the batches are others there, and so are the losses."""
     assert tensors(elsewhere, "elsewhere/begun.pt") == tensors(resumed, f"resumed-{FORMS[0]}/begun.pt")
