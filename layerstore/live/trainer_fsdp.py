@@ -72,7 +72,7 @@ def _save(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
     if saver is None:
         return real()
     pointer = pointer_to_next(saver)
-    saver.take(lambda: saver.captured(_TAG, {}), client_state={}, folder=folder, tag=_TAG)
+    saver.take(None, client_state={}, folder=folder, tag=_TAG)
     with saver.exchange.together():
         if accelerator.is_local_main_process:
             write_fsdp_pointers(saver.store.repo.files, folder, pointer)

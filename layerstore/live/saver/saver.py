@@ -155,13 +155,15 @@ class Saver:
             keyframes=partial(keyframes, precision or self.options.precision, self.options.exact_every),
             metrics=metrics,
         )
-        saved = self._save(read, lambda request: self.captured(request.tag, request.client_state))
+        saved = self._save(read, self._captured)
         self._seal()
         return saved
 
-    def take(self, capture: Callable[[], Captured], *, client_state: dict[str, object], folder: Path, tag: str) -> None:
+    def take(
+        self, capture: Callable[[], Captured] | None, *, client_state: dict[str, object], folder: Path, tag: str
+    ) -> None:
         """
-        Save what *capture* returns, which the engine itself was about to write to *folder*.
+        Save what *capture* returns, else the engine's state, which was about to be written to *folder*.
 
         Files that are added to *folder* before training continues are kept too.
         """
@@ -169,12 +171,11 @@ class Saver:
         request = SaveRequest(
             step=step, client_state=client_state, folder=folder, tag=tag, keyframes=frames, is_complete=False
         )
-        self._save(lambda: request, lambda _: capture())
+        self._save(lambda: request, self._captured if capture is None else lambda _: capture())
 
-    def captured(self, tag: str, client_state: Mapping[str, object]) -> Captured:
-        """Return the engine's state, as the options want it."""
+    def _captured(self, asked: SaveRequest) -> Captured:
         pattern, exclude_frozen = self.options.pattern, self.options.excludes_frozen
-        return self._engine.capture(tag, client_state, pattern=pattern, exclude_frozen=exclude_frozen)
+        return self._engine.capture(asked.tag, asked.client_state, pattern=pattern, exclude_frozen=exclude_frozen)
 
     def _save(self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]) -> Saved:
         held = hold_training(self._engine.device)
