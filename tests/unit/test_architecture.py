@@ -217,6 +217,10 @@ EAGER = {
     "layerstore.live.dcp.copies",
     "layerstore.live.dcp.reader",
     "layerstore.live.dcp.writer",
+    "layerstore.live.module.capture",
+    "layerstore.live.module.engine",
+    "layerstore.live.module.held",
+    "layerstore.live.module.load",
     "layerstore.hf.saved_names",
     "layerstore.coding.kernels_torch",
 }

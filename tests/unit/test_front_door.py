@@ -65,6 +65,6 @@ def test_the_options_of_a_saver_are_known_by_name() -> None:
     taken = signature(layerstore.attach).parameters
 
     assert get_type_hints(SaverKeywords) == get_type_hints(layerstore.SaverOptions)
-    assert [*taken] == ["engine", "store", "run", *get_type_hints(SaverKeywords)]
+    assert [*taken] == ["engine", "optimizer", "store", "run", *get_type_hints(SaverKeywords)]
     assert taken["policy"].default == "latest"
     assert [*signature(LayerstoreCallback).parameters][:4] == ["store", "run", "every", "policy"]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -16,26 +16,26 @@ from layerstore.errors import Unsupported
 from layerstore.handover import CLIENT_STATE, DcpState, SavedValue
 from layerstore.hashing import object_id
 from layerstore.live.engine import Captured, Memory, inert, place_of
+from layerstore.live.module.held import Box, ModuleState
 from layerstore.model import Kind
 from layerstore.states import RankState
 from layerstore.tree import Tree
 from layerstore.zero3 import LayerSource, ObjectSource, Share, SliceSource
 from layerstore.zero3.trees import STAGE_3, STEP
 
-if TYPE_CHECKING:
-    from layerstore.live.module.engine import ModuleEngine
-
 MODEL, OPTIMIZER = "model", "optim"
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
 
 
 def capture(
-    engine: "ModuleEngine", client_state: Mapping[str, object], *, pattern: re.Pattern[str] | None, exclude_frozen: bool
+    engine: ModuleState,
+    client_state: Mapping[str, object],
+    *,
+    step: int,
+    pattern: re.Pattern[str] | None,
+    exclude_frozen: bool,
 ) -> Captured:
     """
-    Describe what *engine* trains.
+    Describe what *engine* trains, which has made *step* updates.
 
     Trained tensors and moments stay in place, to be copied before the next update, and so do frozen weights, which
     never change. Buffers, counters and everything else may change at any time, so they are copied here.
@@ -50,7 +50,7 @@ def capture(
         replace(
             layer,
             objects=tuple(own.get(layer.layer, ())),
-            optimizer_step=_updates_of(layer, state, default=engine.step),
+            optimizer_step=_updates_of(layer, state, default=step),
         )
         for layer in plan.layers
     )
@@ -90,7 +90,7 @@ def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | N
 class _State:
     """Everything that is there, by the keys of ``get_state_dict``, flattened as DCP flattens it."""
 
-    def __init__(self, engine: "ModuleEngine", *, exclude_frozen: bool) -> None:
+    def __init__(self, engine: ModuleState, *, exclude_frozen: bool) -> None:
         names = engine.names
         tensors = {
             name: tensor
@@ -166,7 +166,7 @@ def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return states
 
 
-def _plan(engine: "ModuleEngine", state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
+def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
     """Return which rank writes what, the same on every rank; it stays the same until the optimizer keeps more."""
     known = state.signature, frozenset(state.trained), pattern
     if engine.planned is None or engine.planned[0] != known:
@@ -231,7 +231,7 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
 
 
 def _kept_values(
-    engine: "ModuleEngine", state: _State, plan: PlannedSave, client_state: Mapping[str, object], memory: Memory
+    engine: ModuleState, state: _State, plan: PlannedSave, client_state: Mapping[str, object], memory: Memory
 ) -> RankState:
     """Return what is kept beside the layers: the first rank's for all, and each rank's own client_state."""
     own: dict[str, SavedValue] = {}

@@ -16,9 +16,10 @@ from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.handover import CLIENT_STATE, DcpState, Held, group_settings
 from layerstore.layers import unwrapped
-from layerstore.live.deepspeed.engine import ENGINE_KEYS
+from layerstore.live.deepspeed import ENGINE_KEYS
 from layerstore.live.engine import bytes_of, empty, read_random_state, revive
-from layerstore.live.module.engine import ModuleEngine, box_of, local
+from layerstore.live.module.engine import ModuleEngine
+from layerstore.live.module.held import box_of, local
 from layerstore.model import LayerVersion
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store

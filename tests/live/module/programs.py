@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
 import layerstore
@@ -16,18 +16,21 @@ from layerstore import Keep, Store
 from layerstore.dcp import StoreWriter
 from layerstore.live.saver.snapshot import Copier
 from tests.forked import tell
+from tests.live.dcp.meshes import mesh_of
 from tests.live.dcp.states import bits
 from tests.live.module.models import (
     FORMS,
+    Every,
     as_reader_loads,
     as_torch_loads,
     build,
     each_of,
     everything,
+    optimizers_of,
     other,
     train,
 )
-from tests.live.tiny import Faults, done, hold
+from tests.live.tiny import Faults, attempt, done, hold
 
 SAVED_AT = 3
 TRAINED_FOR = 5
@@ -245,3 +248,44 @@ def requeued(options: Any) -> None:
         losses += train(model, optimizers, found.step + 1, 6)
     tell("losses", losses=losses, step=found.step)
     done()
+
+
+def refused(options: Any) -> None:
+    """Ask for what ranks cannot have; tell how each is refused."""
+    store = options["store"]
+    model, optimizers = build("fsdp")
+    train(model, optimizers, 0, 1)
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        saver.save()
+
+    def tried(name: str, work: Any) -> None:
+        attempt(work, name)
+        dist.barrier()
+
+    other = Every()
+    if dist.get_rank() == 1:
+        other.register_buffer("more", torch.ones(1))
+    its = optimizers_of(other, "sgd")
+    tried("ranks-differ", lambda: layerstore.attach(other, its, store, run="new"))
+    tried("ranks-differ-resume", lambda: layerstore.resume(other, optimizers_of(other, "adamw"), store, run="sft"))
+    tried("other-runs", lambda: layerstore.attach(model, optimizers, store, run=f"run{dist.get_rank()}"))
+    tried("step", lambda: layerstore.resume(model, optimizers, store, run="sft", step=9))
+
+    factored, rows = build("fsdp", seed=4, kind="sgd")
+    weight = factored.get_parameter("embed.weight")
+    each_of(rows)[0].state[weight]["rows"] = torch.zeros(len(weight))  # as Adafactor keeps them
+    tried("rows", lambda: layerstore.attach(factored, rows, store, run="new"))
+
+    sums, _ = build("fsdp", seed=4)
+    handle = sums.get_submodule("layers.0")
+    handle.register_buffer("sums", _partial())
+    tried("partial", lambda: layerstore.attach(sums, optimizers_of(sums, "sgd"), store, run="new"))
+    if options["tensor"]:
+        split, its = build("tensor")
+        tried("drift", lambda: layerstore.attach(split, its, store, run="new", policy="drift"))
+    done()
+
+
+def _partial() -> Any:
+    """Return a tensor of which each rank has a summand."""
+    return DTensor.from_local(torch.ones(3), mesh_of("fsdp"), [Partial()])

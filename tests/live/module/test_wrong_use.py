@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 import layerstore
+from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, LayoutMismatch, NotFound, Unsupported
+from tests.forked import Nursery
 from tests.live.dcp.states import all_bits
 from tests.live.module.alone import new, raw
+from tests.live.module.launched import launched
 from tests.live.module.models import Every, Optimizers, train
 
 
@@ -185,3 +188,30 @@ def test_state_that_no_layer_can_hold_is_saved_whole_or_not_at_all(tmp_path: Pat
 
     with layerstore.attach(again, its, tmp_path / "store", run="half", policy="parity") as saver:
         refused(saver.save, InvalidInput, "cannot be cut into layers", store=tmp_path / "store")
+
+
+RANKS = {
+    "ranks-differ": ("LayoutMismatch", "the ranks have different models"),
+    "ranks-differ-resume": ("LayoutMismatch", "in the model, and not in sft@1"),
+    "other-runs": ("InvalidInput", "the ranks want different things"),
+    "step": ("NotFound", "run 'sft' has no step 9"),
+    "rows": ("Unsupported", "the optimizer keeps 'rows' of embed.weight, which is not split as the parameter is"),
+    "partial": ("Unsupported", "layers.0.sums has partial sums on each rank"),
+    "drift": ("Unsupported", "policy drift cannot measure how far layers have moved that tensor parallelism has split"),
+}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_all_ranks_refuse_what_one_of_them_does(ranks: Nursery, tmp_path: Path, count: int) -> None:
+    """In one line each, and nothing is written."""
+    launch = launched(ranks, tmp_path, "refused", count=count, tensor=count == 4)
+
+    for name, (kind, words) in RANKS.items():
+        if name == "drift" and count == 2:
+            continue
+        found = [event for event in launch.events() if event.get("name") == name]
+        assert [(event["kind"], event["error"]) for event in found] == [("raised", kind)] * count, name
+        assert any(words in event["message"] for event in found), found
+    with Store(tmp_path / "store") as store:
+        assert [entry.step for entry in store.log("sft")] == [1]
+        assert store.repo.records.runs() == ["sft"]

@@ -1,0 +1,172 @@
+"""What a module and its optimizers hold, and which rank holds which part of it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from layerstore.distcp import PlannedSave
+from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
+from layerstore.hashing import object_id
+from layerstore.layers import unwrapped
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
+
+
+class ModuleState:
+    """A module and the optimizers that train it: what they hold, and which rank holds which part."""
+
+    def __init__(self, model: object, optimizers: object) -> None:
+        """
+        Take *model* and its optimizer, or several in a list.
+
+        Raises:
+            InvalidInput: They are something else, or the optimizer trains what the model does not have.
+            Unsupported: The model is wrapped in what is not supported.
+        """
+        self.model = _bare(model)
+        self.optimizers = tuple(_within(optimizers))
+        if not self.optimizers:
+            raise InvalidInput("there is no optimizer in the list", hint="attach(model, optimizer, store, run=…)")
+        self._holders: list[list[Box]] | None = None
+        self.planned: tuple[object, PlannedSave] | None = None
+        """Which rank writes what, and what that follows from."""
+        names = self.names
+        for group in self.groups():
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise InvalidInput(
+                        "the optimizer trains a parameter that the model does not have",
+                        hint="make the optimizer after fully_shard, which replaces parameters",
+                    )
+
+    # -- what they hold ----------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return all param groups."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return parameters and persistent buffers by name, tied ones under each name; the tensors themselves."""
+        return {name: value for name, value in self._state().items() if isinstance(value, torch.Tensor)}
+
+    def extras(self) -> dict[str, Any]:
+        """Return what modules keep besides, by name."""
+        return {name: value for name, value in self._state().items() if not isinstance(value, torch.Tensor)}
+
+    def _state(self) -> dict[str, Any]:
+        return {unwrapped(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Return the name of each parameter, by its identity; of tied ones the first."""
+        found: dict[int, str] = {}
+        # Not from `named_parameters`, which has whole ones after an evaluation under FSDP2.
+        for name, value in self._state().items():
+            found.setdefault(id(value), name)
+        return found
+
+    def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Return what the optimizers keep of *parameter*."""
+        found = (each.state.get(parameter) for each in self.optimizers)
+        return next((state for state in found if state), {})
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that an optimizer updates, by name."""
+        names = self.names
+        return {names[id(each)]: each for group in self.groups() for each in group["params"] if each.requires_grad}
+
+    # -- the ranks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the state."""
+        return dist.get_rank() if _is_distributed() else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that share the state."""
+        return dist.get_world_size() if _is_distributed() else 1
+
+    def meet(self, gathered: Callable[[Sequence[int]], list[list[int]]], is_same: Callable[[str], bool]) -> None:
+        """
+        Learn which rank holds which part of each tensor. Collective.
+
+        Raises:
+            LayoutMismatch: The ranks have different models.
+        """
+        tensors = self.tensors()
+        shapes = repr([(name, tuple(of.shape), str(of.dtype)) for name, of in tensors.items()])
+        if not is_same(object_id(shapes.encode())):
+            raise LayoutMismatch("the ranks have different models", hint="pipelines are not supported")
+        boxes = [box_of(name, of) for name, of in tensors.items()]
+        of_ranks = gathered([number for offsets, sizes in boxes for number in (*offsets, *sizes)])
+        self._holders = [list(_parsed(numbers, tensors.values())) for numbers in of_ranks]
+
+    @property
+    def holders(self) -> list[list[Box]]:
+        """For each rank, which part of each of `tensors` it holds."""
+        assert self._holders is not None, "the ranks meet before they save"
+        return self._holders
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of *tensor*, in its own memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bare(model: object) -> torch.nn.Module:
+    """Return *model* without what distributes it."""
+    if isinstance(model, DistributedDataParallel):
+        return _bare(model.module)
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInput(f"{type(model).__name__} is not a module", hint="attach(model, optimizer, store, run=…)")
+    kinds = {type(each).__name__ for each in model.modules()}
+    if "FullyShardedDataParallel" in kinds:
+        raise Unsupported("the model is wrapped by FSDP1", hint="shard it with fully_shard, which is FSDP2")
+    return model
+
+
+def _within(given: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers of torch in a list, or in the wrappers of Accelerate and torchtitan."""
+    several = given if isinstance(given, list | tuple) else getattr(given, "optimizers", None)
+    inner = getattr(given, "optimizer", None)
+    if several is not None:
+        for each in several:
+            yield from _within(each)
+    elif isinstance(inner, Optimizer):
+        yield inner
+    elif isinstance(given, Optimizer):
+        yield given
+    else:
+        raise InvalidInput(
+            f"{type(given).__name__} is not an optimizer of torch", hint="attach(model, optimizer, store, run=…)"
+        )
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def box_of(name: str, tensor: torch.Tensor) -> Box:
+    """Return which part of *tensor* this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise Unsupported(f"{name} has partial sums on each rank", hint="redistribute it first")
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # what DCP asks, too
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _parsed(numbers: Sequence[int], tensors: Iterable[torch.Tensor]) -> Iterator[Box]:
+    left = iter(numbers)
+    for tensor in tensors:
+        offsets = tuple(next(left) for _ in range(tensor.dim()))
+        yield offsets, tuple(next(left) for _ in range(tensor.dim()))
