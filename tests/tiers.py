@@ -18,6 +18,7 @@ FULL = (
     "inspect/test_browser.py",
     "live/dcp/test_meshes.py",
     "live/module/test_every_mesh.py",
+    "live/module/test_kills.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",

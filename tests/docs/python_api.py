@@ -17,7 +17,19 @@ from tests.docs.pages import ROOT
 _LINE_MAX = 100
 # What is public for other rooms of the library or for a framework that calls back, and for nobody else.
 INTERNAL = {
-    *("small", "repo", "composition", "names_of", "exchange", "reasons", "anchored", "take", "pointer", "went_to"),
+    *(
+        "small",
+        "repo",
+        "composition",
+        "names_of",
+        "exchange",
+        "reasons",
+        "anchored",
+        "take",
+        "captured",
+        "pointer",
+        "went_to",
+    ),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
     *("reset", "set_up_storage_writer", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan"),
     *("write_data", "read_data", "read_metadata", "finish", "validate_checkpoint_id", "stage"),

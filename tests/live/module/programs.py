@@ -106,6 +106,8 @@ def going_on(options: Any) -> None:
                 for name, bits in weights.items()
             }
             tell("mixed", run=run, steps=steps, layers=found.layers)
+        if form == "ddp":
+            _buffers(options["store"])
         _with_options(options["store"], f"{form}-options", form, folder)
         _compactly(options["store"], f"{form}-delta8", form)
     done()
@@ -152,6 +154,17 @@ def evaluate(model: Any) -> None:
     model.eval()
     with torch.no_grad():
         model(torch.zeros(4, 8, dtype=torch.long))
+
+
+def _buffers(store: str) -> None:
+    """Save buffers that differ between ranks, as DDP leaves them: at the next forward the first rank's count."""
+    model, optimizers = build("ddp")
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank())
+    with layerstore.attach(model, optimizers, store, run="buffers") as saver:
+        saver.save()
+    layerstore.resume(model, optimizers, store, run="buffers")
+    tell("buffers", sums=[float(value.sum()) for name, value in model.named_buffers() if "not_saved" not in name])
 
 
 def _with_options(store: str, run: str, form: str, folder: Path) -> None:

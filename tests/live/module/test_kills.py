@@ -28,7 +28,6 @@ def losses(ranks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["copy", "write", "part", "commit"])
-@pytest.mark.sample(2)
 def test_a_killed_save_is_never_seen_and_the_next_launch_goes_on(
     ranks: Nursery, tmp_path: Path, losses: dict[str, list[list[str]]], where: str, form: str
 ) -> None:

@@ -57,6 +57,15 @@ def test_a_policy_takes_each_layer_from_its_own_save(case: Case) -> None:
                 assert event["layers"][version.layer] in event["steps"][of.name], (event["run"], of.name)
 
 
+def test_buffers_are_those_of_the_first_rank(case: Case) -> None:
+    """As DDP's own forward takes them."""
+    launch, _, forms = case
+    found = launch.events("buffers")
+
+    assert len(found) == (launch.count if "ddp" in forms else 0)
+    assert all(not any(event["sums"]) for event in found)
+
+
 def test_each_rank_keeps_its_own(case: Case) -> None:
     """User's state and generators, the first one also files; pins hold; an older step begins an attempt."""
     launch, store, forms = case
