@@ -71,7 +71,8 @@ class StoreCheckpoints(CheckpointManager):  # type: ignore[misc]  # torchtitan i
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Load the run's newest commit, or *step*; without one, what torchtitan loads at the first launch."""
-        if not Path(self.store).exists() or self.run not in layerstore.open(self.store).runs():
+        store = layerstore.open(self.store) if Path(self.store).exists() else None
+        if store is None or self.run not in store.runs():
             return bool(super()._load(step))
         states = self._states_to_load(model_only=False)
         load(states, storage_reader=StoreReader(self.store, self.run if step == -1 else f"{self.run}@{step}"))
