@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -410,16 +411,18 @@ def engine_with(checkpoint_engine: Any) -> Any:
 
 
 def _engines_where(is_it: Callable[[Any], bool]) -> list[Any]:
-    from deepspeed import DeepSpeedEngine
-
-    return [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None:
+        return []  # nobody can have made one
+    kind = deepspeed.DeepSpeedEngine
+    return [each for each in gc.get_objects() if issubclass(type(each), kind) and is_it(each)]
 
 
 def _only(engines: list[Any]) -> Any:
     if not engines:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed",
-            hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3",
+            hint="pass TrainingArguments(deepspeed=CONFIG) with stage 1, 2 or 3, or fsdp=True",
         )
     if len(engines) > 1:
         raise InvalidInput(
