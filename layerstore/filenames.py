@@ -40,6 +40,8 @@ ZERO12 = "ZeRO-1 or ZeRO-2"
 READABLE = frozenset({ZERO3, ZERO12})
 """The kinds of checkpoints that are ingested as they are."""
 UNIVERSAL = "universal"
+SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
+"""Where the Trainer and Accelerate keep a schedule of their own."""
 DCP_METADATA = ".metadata"
 """What says where the tensors of a distributed checkpoint lie."""
 DCP = "torch.distributed.checkpoint"

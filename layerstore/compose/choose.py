@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from layerstore.compose.exactness import inexact
-from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, LayoutMismatch, NotFound
+from layerstore.compose.exactness import earlier_exact, inexact
+from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayoutMismatch, NotFound
 from layerstore.history import (
     Past,
     Resolved,
@@ -21,7 +21,6 @@ from layerstore.history import (
     others_in,
     references_to,
     saved_at,
-    saves_below,
 )
 from layerstore.layers import typed
 from layerstore.model import (
@@ -39,7 +38,7 @@ from layerstore.numbers import can_convert
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.precision import flagged, stated
 from layerstore.slices import Slices
-from layerstore.storage import RecordName, RecordRow, Repository, RunView
+from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import LayerSource
 from layerstore.zero3.trees import undivided
@@ -383,10 +382,11 @@ def difference(base: LayerVersion, other: LayerVersion, *, states: bool = True) 
 def mismatch(base: LayerVersion, other: LayerVersion | LayerSource) -> str | None:
     """Say how the parameters and buffers of *other* do not fit those of *base*; None if they do."""
     ours, theirs = _by_name(base), _by_name(other)
+    types, others = _types_of_masters(base), _types_of_masters(other)
     for name in sorted(ours.keys() ^ theirs.keys()):
         return f"{_kind(ours.get(name) or theirs[name])} {name!r} is {'missing' if name in ours else 'not in the base'}"
     for name, mine in ours.items():
-        if not _are_alike(mine, theirs[name]):
+        if not _are_alike(mine, theirs[name]) or types.get(name) != others.get(name):
             return f"{_kind(mine)} {name!r} is {_facts(theirs[name])}, in the base {_facts(mine)}"
     return None
 
@@ -403,6 +403,12 @@ def _are_alike(mine: Parameter | Buffer, theirs: Parameter | Buffer) -> bool:
     tied = [of.aliases if isinstance(of, Parameter) else () for of in (mine, theirs)]
     is_tied_alike = tied[0] == tied[1] or not all(tied)
     return mine.shape == theirs.shape and trained[0] == trained[1] and is_type_alike and is_tied_alike
+
+
+def _types_of_masters(layer: LayerVersion | LayerSource) -> dict[str, str]:
+    if isinstance(layer, LayerSource):
+        return {part.name: part.dtype for of in layer.objects if of.kind is Kind.MASTER for part in of.slices}
+    return {part.name: part.dtype for of in layer.objects if of.kind is Kind.MASTER for part in of.tensors}
 
 
 def _by_name(version: LayerVersion | LayerSource) -> dict[str, Parameter | Buffer]:
@@ -463,7 +469,7 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     # A pin's base may be gone; then there is no reference to narrow the command by.
     narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     verify = f"layerstore verify{narrow}{option}"
-    earlier = _earlier_exact(repo, composition, entry) if composition.wants_exact else None
+    earlier = earlier_exact(repo, base, entry) if composition.wants_exact else None
     if resumes:
         step = "…" if earlier is None else f"{earlier.step}, exact=True"
         repair = f"layerstore repair{option} --from COPY"
@@ -476,21 +482,6 @@ def _locate(repo: Repository, composition: Composition, lost: str, exc: Integrit
     else:
         older = "" if entry is None or composition.wants_exact else "compose --without-damaged takes older versions; "
     exc.hint = f"{verify} says which composites still stand; {older}or {exc.hint}"
-
-
-def _earlier_exact(repo: Repository, composition: Composition, lost: LayerEntry | None) -> RecordRow | None:
-    """Return the newest exact save below the base that does not have the version that is *lost*, None if none is."""
-    base = composition.base
-    view = repo.catalog.find(base.run)
-    try:
-        for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
-            if row.is_exact and (
-                lost is None or lost.version not in [of.version for of in row.entries([lost.layer]).values()]
-            ):
-                return row
-    except LayerstoreError:
-        pass  # a record below it is damaged, too: verify tells it
-    return None
 
 
 def _has(repo: Repository, version: BlobRef, lost: str) -> bool:

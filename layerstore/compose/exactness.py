@@ -1,12 +1,12 @@
-"""What a composition has that was not kept bit for bit, in one sentence."""
+"""What a composition has that was not kept bit for bit, in one sentence; and which save before it was."""
 
 from collections.abc import Mapping, Sequence
 
 from layerstore.coding import CODINGS
 from layerstore.errors import LayerstoreError, NotFound
-from layerstore.history import Resolved, newest_exact, reference_to
-from layerstore.model import Kind, LayerEntry, LayerVersion
-from layerstore.storage import Repository
+from layerstore.history import Resolved, newest_exact, reference_to, saves_below
+from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.storage import RecordRow, Repository
 
 
 def inexact(
@@ -81,3 +81,17 @@ def _newest_exact(repo: Repository, base: Resolved, *, is_live: bool) -> str:
     except LayerstoreError:
         return ""  # whoever asks for it is told why it cannot be found
     return f"; the newest exact save is {name} ({'resume(…, exact=True)' if is_live else '--exact'} takes it)"
+
+
+def earlier_exact(repo: Repository, base: CommitRecord, lost: LayerEntry | None) -> RecordRow | None:
+    """Return the newest exact save below *base* that does not have the version that is *lost*, None if none is."""
+    view = repo.catalog.find(base.run)
+    try:
+        for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
+            if row.is_exact and (
+                lost is None or lost.version not in [of.version for of in row.entries([lost.layer]).values()]
+            ):
+                return row
+    except LayerstoreError:
+        pass  # a record below it is damaged, too: verify tells it
+    return None

@@ -45,16 +45,17 @@ class Contents:
         *,
         aliases: Mapping[str, str] | None = None,
         trained: Collection[str] = (),
+        of_optimizer: Collection[str] | None = None,
     ) -> "Contents":
         """
         Return what *entries* are, which come in the model's order.
 
-        Who knows more says so: which keys are *aliases* of which, and which parameters are *trained*, with moments or
-        without.
+        Who knows more says so: which keys are *aliases* of which, which parameters are *trained*, with moments or
+        without, and which keys are *of_optimizer*.
         """
         aliases = _aliases(entries) if aliases is None else aliases
         own = {key: entry for key, entry in entries.items() if key not in aliases}
-        found = _Moments.among(own)
+        found = _Moments.among(own, of_optimizer)
         prefix = found.prefix if found.moments else _model_prefix(own)
         names: dict[str, str] = {}  # by key
         taken: set[str] = set()
@@ -134,9 +135,10 @@ class _Moments:
     """The keys of moments, and of single numbers beside them."""
 
     @classmethod
-    def among(cls, entries: Mapping[str, Entry]) -> "_Moments":
+    def among(cls, entries: Mapping[str, Entry], of_optimizer: Collection[str] | None) -> "_Moments":
         tensors = {key: entry for key, entry in entries.items() if entry.dtype is not None}
-        states = {key: split for key in tensors for split in splits(key)}
+        candidates = tensors if of_optimizer is None else [key for key in tensors if key in of_optimizer]
+        states = {key: split for key in candidates for split in splits(key)}
         prefix = _prefix_of({name for name, _ in states.values()}, tensors.keys() - states.keys())
         moments: dict[str, tuple[str, str]] = {}
         counters, owned, taken = dict[str, str](), set[str](), set[tuple[str, str]]()

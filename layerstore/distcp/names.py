@@ -100,6 +100,8 @@ def _of_dcp(
         of, held = described[saved.held.name], saved.held
         if isinstance(of, Buffer):  # in a layer that DeepSpeed saved
             held = replace(held, kind=Kind.BUFFERS)
+        elif held.kind is not Kind.OPTIMIZER:  # an older version may have been frozen, or trained
+            held = replace(held, kind=Kind.MASTER if slices.shards(Kind.MASTER, of.name) else Kind.WEIGHTS)
         dtype = _dtype(slices, held, of.shape, default=of.dtype)
         yield Named(path=saved.path, keys=(key,), dtype=dtype, shape=of.shape, layer=layers[of.name], held=held)
     counted = {key: name for name, key in state.counters.items()} if adam_step == "per-layer" else {}

@@ -15,6 +15,7 @@ from layerstore.distcp.transfer import Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
+from layerstore.filenames import SCHEDULES
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.handover import Since, counted_on, group_settings, is_stale, since
 from layerstore.hashing import crc32
@@ -48,9 +49,6 @@ from layerstore.zero3.trees import STEP, number_of
 
 _USUAL = ("model.", "optim.")
 """What the folder puts before names, if it is as PyTorch's own examples write it."""
-
-_SCHEDULES = frozenset({"scheduler.pt", "scheduler.bin"})
-"""Where the Trainer and Accelerate keep a schedule of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +221,7 @@ class _Reading:
                 f"everything but weights and moments is of {self._called}, such as random states and the loss scale; "
                 f"steps, and a schedule that DeepSpeed keeps, are counted on by {done.updates}"
             )
-            beside = sorted({path for path in paths if path.rpartition("/")[2] in _SCHEDULES})
+            beside = sorted({path for path in paths if path.rpartition("/")[2] in SCHEDULES})
             if beside:
                 yield f"{beside[0]} is that of {self._called}, {done.updates} steps behind: set the schedule yourself"
         rounded = [of for of in self._wanted.values() if of.is_rounded and of.tensor.dtype != of.dtype]

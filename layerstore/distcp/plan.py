@@ -68,16 +68,18 @@ def plan_save(
     pattern: re.Pattern[str] | None = None,
     aliases: Mapping[str, str] | None = None,
     trained: Collection[str] = (),
+    of_optimizer: Collection[str] | None = None,
 ) -> PlannedSave:
     """
     Plan a save of *items* on *world_size* ranks, whose layers *pattern* may name.
 
-    *paths* lead to each key in the nested state, in the order of that. *aliases* and *trained* are for `Contents`.
+    *paths* lead to each key in the nested state, in the order of that. *aliases*, *trained* and
+    *of_optimizer* are for `Contents`.
     """
     order = {key: number for number, key in enumerate(paths)}
     items = sorted(items, key=lambda item: order.get(item.key, len(order)))
     entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
-    contents = Contents.of(entries, aliases=aliases, trained=trained)
+    contents = Contents.of(entries, aliases=aliases, trained=trained, of_optimizer=of_optimizer)
     by_key = _boxes_by_key((item for item in items if item.key not in (aliases or {})), contents)
     shards = max(map(len, by_key.values()), default=1)
     layers, work = [], [list[tuple[str, ObjectSource]]() for _ in range(world_size)]

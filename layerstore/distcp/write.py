@@ -21,7 +21,7 @@ from layerstore.compose import Composition, cautions, check_members
 from layerstore.distcp.metadata import Chunk, Entry, metadata_bytes
 from layerstore.distcp.names import Named, names_of
 from layerstore.dtypes import by_code, dtype_name
-from layerstore.filenames import DCP_METADATA, SUMMARY, TRAINER_STATE
+from layerstore.filenames import DCP_METADATA, FSDP_FOLDERS, SUMMARY, TRAINER_STATE
 from layerstore.handover import Held
 from layerstore.hf import goes_along
 from layerstore.limits import MIB, PAGE_BYTES
@@ -39,9 +39,6 @@ _PAGES_FROM_BYTES = 16 * PAGE_BYTES
 
 _ALIGNMENT_BYTES = 64
 """Of all others, as in torch."""
-
-_TRAINER_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
-"""Where the HF Trainer looks for the checkpoints of an FSDP training."""
 
 
 def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep) -> ExportPlan:
@@ -64,10 +61,10 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     files = [writer.data_file(number, of_file) for number, of_file in enumerate(by_layer.values())]
     files.append(literal_file(DCP_METADATA, metadata_bytes(writer.entries())))
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
-    if base.layout.flavour == "hf":
+    if any(file.path == TRAINER_STATE for file in state.files):
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
         above = metadata_bytes(writer.entries(below="../"))
-        files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in _TRAINER_FOLDERS)
+        files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in FSDP_FOLDERS)
     trained = (of for of in named if of.held is not None and of.held.kind is Kind.MASTER and prod(of.shape) > 0)
     codes = {of.dtype for of in trained if of.dtype is not None}
     dtype = dtype_name(codes.pop()) if len(codes) == 1 else "mixed"

@@ -34,7 +34,7 @@ class Loading(Protocol):
         """Updates, samples and skipped updates, as the engine counts them."""
 
     def fill(self) -> None:
-        """Give it to what is trained."""
+        """Give it to this rank's part of what is trained."""
 
 
 class Attachable(Protocol):
@@ -59,6 +59,9 @@ class Attachable(Protocol):
 
     def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> Loading:
         """Read *composition* and check that it fits."""
+
+    def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
+        """Let all ranks *fill* it with what was read. Collective."""
 
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all ranks."""

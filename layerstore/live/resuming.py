@@ -108,12 +108,12 @@ def resume(
         composition = composite.composition
         with exchange.together(), losses_told(opened.repo, composition, resumes=True):
             loading = trained.read(opened, composition, adam_step=adam_step, like=like)
-    return _filled(trained, composite, loading)
+        trained.fill(loading.fill, exchange)
+    return _resumed(trained, composite, loading)
 
 
-def _filled(trained: Attachable, composite: Composite, loading: Loading) -> Resumed:
-    """Give what was read to what is trained."""
-    loading.fill()
+def _resumed(trained: Attachable, composite: Composite, loading: Loading) -> Resumed:
+    """Restore the random state; return what was resumed."""
     trained.warn(composite.name, *loading.notes)
     is_restored = loading.random_state is not None and set_random_state(loading.random_state)
     updates, samples, skipped = loading.counters

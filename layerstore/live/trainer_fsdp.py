@@ -7,7 +7,7 @@ attached to the model, and leaves pointers; pointers are loaded from the store; 
 
 import functools
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,12 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
         found = _found(exchange, folder, saver)
         if found is not None:
             pointer, store, composition = found
-            with exchange.together(), nullcontext() if optimizer else losses_told(store.repo, composition):
+            with exchange.together(), losses_told(store.repo, composition):
                 loading = trained.read_part(store, composition, optimizer=optimizer)
+            trained.fill(loading.fill, exchange)
     if found is None:
         trained.binding.empty()
         return real()
-    loading.fill()
     trained.warn(pointer.name, *(loading.notes if optimizer else ()))
     return None
 

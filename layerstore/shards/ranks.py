@@ -148,7 +148,7 @@ def plan_ranks(
     if is_fresh:
         _check_fresh(first)
     notes = [*cautions(repo, composition, moments=not is_fresh, is_live=is_live), *buffer_notes(slices, count)]
-    notes += [following.note] if following is not None else ()
+    notes += following.notes if following is not None else ()
     notes += moments_notes(composition, is_fresh=is_fresh)
     notes += gathered_notes(first, slices) if composition.older_layers or composition.mean else ()
     adapted = _adapter(base, first, world_size=count, is_converted=is_converted)

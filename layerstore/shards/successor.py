@@ -4,17 +4,18 @@ DeepSpeed's own state for what FSDP2 saved: that of a commit that DeepSpeed made
 A commit of FSDP2 has masters and moments. Trees, loss scaler and schedule are DeepSpeed's alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
+from layerstore.filenames import RANDOM_STATE, SCHEDULES
 from layerstore.handover import CLIENT_STATE, DcpState, Since, counted_on, group_settings, since
 from layerstore.history import references_to, resolve
 from layerstore.model import CommitRecord, Kind
 from layerstore.states import RankState, SourceFile
 from layerstore.storage import Repository
-from layerstore.tree import Tensor, Tree, changed
-from layerstore.zero3.trees import TreeView, number_of
+from layerstore.tree import Tensor, Tree
+from layerstore.zero3.trees import ENGINE_KEYS, TreeView, number_of
 
 _GROUPS = "param_groups."
 
@@ -24,17 +25,27 @@ class Successor:
     """The states of *before*, a commit of DeepSpeed, as they would be at a later commit of FSDP2."""
 
     before: CommitRecord
-    note: str
+    notes: tuple[str, ...]
     _done: Since
     _files: Mapping[str, SourceFile]
     """Files of the later commit, in the place of those of the same name."""
-    _client_state: Mapping[Tree, Tree]
+    _client_states: Sequence[Mapping[Tree, Tree]]
+    """What the user has kept at the later commit, by rank."""
 
     def state(self, state: RankState) -> RankState:
         """Return *state*, of a rank of the commit before, as it would be now."""
         moved = counted_on(state, self._done, self._files)
-        tree = changed(TreeView.of(moved.model).mapping(), self._client_state)
-        return replace(moved, model=replace(moved.model, tree=tree))
+        kept = self._client_states[state.rank if state.rank < len(self._client_states) else 0]
+        tree: dict[Tree, Tree] = {
+            key: value for key, value in TreeView.of(moved.model).mapping().items() if key in ENGINE_KEYS
+        }
+        tree |= {key: value for key, value in kept.items() if key not in ENGINE_KEYS}
+        # What was drawn since must not be drawn again.
+        files = [file for file in moved.files if not self._done.updates or not self._is_stale(file)]
+        return replace(moved, model=replace(moved.model, tree=tree), files=tuple(files))
+
+    def _is_stale(self, file: SourceFile) -> bool:
+        return RANDOM_STATE.fullmatch(file.path) is not None and file.path not in self._files
 
 
 def successor(repo: Repository, base: CommitRecord, like: str | None) -> Successor:
@@ -70,14 +81,31 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         later=called,
         earlier=named,
     )
-    kept = own.values.get(CLIENT_STATE)
+    kept = [_client_state(own if number == 0 else DcpState.read(state)) for number, state in enumerate(states)]
+    files = {file.path: file for state in states for file in state.files}
     return Successor(
         before=before,
-        note=f"what is DeepSpeed's own is that of {named}, counted on by {done.updates} updates",
+        notes=tuple(_notes(repo.state(before.states[0]), done, files, kept[0], named=named)),
         _done=done,
-        _files={file.path: file for state in states for file in state.files},
-        _client_state=kept.tree if kept is not None and isinstance(kept.tree, dict) else {},
+        _files=files,
+        _client_states=kept,
     )
+
+
+def _client_state(own: DcpState) -> Mapping[Tree, Tree]:
+    kept = own.values.get(CLIENT_STATE)
+    return kept.tree if kept is not None and isinstance(kept.tree, dict) else {}
+
+
+def _notes(
+    first: RankState, done: Since, files: Mapping[str, SourceFile], kept: Mapping[Tree, Tree], *, named: str
+) -> Iterator[str]:
+    yield f"what is DeepSpeed's own is that of {named}, counted on by {done.updates} updates"
+    stale = [of.path for of in first.files if of.path.rpartition("/")[2] in SCHEDULES and of.path not in files]
+    if stale and done.updates:
+        yield f"{stale[0]} is that of {named}, {done.updates} steps behind: set the schedule yourself"
+    if taken := sorted(str(key) for key in kept if key in ENGINE_KEYS):
+        yield f"client_state[{taken[0]!r}] is left out: DeepSpeed keeps its own under that key"
 
 
 def _newest(repo: Repository, base: CommitRecord) -> CommitRecord | None:

@@ -6,10 +6,9 @@ Only ``engine.py`` uses DeepSpeed's names.
 
 from layerstore.live.deepspeed.attachable import AttachableEngine
 from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine
-from layerstore.live.deepspeed.engine import ENGINE_KEYS, engine_of, engines_are_made_with
+from layerstore.live.deepspeed.engine import engine_of, engines_are_made_with
 
 __all__ = [
-    "ENGINE_KEYS",
     "AttachableEngine",
     "StoreCheckpointEngine",
     "engine_of",

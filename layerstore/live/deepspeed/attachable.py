@@ -8,13 +8,13 @@ from typing import Any
 from layerstore.compose import Composition
 from layerstore.live.binding import Binding
 from layerstore.live.deepspeed.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
-from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine
+from layerstore.live.deepspeed.engine import ZeroEngine
 from layerstore.live.deepspeed.load import Loaded
 from layerstore.live.engine import read_random_state
 from layerstore.live.ranks import Exchange
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
-from layerstore.zero3.trees import TreeView
+from layerstore.zero3.trees import ENGINE_KEYS, TreeView
 
 
 class AttachableEngine:
@@ -44,6 +44,11 @@ class AttachableEngine:
     def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> "EngineLoad":
         """Read *composition* and check that it fits."""
         return EngineLoad(self.engine, self._loader, store, composition, adam_step=adam_step, like=like)
+
+    def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
+        """Let all ranks *fill* it with what was read: DeepSpeed's own loader is collective."""
+        del exchange
+        fill()
 
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all ranks."""

@@ -14,7 +14,7 @@ from layerstore.compose import losses_told
 from layerstore.errors import Unsupported
 from layerstore.live.binding import Binding, binding_of, wait_for_saves
 from layerstore.live.deepspeed.capture import SavedStates, capture
-from layerstore.live.deepspeed.engine import ENGINE_KEYS, ZeroEngine, engine_with
+from layerstore.live.deepspeed.engine import ZeroEngine, engine_with
 from layerstore.live.deepspeed.load import Loaded, whole_weights
 from layerstore.live.engine import Captured
 from layerstore.live.pointer_files import (
@@ -28,6 +28,7 @@ from layerstore.live.pointer_files import (
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver import Saver
 from layerstore.zero3 import Pointer, read_pointer
+from layerstore.zero3.trees import ENGINE_KEYS
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 

@@ -24,19 +24,10 @@ from layerstore.live.engine import FOLDER, Captured
 from layerstore.live.log import LOG
 from layerstore.live.scratch import put, scratch
 from layerstore.zero3 import read_latest
-from layerstore.zero3.trees import STAGE_3
+from layerstore.zero3.trees import ENGINE_KEYS, STAGE_3
 
 if TYPE_CHECKING:
     import torch
-
-# DeepSpeed's own keys in a rank's model_states; all others are the user's client_state.
-_ENGINE_KEYS = """
-    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
-    data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
-    mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers autoep_layers
-    universal_checkpoint_info folding
-"""
-ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
 _MODULE_ONLY = (
     "under ZeRO stage 3 DeepSpeed's load_module_only=True loads buffers and frozen weights, and none that is trained; "

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +31,8 @@ class Captured:
     """What the optimizer keeps that cannot be cut into layers; empty if nothing."""
     model: Memory
     optimizer: Memory
+    changed: Callable[[], str] = field(default=str)
+    """Returns the name of what has changed before it was copied, and must not have; empty if nothing has."""
 
     def memory(self, path: Path) -> Memory:
         """Return the memory that holds *path*."""

@@ -41,6 +41,8 @@ class Memory:
         self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
+        self._replaced: list[torch.UntypedStorage] = []
+        """Storages of which there are copies: held, too, so that no other one gets their address."""
         self._marks: dict[Path, Hashable] = {}
 
     def storage(self, tensor: "torch.Tensor") -> Storage:
@@ -93,6 +95,7 @@ class Memory:
     def keep_copy(self, path: Path) -> None:
         """Replace the memory at *path* by a copy on the host that nothing else changes."""
         copy = self.bytes_of(path).to("cpu", copy=True)
+        self._replaced.append(self._held[path])
         self._held[path] = copy.untyped_storage()
         self._marks[path] = object()  # torch does not count every change, such as those of a norm's averages
 

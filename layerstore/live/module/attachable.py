@@ -49,6 +49,18 @@ class AttachableModule:
             self.engine, store, composition, adam_step="unify", weights=not optimizer, optimizer=optimizer
         )
 
+    def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
+        """Let all ranks *fill* it with what was read; if one fails, none saves what it holds. Collective."""
+        try:
+            with exchange.together():
+                fill()
+        except BaseException:
+            self.binding.fail_load()
+            raise
+        saver = self.binding.saver
+        if saver is not None:
+            saver.went_to(self.binding.composition_in(saver.store))
+
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all ranks."""
         for note in notes if self.engine.rank == 0 else ():

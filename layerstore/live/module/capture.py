@@ -37,8 +37,8 @@ def capture(
     """
     Describe what *engine* trains, which has made *step* updates.
 
-    Trained tensors and moments stay in place, to be copied before the next update, and so do frozen weights, which
-    never change. Buffers, counters and everything else may change at any time, so they are copied here.
+    Trained tensors and moments stay in place, to be copied before the next update, and so do frozen weights, unless
+    they have changed before. Buffers, counters and everything else may change at any time, so they are copied here.
     """
     state = _State(engine, exclude_frozen=exclude_frozen)
     plan = _plan(engine, state, pattern)
@@ -74,6 +74,7 @@ def capture(
         undivided=", ".join(sorted({key.rpartition(".")[2] for key in plan.contents.outside})),
         model=tensors,
         optimizer=values,
+        changed=state.changed,
     )
 
 
@@ -91,38 +92,46 @@ class _State:
     """Everything that is there, by the keys of ``get_state_dict``, flattened as DCP flattens it."""
 
     def __init__(self, engine: ModuleState, *, exclude_frozen: bool) -> None:
-        names = engine.names
-        tensors = {
-            name: tensor
-            for name, tensor in engine.tensors().items()
-            if not (exclude_frozen and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad)
+        names, trained = engine.names, engine.trained
+        tensors = engine.tensors()
+        frozen = {
+            name
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and name not in trained
         }
+        in_groups = {names[id(parameter)] for group in engine.groups() for parameter in group["params"]}
+        if exclude_frozen:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
         first: dict[int, str] = {}
         for name, tensor in tensors.items():
             first.setdefault(id(tensor), name)
-        states = _on_host({name: dict(engine.state_of(parameter)) for name, parameter in engine.trained.items()})
+        states = _on_host({name: dict(engine.state_of(parameter)) for name, parameter in trained.items()})
         groups = [
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in engine.groups()
         ]
         of_optimizer = {"state": {name: of for name, of in states.items() if of}, "param_groups": groups}
-        self.flat, self.paths = flatten_state_dict({MODEL: tensors | engine.extras(), OPTIMIZER: of_optimizer})
-        self.holder = {
-            name: [boxes[number] for boxes in engine.holders] for number, name in enumerate(engine.tensors())
-        }
+        self.flat, self.paths = flatten_state_dict({MODEL: tensors, OPTIMIZER: of_optimizer})
+        self._engine = engine
         self.aliases = {
             f"{MODEL}.{name}": f"{MODEL}.{first[id(tensor)]}"
             for name, tensor in tensors.items()
             if first[id(tensor)] != name
         }
-        self.trained = {f"{MODEL}.{name}" for name in engine.trained}
-        self.frozen = {
-            f"{MODEL}.{name}"
-            for name, tensor in tensors.items()
-            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        }
+        self.trained = {f"{MODEL}.{name}" for name in trained}
+        still = (name for name in (frozen - in_groups) & tensors.keys() if engine.is_as_it_was(name, tensors[name]))
+        self.frozen = {f"{MODEL}.{name}" for name in still}
         self.steps = {name: float(of[STEP]) for name, of in states.items() if STEP in of}
         self.keys = list(self.flat)
         self.signature = tuple((key, *_described(value)) for key, value in self.flat.items())
+        self._watched: list[tuple[str, torch.Tensor, int]] = []
+
+    def watch(self, key: str) -> None:
+        """Note what must stay as it is until it was copied."""
+        self._watched.append((key, self.flat[key], self.flat[key]._version))
+
+    def changed(self) -> str:
+        """Return the key of a tensor that has changed since; empty if none has."""
+        return next((key for key, tensor, version in self._watched if tensor._version != version), "")
 
     def is_alike(self, key: str) -> bool:
         """Whether all ranks that hold a part hold the same in it."""
@@ -132,16 +141,16 @@ class _State:
         """Return which part of the tensor *key* each rank holds."""
         value, path = self.flat[key], self.paths[key]
         if path[0] == MODEL:
-            return self.holder[str(path[1])]
+            return self._engine.boxes(str(path[1]), tuple(value.shape))
         of = self.flat[f"{MODEL}.{path[2]}"]
         if value.shape == of.shape and _placement(value) == _placement(of):
-            return self.holder[str(path[2])]
+            return self._engine.boxes(str(path[2]), tuple(of.shape))
         if _placement(value) is not None or _placement(of) is not None:
             raise Unsupported(
                 f"the optimizer keeps {path[-1]!r} of {path[2]}, which is not split as the parameter is",
                 hint="train on one rank, or with an optimizer that keeps a number for each element",
             )
-        return [((0,) * value.dim(), tuple(value.shape))] * len(self.holder[str(path[2])])
+        return [((0,) * value.dim(), tuple(value.shape))] * self._engine.world_size
 
 
 def _described(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -177,6 +186,7 @@ def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -
             pattern=pattern,
             aliases=state.aliases,
             trained=state.trained,
+            of_optimizer={key for key, path in state.paths.items() if path[0] == OPTIMIZER},
         )
         engine.planned = known, plan
     return engine.planned[1]
@@ -223,10 +233,14 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
     key = state.keys[int(part.path.name)]
     value = state.flat[key].detach()
     held = value.to_local() if isinstance(value, DTensor) else value
+    if type(held) not in {torch.Tensor, torch.nn.Parameter}:
+        raise Unsupported(f"{key} is a {type(held).__name__}, which cannot be saved", hint="keep plain tensors")
     held = held.contiguous()
     path = place_of(memory.storage(held))
     if kind is Kind.WEIGHTS and key not in state.frozen:
         memory.keep_copy(path)
+    elif not held.is_inference():
+        state.watch(key)
     return replace(part, path=path, offset_bytes=int(held.storage_offset()) * held.element_size())
 
 
@@ -240,6 +254,8 @@ def _kept_values(
         own[CLIENT_STATE] = SavedValue(path=(CLIENT_STATE,), tree=tree)
     if engine.rank:
         return replace(DcpState(tensors={}, values=own, counters={}, outside=frozenset()).kept(), rank=engine.rank)
+    for name, value in engine.extras().items():
+        own[f"{MODEL}.{name}"] = SavedValue(path=(MODEL, name), tree=inert(value, memory, where=name))
     trees: dict[str, Tree] = {key: inert(state.flat[key], memory, where=key) for key in plan.contents.values}
     whole = plan.contents.state(plan.entries, trees)
     return replace(whole, values={**whole.values, **own}).kept()

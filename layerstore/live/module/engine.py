@@ -63,8 +63,7 @@ class ModuleEngine(ModuleState):
     @property
     def state_bytes(self) -> int:
         """The bytes of this rank's masters and moments."""
-        own = sum(local(each).nbytes for each in self.trained.values())
-        return own * (1 + _MOMENTS_MAX)
+        return self.bytes_to_write * (1 + _MOMENTS_MAX)
 
     @property
     def scripts(self) -> list[Path]:

@@ -10,9 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from layerstore.distcp import PlannedSave
-from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
+from layerstore.errors import Conflict, InvalidInput, LayoutMismatch, Unsupported
 from layerstore.hashing import object_id
 from layerstore.layers import unwrapped
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls what modules keep besides parameters and buffers."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
@@ -33,12 +36,16 @@ class ModuleState:
         self.optimizers = tuple(_within(optimizers))
         if not self.optimizers:
             raise InvalidInput("there is no optimizer in the list", hint="attach(model, optimizer, store, run=…)")
-        self._holders: list[list[Box]] | None = None
+        self._boxes: dict[str, tuple[tuple[int, ...], list[Box]]] | None = None
+        self._first_marks: dict[str, tuple[int, int]] = {}
         self.planned: tuple[object, PlannedSave] | None = None
         """Which rank writes what, and what that follows from."""
-        names = self.names
+        names, seen = self.names, set[int]()
         for group in self.groups():
             for parameter in group["params"]:
+                if id(parameter) in seen:
+                    raise InvalidInput(f"two optimizers train {names[id(parameter)]!r}", hint="give it to one of them")
+                seen.add(id(parameter))
                 if id(parameter) not in names:
                     raise InvalidInput(
                         "the optimizer trains a parameter that the model does not have",
@@ -53,11 +60,15 @@ class ModuleState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by name, tied ones under each name; the tensors themselves."""
-        return {name: value for name, value in self._state().items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in self._state().items() if not name.endswith(EXTRA_STATE)}
 
     def extras(self) -> dict[str, Any]:
-        """Return what modules keep besides, by name."""
-        return {name: value for name, value in self._state().items() if not isinstance(value, torch.Tensor)}
+        """Return what modules keep besides, by name; see ``Module.get_extra_state``."""
+        return {name: value for name, value in self._state().items() if name.endswith(EXTRA_STATE)}
+
+    def set_extra(self, name: str, value: Any) -> None:
+        """Give a module what it has kept besides."""
+        self.model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix(".")).set_extra_state(value)
 
     def _state(self) -> dict[str, Any]:
         return {unwrapped(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
@@ -78,9 +89,20 @@ class ModuleState:
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """The parameters that an optimizer updates, by name."""
+        """The parameters that an optimizer updates, by name; one that is frozen for a while has a state of it, too."""
         names = self.names
-        return {names[id(each)]: each for group in self.groups() for each in group["params"] if each.requires_grad}
+        return {
+            names[id(each)]: each
+            for group in self.groups()
+            for each in group["params"]
+            if each.requires_grad or self.state_of(each)
+        }
+
+    def is_as_it_was(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a frozen parameter has not changed since it was first asked for."""
+        held = local(tensor)
+        mark = held.data_ptr(), 0 if held.is_inference() else tensor._version
+        return self._first_marks.setdefault(name, mark) == mark
 
     # -- the ranks ---------------------------------------------------------------------------------------------------
 
@@ -107,13 +129,37 @@ class ModuleState:
             raise LayoutMismatch("the ranks have different models", hint="pipelines are not supported")
         boxes = [box_of(name, of) for name, of in tensors.items()]
         of_ranks = gathered([number for offsets, sizes in boxes for number in (*offsets, *sizes)])
-        self._holders = [list(_parsed(numbers, tensors.values())) for numbers in of_ranks]
+        by_rank = [list(_parsed(numbers, tensors.values())) for numbers in of_ranks]
+        self._boxes = {
+            name: (tuple(of.shape), [boxes[number] for boxes in by_rank])
+            for number, (name, of) in enumerate(tensors.items())
+        }
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
+        """
+        Return which part of a tensor of the model each rank holds.
+
+        Raises:
+            Conflict: It was not there, or had another shape, when the ranks met.
+        """
+        assert self._boxes is not None, "the ranks meet before they save"
+        known, boxes = self._boxes.get(name, (None, []))
+        if known != shape:
+            raise Conflict(
+                f"{name!r} is {list(shape)}, and was {'not there' if known is None else list(known)} when the saver "
+                "was attached",
+                hint="close the saver, and attach another one",
+            )
+        return boxes
 
     @property
-    def holders(self) -> list[list[Box]]:
-        """For each rank, which part of each of `tensors` it holds."""
-        assert self._holders is not None, "the ranks meet before they save"
-        return self._holders
+    def bytes_to_write(self) -> int:
+        """The bytes of trained parameters that this rank is to write: of those that several hold, its part."""
+        found = 0
+        for name, each in self.trained.items():
+            boxes = self.boxes(name, tuple(each.shape))
+            found += local(each).nbytes // boxes.count(boxes[self.rank])
+        return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,8 +170,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bare(model: object) -> torch.nn.Module:
     """Return *model* without what distributes it."""
-    if isinstance(model, DistributedDataParallel):
-        return _bare(model.module)
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    if isinstance(inner, torch.nn.Module):  # of DDP, or of torch.compile
+        return _bare(inner)
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(f"{type(model).__name__} is not a module", hint="attach(model, optimizer, store, run=…)")
     kinds = {type(each).__name__ for each in model.modules()}
@@ -143,6 +190,8 @@ def _within(given: Any) -> Iterator[Optimizer]:
             yield from _within(each)
     elif isinstance(inner, Optimizer):
         yield inner
+    elif type(given).__name__ == "ZeroRedundancyOptimizer":
+        raise Unsupported("ZeroRedundancyOptimizer keeps another state on each rank", hint="shard with fully_shard")
     elif isinstance(given, Optimizer):
         yield given
     else:

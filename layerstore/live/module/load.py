@@ -16,17 +16,21 @@ from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.handover import CLIENT_STATE, DcpState, Held, group_settings
 from layerstore.layers import unwrapped
-from layerstore.live.deepspeed import ENGINE_KEYS
 from layerstore.live.engine import bytes_of, empty, read_random_state, revive
+from layerstore.live.module.capture import MODEL
 from layerstore.live.module.engine import ModuleEngine
-from layerstore.live.module.held import box_of, local
+from layerstore.live.module.held import EXTRA_STATE, box_of, local
 from layerstore.model import LayerVersion
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
 from layerstore.tree import Storage, Tree
+from layerstore.zero3.trees import ENGINE_KEYS, STEP
 
 _HOW_IT_COMPUTES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a param group that are the program's own, whatever was saved."""
+
+_OF_CLASS = ("betas", "momentum")
+"""Settings that tell optimizers apart."""
 
 _GROUPS = "param_groups."
 _MODEL_HINT = "resume into the model that was saved"
@@ -79,6 +83,11 @@ class ModuleLoad:
         self._boxes.read()
         own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
         self._state = repo.state(self._base.states[own])
+        self.client_state = self._client_state()
+        extras = engine.extras() if weights else {}
+        self._extras = {
+            name: self._revived(self._values[key]) for name in extras if (key := f"{MODEL}.{name}") in self._values
+        }
         is_own = self._base.world_size == engine.world_size
         self.random_state = read_random_state(self._state, repo.content_of, rank=engine.rank) if is_own else None
 
@@ -136,12 +145,12 @@ class ModuleLoad:
                 found[name][state] = self._wanted(name, of, self._trained[name])
             elif not state:
                 assert of.held is not None, "it was found so"
-                for name, key in splits(saved):
+                for name, key in splits(saved) if saved in self._outside else ():
                     if name in found:
                         found[name][key] = self._read_later(of, of.held, (0,) * len(of.shape), of.shape)
         for key, value in self._values.items():
             for name, state in splits(key):
-                if name in found:
+                if name in found and not key.endswith(EXTRA_STATE):
                     found[name][state] = self._revived(value)
         return found
 
@@ -158,6 +167,12 @@ class ModuleLoad:
                 raise LayoutMismatch(
                     f"{members[0]!r} and {other!r} share a param group, and have other settings in {self._called}",
                     hint="build the optimizer's param groups as they were",
+                )
+            odd = next((key for key in _OF_CLASS if first and (key in first) != (key in group)), None)
+            if odd is not None:
+                raise LayoutMismatch(
+                    f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike that of {self._called}",
+                    hint="resume into an optimizer of the class that was saved",
                 )
             yield {key: self._revived(value) for key, value in first.items() if key not in _HOW_IT_COMPUTES}
 
@@ -187,9 +202,8 @@ class ModuleLoad:
         """The step; samples and skipped updates are not counted."""
         return self._base.step, 0, 0
 
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """What the user kept; in a commit of DeepSpeed it lies between DeepSpeed's own keys."""
+    def _client_state(self) -> dict[str, Any]:
+        """Return what the user kept; in a commit of DeepSpeed it lies between DeepSpeed's own keys."""
         if self._base.is_dcp:
             kept = DcpState.read(self._state).values.get(CLIENT_STATE)
             return {} if kept is None else dict(self._revived(kept.tree))
@@ -211,13 +225,13 @@ class ModuleLoad:
         if self._has_optimizer:  # it comes last, and before it there is no commit to go on from
             binding.fill(self._store, self._composition)
             self._engine.begin_at(self._base.step)
-        if binding.saver is not None:
-            binding.saver.went_to(binding.composition_in(binding.saver.store))
 
     @torch.no_grad()
     def _fill(self) -> None:
         for target, found in self._weights:
             target.copy_(found)
+        for name, value in self._extras.items():
+            self._engine.set_extra(name, value)
         names, groups = self._engine.names, iter(self._groups)
         for optimizer in self._engine.optimizers if self._has_optimizer else ():
             for group in optimizer.param_groups:
@@ -228,16 +242,17 @@ class ModuleLoad:
                     optimizer.state.pop(parameter, None)
                     if state:
                         optimizer.state[parameter] = {
-                            key: _moved(value, parameter, counts_there=counts_there) for key, value in state.items()
+                            key: _moved(key, value, parameter, counts_there=counts_there)
+                            for key, value in state.items()
                         }
 
 
-def _moved(value: Any, parameter: torch.Tensor, *, counts_there: bool) -> Any:
+def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool) -> Any:
     """Return a *value* of the optimizer's state where the optimizer wants it."""
     if not isinstance(value, torch.Tensor):
         return value
     own = local(parameter)
-    if not value.dim():
+    if key == STEP and not value.dim():
         return value.to(own.device) if counts_there else value
     if value.shape != own.shape:
         return value.to(own.device)

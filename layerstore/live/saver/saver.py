@@ -263,6 +263,10 @@ class Saver:
                 if self._collector is not None and self._collector.push_error:
                     raise StorageIO(self._collector.push_error, errno=None, filename=str(self.options.push))
 
+    def copied(self) -> None:
+        """Return once this rank's saves hold copies: others than its optimizer may change what is trained."""
+        self._wait_for_copies(self._jobs)
+
     def _wait_for_room(self) -> bool:
         """Return True once no rank has too many saves that wait for its disk, False if that takes one too long."""
         awaited = self._running()[: 1 - JOBS_MAX]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from layerstore.errors import Unsupported
 from layerstore.limits import MIB
 from layerstore.live.engine import Captured
 from layerstore.model import Kind
@@ -147,6 +148,8 @@ class Snapshot:
                         self.error = exc
                         self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=self._failed))
                         raise
+                    if part is self.slices[-1] and start + step >= part.size_bytes:
+                        ready = self._unless_changed(copy, ready)
                     self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=ready))
             copy.finish()
         except PoolClosed:
@@ -156,6 +159,17 @@ class Snapshot:
         finally:
             self._chunks.put(None)
             self.copied.set()
+
+    def _unless_changed(self, copy: "Copier", ready: Callable[[], None]) -> Callable[[], None]:
+        """Return *ready* of the last piece, unless what was copied has changed meanwhile: then the reader must fail."""
+        copy.finish()
+        if changed := self.captured.changed():
+            self.error = Unsupported(
+                f"{changed} was changed between save() and the next update of its optimizer",
+                hint="saver.copied() returns once anything may change what is trained",
+            )
+            return self._failed
+        return ready
 
     def _failed(self) -> NoReturn:
         raise CopyFailed("the engine's memory could not be copied") from self.error

@@ -11,6 +11,7 @@ from layerstore.zero3.trees.sharding import (
     sharding_of,
 )
 from layerstore.zero3.trees.view import (
+    ENGINE_KEYS,
     STAGE_3,
     STEP,
     TreeView,
@@ -35,6 +36,7 @@ from layerstore.zero3.trees.view import (
 )
 
 __all__ = [
+    "ENGINE_KEYS",
     "STAGE_3",
     "STEP",
     "Fragment",

@@ -21,6 +21,15 @@ from layerstore.tree import Inert, Located, Size, Tensor, Tree, changed, replace
 
 STAGE_3 = 3
 
+# DeepSpeed's own keys in a rank's model_states; all others are the user's client_state.
+_ENGINE_KEYS = """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+    data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
+    mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers autoep_layers
+    universal_checkpoint_info folding
+"""
+ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
+
 # What DeepSpeed calls the masters, and what the optimizer itself saved: under stage 3, and under stages 1 and 2.
 _MASTERS = ("fp32_flat_groups", "single_partition_of_fp32_groups")
 _INNER = ("optimizer_state_dict", "base_optimizer_state")

@@ -1,0 +1,231 @@
+"""Modules as people write them: with odd names, odd memory, state of their own, and parts frozen for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerstore
+from layerstore import Conflict, LayoutMismatch, Unsupported
+from tests.live.module.alone import raw, slow_copies
+from tests.live.module.models import other
+
+
+class Odd(nn.Module):
+    """A part is called as optimizers call theirs, buffers lie across, a parameter is a number, and it counts."""
+
+    def __init__(self) -> None:
+        """Build the module."""
+        super().__init__()
+        self.state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("first", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("second", (100 + torch.arange(12.0)).view(3, 4).t())
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return what it keeps besides."""
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.count = state["count"]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        self.count += 1
+        loss: torch.Tensor = (self.head(self.state(inputs)) * self.scale).square().mean()
+        return loss
+
+
+def built(seed: int = 0) -> tuple[Odd, torch.optim.Optimizer]:
+    """Return the module and its optimizer."""
+    torch.manual_seed(seed)
+    model = Odd()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make an update."""
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return where the store will be."""
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("policy", ["full", "parity"])
+def test_all_of_an_odd_module_comes_back(store: Path, policy: str) -> None:
+    """Every bit of it, and what a module keeps besides; layers are those of the model."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="odd", policy=policy) as saver:
+        update(model, optimizer)
+        saver.save()
+    again, its = built(seed=1)
+
+    assert layerstore.resume(again, its, store, run="odd") is not None
+
+    assert other(raw(again, its), raw(model, optimizer)) == []
+    assert again.count == 1
+    with layerstore.open(store) as opened:
+        layers = opened.compose("odd").layers
+    assert not [layer for layer in layers if layer.startswith("optim")]
+
+
+def test_what_is_frozen_for_a_while_is_saved_with_its_moments(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was at the save, though it is trained on before it is copied."""
+    model, optimizer = built()
+    states: dict[int, Any] = {}
+    with (
+        slow_copies(monkeypatch),
+        layerstore.attach(model, optimizer, store, run="odd", policy="parity") as saver,
+    ):
+        for step in range(1, 6):
+            model.head.requires_grad_(step % 2 == 0)
+            update(model, optimizer)
+            states[step] = raw(model, optimizer)
+            saver.save()
+            model.head.requires_grad_(True)
+
+    again, its = built(seed=1)
+    for step in (1, 2, 3, 4, 5):
+        found = layerstore.resume(again, its, store, run="odd", step=step)
+        assert found is not None
+        if set(found.layers.values()) == {step}:
+            assert other(raw(again, its), states[step]) == []
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_change_before_it_was_copied_gives_the_save_up(
+    store: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """Unless it waited for the copies; the commits hold what was there at their save."""
+    model, optimizer = built()
+    with slow_copies(monkeypatch), layerstore.attach(model, optimizer, store, run="odd") as saver:
+        update(model, optimizer)
+        saver.save()
+        update(model, optimizer)
+        expected = raw(model, optimizer)
+        saver.save()
+        if is_told:
+            saver.copied()
+        with torch.no_grad():
+            model.head.weight.zero_()
+        saver.wait()
+        errors = saver.status().errors
+    again, its = built(seed=1)
+    found = layerstore.resume(again, its, store, run="odd")
+
+    assert found is not None
+    if is_told:
+        assert errors == ()
+        assert other(raw(again, its), expected) == []
+    else:
+        assert "was changed between save() and the next update" in errors[0]
+        assert found.step == 1
+
+
+def test_a_teacher_that_follows_is_saved_as_it_is_each_time(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has changed, it is read at each save."""
+    model, _ = built()
+    model.head.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.state.parameters(), lr=1e-2)
+    with slow_copies(monkeypatch), layerstore.attach(model, optimizer, store, run="odd") as saver:
+        update(model, optimizer)
+        saver.save()
+        saver.wait()
+        for _ in range(2):
+            update(model, optimizer)
+            with torch.no_grad():
+                model.head.weight.mul_(0.5)
+            expected = model.head.weight.clone()
+            saver.save()
+            saver.copied()
+            with torch.no_grad():
+                model.head.weight.mul_(0.5)
+        saver.wait()
+        assert saver.status().errors == ()
+    again, _ = built(seed=1)
+    its = torch.optim.AdamW(again.state.parameters(), lr=1e-2)
+    layerstore.resume(again, its, store, run="odd")
+
+    assert torch.equal(again.head.weight, expected)
+
+
+def test_a_compiled_module_is_the_module(store: Path) -> None:
+    """Whether it was compiled before the resume or after."""
+    model, optimizer = built()
+    with layerstore.attach(torch.compile(model, backend="eager"), optimizer, store, run="odd") as saver:
+        update(model, optimizer)
+        saver.save()
+    again, its = built(seed=1)
+    layerstore.resume(again, its, store, run="odd")
+    with layerstore.attach(torch.compile(again, backend="eager"), its, store, run="odd") as saver:
+        assert saver.attempt == 1
+
+
+def twice(model: Odd, optimizer: torch.optim.Optimizer) -> Any:
+    """Return two optimizers of one parameter."""
+    return [optimizer, torch.optim.SGD(model.head.parameters(), lr=1.0)]
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "error", "words"),
+    [
+        (twice, layerstore.InvalidInput, "two optimizers train 'head.weight'"),
+        (lambda *_: [], layerstore.InvalidInput, "there is no optimizer in the list"),
+    ],
+)
+def test_optimizers_that_cannot_be_kept_are_refused(
+    store: Path, optimizers: Callable[..., Any], error: type[Exception], words: str
+) -> None:
+    """Before anything is made."""
+    model, optimizer = built()
+
+    with pytest.raises(error, match=words):
+        layerstore.attach(model, optimizers(model, optimizer), store, run="odd")
+    assert not store.exists()
+
+
+def test_an_optimizer_of_another_class_is_not_filled(store: Path) -> None:
+    """Its settings tell."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="odd") as saver:
+        update(model, optimizer)
+        saver.save()
+    again, _ = built(seed=1)
+
+    with pytest.raises(LayoutMismatch, match="the optimizer has no 'betas', unlike that of odd@1"):
+        layerstore.resume(again, torch.optim.SGD(again.parameters(), lr=0.1), store, run="odd")
+
+
+def test_a_buffer_of_another_shape_than_at_first_is_refused(store: Path) -> None:
+    """At the save: every rank counts on the shapes that all have told."""
+    model, optimizer = built()
+    with layerstore.attach(model, optimizer, store, run="odd") as saver:
+        model.first = torch.zeros(5)
+        with pytest.raises((Conflict, layerstore.InvalidInput), match=r"was .* when the saver was attached"):
+            saver.save()
+
+
+def test_a_tensor_of_a_class_of_its_own_is_named(store: Path) -> None:
+    """When the saver is attached."""
+
+    class Packed(torch.Tensor):
+        """A subclass."""
+
+    model, optimizer = built()
+    model.register_buffer("packed", torch.zeros(3).as_subclass(Packed))
+
+    with pytest.raises(Unsupported, match="packed"):
+        layerstore.attach(model, optimizer, store, run="odd")
