@@ -47,7 +47,7 @@ def part(offset: int, *, name: str = "weight") -> SliceSource:
 def snapshot_of(data: torch.Tensor, offsets: list[int]) -> Snapshot:
     """Return a snapshot of the slices of *data* at *offsets*."""
     memory = SimpleNamespace(bytes_of=lambda path: data)
-    captured = cast(Captured, SimpleNamespace(memory=lambda path: memory))
+    captured = cast(Captured, SimpleNamespace(memory=lambda path: memory, changed=str))
     return Snapshot(captured, [part(offset) for offset in offsets])
 
 
