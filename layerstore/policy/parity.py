@@ -16,7 +16,8 @@ class Parity:
     """
     Half of the layers at each save, in turns.
 
-    One save: even blocks and the output side (norm, head); the next: odd blocks and the input side (embeddings).
+    One save: even blocks and the output side (norm, head); the next: odd blocks and the input side (embeddings). In a
+    model without numbered blocks every other layer.
     """
 
     fresh: Annotated[
@@ -54,5 +55,7 @@ class Parity:
         """Return one half."""
         remainder = (save.number + self._shift) % 2
         parts = anatomy(save.layers)
+        if not parts.blocks:  # in a model without numbered ones, layers take turns
+            return frozenset(save.layers[remainder::2])
         blocks = {block for block in parts.blocks if (block_index(block) or 0) % 2 == remainder}
         return frozenset(blocks.union(parts.input_side if remainder else parts.output_side))

@@ -96,6 +96,14 @@ def test_parity_takes_turns() -> None:
     assert Parity().due(save(7)) == blocks(1, 3, 5, 7) | {"model.embed_tokens"}
 
 
+def test_parity_takes_turns_where_no_block_is_numbered() -> None:
+    """Or one half would be everything, and the other nothing."""
+    layers = ("conv1", "conv2", "norm", "fc")
+
+    assert Parity().due(save(4, layers)) == {"conv1", "norm"}
+    assert Parity().due(save(7, layers)) == {"conv2", "fc"}
+
+
 @given(number=st.integers(0, 1000), fresh=st.sampled_from(["even", "odd"]), layers=st.sampled_from([LLAMA, GPT2, T5]))
 def test_two_saves_of_parity_hold_everything_once(number: int, fresh: Any, layers: tuple[str, ...]) -> None:
     """Whatever number the base has: it supplies the half that is to be fresh, and the next one the other half."""

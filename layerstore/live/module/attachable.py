@@ -57,7 +57,9 @@ class AttachableModule:
         except BaseException:
             self.binding.fail_load()
             raise
-        saver = self.binding.saver
+        saver, held = self.binding.saver, self.binding.composition
+        if held is not None and self.engine.rank == 0:
+            LOG.info("loaded %s@%d", held.base.run, held.base.step)
         if saver is not None:
             saver.went_to(self.binding.composition_in(saver.store))
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
@@ -97,20 +97,24 @@ class _Updates:
     """The updates of one optimizer, counted from when it was first seen."""
 
     count: int
-    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By param group: address and count of changes of a gradient, as the last update has left it."""
+    gradients: "dict[int, tuple[ref[torch.Tensor], int]]" = field(default_factory=dict)
+    """By param group: a gradient and torch's count of its changes, as the last update has left it."""
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that *optimizer* has updated."""
         self.count += 1
-        self.gradients = {number: _mark(gradient) for number, gradient in _gradients(optimizer)}
+        self.gradients = {number: (ref(of), of._version) for number, of in _gradients(optimizer)}
 
     def awaits_update(self, optimizer: Optimizer) -> bool:
         """Whether there are gradients that no update has used."""
         return any(
-            self.gradients.get(number) != _mark(gradient) and bool(local(gradient).any())
+            not self._was_used(number, gradient) and bool(local(gradient).any())
             for number, gradient in _gradients(optimizer)
         )
+
+    def _was_used(self, number: int, gradient: torch.Tensor) -> bool:
+        known, version = self.gradients.get(number, (None, 0))
+        return known is not None and known() is gradient and version == gradient._version
 
 
 _UPDATES: "WeakKeyDictionary[Optimizer, _Updates]" = WeakKeyDictionary()
@@ -131,8 +135,3 @@ def _gradients(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
         found = next((each.grad for each in group["params"] if each.grad is not None), None)
         if found is not None:
             yield number, found
-
-
-def _mark(gradient: torch.Tensor) -> tuple[int, int]:
-    held = local(gradient)
-    return held.data_ptr(), held._version

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layerstore.compose import Composition, check_members
+from layerstore.compose import Composition, cautions, check_members
 from layerstore.distcp import Boxes, Named, names_of, splits
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import InvalidInput, LayoutMismatch
@@ -79,7 +79,7 @@ class ModuleLoad:
         self._weights = list(self._plan_weights()) if weights else []
         self._states = self._plan_states() if optimizer else {}
         self._groups = list(self._plan_groups()) if optimizer else []
-        self.notes = (*notes, *self._lacking())
+        self.notes = (*cautions(repo, composition, is_live=True), *notes, *self._lacking())
         self._boxes.read()
         own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
         self._state = repo.state(self._base.states[own])
@@ -184,6 +184,11 @@ class ModuleLoad:
             yield f"the optimizer begins anew for {without[0]!r}{more}: no state of it was saved"
         elif without and any(of.held is not None for of in self._held.values()) and self._base.step:
             yield "the optimizer begins anew: no state of it was saved"
+        known = {self._names.get(name) for name in self._states}
+        left = sorted({saved for saved, state in self._held if state and saved not in known})
+        if left and self._has_optimizer:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            yield f"the moments of {left[0]!r}{more} are left out: no optimizer trains it here"
 
     # -- values ------------------------------------------------------------------------------------------------------
 

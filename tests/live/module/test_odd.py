@@ -105,6 +105,25 @@ def test_what_is_frozen_for_a_while_is_saved_with_its_moments(store: Path, monke
             assert other(raw(again, its), states[step]) == []
 
 
+def test_a_resume_says_what_does_not_carry_over(store: Path) -> None:
+    """That layers are of several saves and not kept bit for bit, and moments that no optimizer wants."""
+    model, optimizer = built()
+    options: dict[str, Any] = {"policy": "parity", "precision": "delta8"}
+    with layerstore.attach(model, optimizer, store, run="odd", **options) as saver:
+        for _ in range(3):
+            update(model, optimizer)
+            saver.save()
+    again, _ = built(seed=1)
+    its = torch.optim.AdamW(again.state.parameters(), lr=1e-2)
+
+    found = layerstore.resume(again, its, store, run="odd")
+
+    assert found is not None
+    notes = "; ".join(found.notes)
+    for words in ("older than step 3", "not bit for bit", "the moments of 'head.bias' and 1 more are left out"):
+        assert words in notes
+
+
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_change_before_it_was_copied_gives_the_save_up(
     store: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
