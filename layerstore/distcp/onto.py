@@ -17,11 +17,20 @@ from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import SCHEDULES
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.handover import Since, counted_on, group_settings, is_stale, since
+from layerstore.handover import (
+    PARAM_GROUPS,
+    Since,
+    counted_on,
+    group_settings,
+    is_stale,
+    plain_setting,
+    since,
+    updates_counted,
+)
 from layerstore.hashing import crc32
 from layerstore.history import Resolved, objects_of_state, references_to
 from layerstore.layers import unwrapped
-from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX
+from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter
 from layerstore.numbers import can_convert
 from layerstore.progress import Progress
@@ -35,7 +44,7 @@ from layerstore.staging import (
 )
 from layerstore.states import RankState, SourceFile
 from layerstore.storage import ObjectWriter, Repository
-from layerstore.tree import Tensor, Tree
+from layerstore.tree import Tree
 from layerstore.zero3 import (
     Checkpoint,
     FoundCheckpoint,
@@ -45,7 +54,7 @@ from layerstore.zero3 import (
     checked_step,
     stamp_of,
 )
-from layerstore.zero3.trees import STEP, number_of
+from layerstore.zero3.trees import STEP
 
 _USUAL = ("model.", "optim.")
 """What the folder puts before names, if it is as PyTorch's own examples write it."""
@@ -266,24 +275,15 @@ class _Reading:
     def _count(self, name: str) -> int | None:
         """Return how many updates the parameter has had."""
         key = f"{self._optimizer}state.{unwrapped(name)}.{STEP}"
-        number = number_of(self._folder.value(key)) if key in self._folder.entries else None
-        # A float beyond these counts no steps any more.
-        return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None
+        return updates_counted(self._folder.value(key)) if key in self._folder.entries else None
 
     def _settings(self, names: Iterable[str]) -> dict[str, dict[str, Tree]]:
         """Return the settings of each parameter's group, whether groups are nested or flattened."""
-        start = f"{self._optimizer}param_groups."
-        values = {key.removeprefix(start): self._plain(key) for key in self._folder.entries if key.startswith(start)}
-        return group_settings(names, values)
-
-    def _plain(self, key: str) -> Tree:
-        value = self._folder.value(key)
-        if not isinstance(value, Tensor):
-            return value
-        number = number_of(value)
-        if number is None:
-            raise LayoutMismatch(f"{key!r} of {self._folder.path} is a tensor that is no single number")
-        return number
+        folder, start = self._folder, f"{self._optimizer}{PARAM_GROUPS}"
+        keys = (key for key in folder.entries if key.startswith(start))
+        return group_settings(
+            names, {key: plain_setting(folder.value(key), f"{key!r} of {folder.path}") for key in keys}
+        )
 
     # -- layers ----------------------------------------------------------------------------------------------------
 

@@ -5,16 +5,20 @@ What one trainer's commit lacks for another: a distributed state beside its laye
 from layerstore.handover.counted_on import Since, counted_on, is_stale, since
 from layerstore.handover.dcp_state import (
     CLIENT_STATE,
+    PARAM_GROUPS,
     DcpState,
     Held,
     KeyPath,
     SavedTensor,
     SavedValue,
     group_settings,
+    plain_setting,
+    updates_counted,
 )
 
 __all__ = [
     "CLIENT_STATE",
+    "PARAM_GROUPS",
     "DcpState",
     "Held",
     "KeyPath",
@@ -24,5 +28,7 @@ __all__ = [
     "counted_on",
     "group_settings",
     "is_stale",
+    "plain_setting",
     "since",
+    "updates_counted",
 ]

@@ -7,15 +7,20 @@ It has the form of a rank's state, one for all ranks. Values are inert trees, as
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError
+from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.filenames import DCP_METADATA
 from layerstore.layers import unwrapped
+from layerstore.limits import STEP_MAX
 from layerstore.model import Kind
 from layerstore.states import RankState, SourceFile, TreeFile
-from layerstore.tree import Tree
+from layerstore.tree import Tensor, Tree
+from layerstore.zero3.trees import number_of
 
 KeyPath = tuple[str | int, ...]
 """The way to a value in a nested state."""
+
+PARAM_GROUPS = "param_groups."
+"""Stands before the settings of an optimizer's groups, in their keys."""
 
 CLIENT_STATE = "client_state"
 """The key of what a saver's user keeps; ``history/metrics.py`` looks there."""
@@ -134,13 +139,14 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
     """
     Return the settings of each parameter of *names*, whether groups are nested or flattened.
 
-    *values* are named by what follows ``param_groups.`` in their keys.
+    Of *values*, those are taken that have `PARAM_GROUPS` in their keys.
     """
     found = {name: dict[str, Tree]() for name in names}
     by_group: dict[str, dict[str, Tree]] = {}
     for key, value in values.items():
-        of, _, setting = key.rpartition(".")
-        by_group.setdefault(of, {})[setting] = value
+        if PARAM_GROUPS in key:
+            of, _, setting = key.partition(PARAM_GROUPS)[2].rpartition(".")
+            by_group.setdefault(of, {})[setting] = value
     bare = {unwrapped(name): settings for name, settings in found.items()}
     for name, own in bare.items():
         own.update(by_group.get(name, {}))
@@ -150,3 +156,19 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
             if member in bare:
                 bare[member] |= group
     return found
+
+
+def plain_setting(tree: Tree, what: str) -> Tree:
+    """Return a setting, a tensor of one number as that; raises LayoutMismatch if *what* it is has several."""
+    if not isinstance(tree, Tensor):
+        return tree
+    number = number_of(tree)
+    if number is None:
+        raise LayoutMismatch(f"{what} is a tensor that is no single number")
+    return number
+
+
+def updates_counted(tree: Tree) -> int | None:
+    """Return how many updates an optimizer's counter says; None if it is none. A float beyond these counts no more."""
+    number = number_of(tree)
+    return int(number) if number is not None and 0 <= number < STEP_MAX and number == int(number) else None

@@ -7,17 +7,25 @@ A commit of FSDP2 has masters and moments. Trees, loss scaler and schedule are D
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from layerstore.errors import InvalidInput, LayoutMismatch, Unsupported
+from layerstore.errors import InvalidInput, Unsupported
 from layerstore.filenames import RANDOM_STATE, SCHEDULES
-from layerstore.handover import CLIENT_STATE, DcpState, Since, counted_on, group_settings, since
+from layerstore.handover import (
+    CLIENT_STATE,
+    PARAM_GROUPS,
+    DcpState,
+    Since,
+    counted_on,
+    group_settings,
+    plain_setting,
+    since,
+    updates_counted,
+)
 from layerstore.history import references_to, resolve
 from layerstore.model import CommitRecord, Kind
 from layerstore.states import RankState, SourceFile
 from layerstore.storage import Repository
-from layerstore.tree import Tensor, Tree
-from layerstore.zero3.trees import ENGINE_KEYS, TreeView, number_of
-
-_GROUPS = "param_groups."
+from layerstore.tree import Tree
+from layerstore.zero3.trees import ENGINE_KEYS, TreeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +82,15 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
     own = DcpState.read(states[0])
     names = [of.held.name for of in own.tensors.values() if of.held.kind is Kind.MASTER]
     counts = {name: own.values[key].tree for name, key in own.counters.items() if key in own.values}
+    settings = {
+        key: plain_setting(value.tree, f"{key!r} of {called}")
+        for key, value in own.values.items()
+        if PARAM_GROUPS in key
+    }
     done = since(
         repo.state(before.states[0]),
-        {name: _whole(number_of(tree)) for name, tree in counts.items()},
-        group_settings(names, dict(_settings(own, called))),
+        {name: updates_counted(tree) for name, tree in counts.items()},
+        group_settings(names, settings),
         later=called,
         earlier=named,
     )
@@ -113,22 +126,3 @@ def _newest(repo: Repository, base: CommitRecord) -> CommitRecord | None:
     rows = repo.catalog.view(base.run).history(base.attempt, step=base.step)
     records = (repo.catalog.commit(row.name).record for row in rows)
     return next((record for record in records if not record.is_dcp), None)
-
-
-def _settings(own: DcpState, called: str) -> Iterator[tuple[str, Tree]]:
-    for key, value in own.values.items():
-        if _GROUPS in key:
-            yield key.partition(_GROUPS)[2], _plain(value.tree, f"{key!r} of {called}")
-
-
-def _plain(tree: Tree, what: str) -> Tree:
-    if not isinstance(tree, Tensor):
-        return tree
-    number = number_of(tree)
-    if number is None:
-        raise LayoutMismatch(f"{what} is a tensor that is no single number")
-    return number
-
-
-def _whole(number: float | None) -> int | None:
-    return int(number) if number is not None and number >= 0 and number == int(number) else None

@@ -24,11 +24,10 @@ from layerstore.distcp import Boxes, Named, names_of
 from layerstore.dtypes import by_code
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
 from layerstore.handover import Held
-from layerstore.live.engine import bytes_of, empty, revive
+from layerstore.live.engine import bytes_of, revive_kept
 from layerstore.policy import Policy
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath, as_store
-from layerstore.tree import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +176,7 @@ class StoreReader(StorageReader):
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _revived(self, of: Named) -> Any:
-        return revive(of.value, self._filled)
-
-    def _filled(self, storage: Storage) -> torch.Tensor:
-        made = empty(storage)
-        if storage.elements:
-            content: Any = storage.content
-            bytes_of(made)[:] = self._store.repo.content_of(content)
-        return made
+        return revive_kept(of.value, self._store.repo.content_of)
 
     def _saved(self, of: Named) -> io.BytesIO:
         """Return a value as DCP stores it, made here of known classes: nothing that was stored is run."""

@@ -7,7 +7,7 @@ Live objects become inert trees here, and trees live objects again. What only De
 from layerstore.live.engine.engine import FOLDER, Captured, Engine
 from layerstore.live.engine.inert import Memory, NotPlain, check_client_state, inert, place_of
 from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
-from layerstore.live.engine.revive import Maker, bytes_of, empty, revive
+from layerstore.live.engine.revive import Maker, bytes_of, empty, revive, revive_kept
 
 __all__ = [
     "FOLDER",
@@ -24,5 +24,6 @@ __all__ = [
     "random_state",
     "read_random_state",
     "revive",
+    "revive_kept",
     "set_random_state",
 ]

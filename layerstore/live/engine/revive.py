@@ -38,6 +38,18 @@ def revive(tree: Tree, fill: Fill, engine_makers: Mapping[str, Maker] | None = N
     return _Reviver(fill, engine_makers or {}).value(tree)
 
 
+def revive_kept(tree: Tree, content_of: Callable[[Any], bytes]) -> Any:
+    """Return what *tree* describes, whose storages are kept beside it: *content_of* returns what one holds."""
+
+    def fill(storage: Storage) -> "torch.Tensor":
+        made = empty(storage)
+        if storage.elements:
+            bytes_of(made)[:] = content_of(storage.content)
+        return made
+
+    return revive(tree, fill)
+
+
 class _Reviver:
     def __init__(self, fill: Fill, engine_makers: Mapping[str, Maker]) -> None:
         self._fill = fill

@@ -16,14 +16,14 @@ from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.handover import CLIENT_STATE, DcpState, Held, group_settings
 from layerstore.layers import unwrapped
-from layerstore.live.engine import bytes_of, empty, read_random_state, revive
+from layerstore.live.engine import bytes_of, read_random_state, revive_kept
 from layerstore.live.module.capture import MODEL
 from layerstore.live.module.engine import ModuleEngine
 from layerstore.live.module.held import EXTRA_STATE, box_of, local
 from layerstore.model import LayerVersion
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store
-from layerstore.tree import Storage, Tree
+from layerstore.tree import Tree
 from layerstore.zero3.trees import ENGINE_KEYS, STEP
 
 _HOW_IT_COMPUTES = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -32,7 +32,6 @@ _HOW_IT_COMPUTES = frozenset({"foreach", "fused", "capturable", "differentiable"
 _OF_CLASS = ("betas", "momentum")
 """Settings that tell optimizers apart."""
 
-_GROUPS = "param_groups."
 _MODEL_HINT = "resume into the model that was saved"
 
 
@@ -157,8 +156,7 @@ class ModuleLoad:
     def _plan_groups(self) -> Iterator[dict[str, Any]]:
         """Yield the settings of each param group."""
         names = self._engine.names
-        values = {key.partition(_GROUPS)[2]: value for key, value in self._values.items() if _GROUPS in key}
-        found = group_settings(self._trained, values)
+        found = group_settings(self._trained, self._values)
         for group in self._engine.groups():
             members = [names[id(each)] for each in group["params"] if names[id(each)] in found]
             first = found[members[0]] if members else {}
@@ -193,14 +191,7 @@ class ModuleLoad:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _revived(self, tree: Tree) -> Any:
-        return revive(tree, self._filled)
-
-    def _filled(self, storage: Storage) -> torch.Tensor:
-        made = empty(storage)
-        if storage.elements:
-            content: Any = storage.content
-            bytes_of(made)[:] = self._store.repo.content_of(content)
-        return made
+        return revive_kept(tree, self._store.repo.content_of)
 
     @property
     def counters(self) -> tuple[int, int, int]:
