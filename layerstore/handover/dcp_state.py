@@ -164,7 +164,7 @@ def plain_setting(tree: Tree, what: str) -> Tree:
         return tree
     number = number_of(tree)
     if number is None:
-        raise LayoutMismatch(f"{what} is a tensor that is no single number")
+        raise LayoutMismatch(f"{what} is a tensor that is not a single number")
     return number
 
 
