@@ -27,6 +27,7 @@ from layerstore.states import BufferContent, FlatContent, FragmentContent, Objec
 
 Value = TypeVar("Value")
 Reader = Callable[[Plain], Any]
+Writer = Callable[[Any], Plain]
 Check = Callable[[Any], bool]
 
 _PLAIN = frozenset({bool, int, float, str, bytes})
@@ -41,22 +42,52 @@ class _Misfit(Exception):
 
 def to_plain(value: object) -> Plain:
     """Turn a dataclass of ``layerstore.model``, or a part of one, into a plain value whose maps are in order."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return cast(Plain, value)
-    if isinstance(value, tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, StrEnum):
-        return str(value)
-    if dataclasses.is_dataclass(kind):
-        return {
-            field.name: treecodec.encode_tree(getattr(value, field.name), content_to_plain=to_plain)
-            if "tree" in field.metadata
-            else to_plain(getattr(value, field.name))
-            for field in _fields_in_order(kind)
-            if not ("omitted" in field.metadata and getattr(value, field.name) == field.default)
-        }
-    return cast(Plain, value)
+    return _writer_of(type(value))(value)
+
+
+@cache
+def _writer_of(kind: Any) -> Writer:
+    """Return a function that turns a *kind* into a plain value."""
+    if issubclass(kind, StrEnum):
+        return str
+    if issubclass(kind, tuple):
+        return _plain_items
+    return _fields_writer(kind) if dataclasses.is_dataclass(kind) else lambda value: value
+
+
+def _plain_items(values: tuple[Any, ...]) -> list[Plain]:
+    if len(kinds := set(map(type, values))) != 1:
+        return list(map(to_plain, values))
+    kind = kinds.pop()
+    return list(values) if kind in _PLAIN else list(map(_writer_of(kind), values))
+
+
+def _fields_writer(cls: Any) -> Writer:
+    """Return a function that writes a dataclass; plain fields are copied all at once, since a save has a million."""
+    fields = sorted(dataclasses.fields(cls), key=lambda field: field.name)
+    names = tuple(field.name for field in fields)
+    may_lack = [(field.name, field.default) for field in fields if "omitted" in field.metadata]
+    others = [
+        (field.name, _write_tree if "tree" in field.metadata else to_plain)
+        for field in fields
+        if _plain_type(field) is None
+    ]
+
+    def write(value: object) -> Plain:
+        made: dict[str, Any] = dict(zip(names, map(getattr, itertools.repeat(value), names), strict=True))
+        for name, default in may_lack:
+            if made[name] == default:
+                del made[name]
+        for name, write_field in others:
+            if name in made:
+                made[name] = write_field(made[name])
+        return made
+
+    return write
+
+
+def _write_tree(tree: Any) -> Plain:
+    return treecodec.encode_tree(tree, content_to_plain=to_plain)
 
 
 def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
@@ -113,16 +144,12 @@ def _reader_of(cls: Any) -> Reader:
 # -- what values may be ----------------------------------------------------------------------------------------------
 
 
-def _is_number(value: int) -> bool:
-    return 0 <= value <= NUMBER_MAX
-
-
 def _is_id(value: str) -> bool:
     return OBJECT_ID.fullmatch(value) is not None
 
 
 _CHECKS: dict[object, Check] = {
-    int: _is_number,
+    int: range(NUMBER_MAX + 1).__contains__,
     ObjectId: _is_id,
     CommitId: _is_id,
     "id": _is_id,
@@ -264,7 +291,38 @@ def _tuple_reader(hint: Any) -> Reader:
         return read_column
 
     read_item = _reader_for(hint)
-    return lambda value: tuple(map(read_item, read_list(value)))
+    read_alike = _alike_reader(hint) if dataclasses.is_dataclass(hint) else None
+
+    def read_items(value: Plain) -> Any:
+        rows = read_list(value)
+        found = read_alike(rows) if read_alike is not None else None
+        return tuple(map(read_item, rows)) if found is None else found
+
+    return read_items
+
+
+def _alike_reader(cls: Any) -> Callable[[Any], Any]:
+    """
+    Return a function that reads rows of plain fields column by column, for a version has thousands of tensors.
+
+    It returns None for rows that are not alike, or wrong: these are read one after another.
+    """
+    fields = sorted((field for field in _fields(cls) if "omitted" not in field.metadata), key=lambda field: field.name)
+    names = tuple(field.name for field in fields)
+    columns = [(_plain_type(field), _check_of(field)) for field in fields]
+    if cls in _CONTRADICTIONS or any(kind is None for kind, _ in columns):
+        return lambda rows: None
+
+    def read_alike(rows: list[Plain]) -> Any:
+        if set(map(type, rows)) != {dict} or set(map(tuple, cast("Any", rows))) != {names}:
+            return None
+        values = list(map(dict.values, cast("Any", rows)))
+        for (kind, check), column in zip(columns, zip(*values, strict=True), strict=True):
+            if set(map(type, column)) != {kind} or (check is not None and not all(map(check, column))):
+                return None
+        return tuple([cls(**row) for row in cast("Any", rows)])
+
+    return read_alike
 
 
 def _enum_reader(cls: type[StrEnum]) -> Reader:
@@ -304,11 +362,6 @@ def _content_from_plain(value: Plain, what: str) -> object:
 @cache
 def _cached_fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":
     return dataclasses.fields(cls)
-
-
-@cache
-def _fields_in_order(cls: Any) -> "list[dataclasses.Field[Any]]":
-    return sorted(dataclasses.fields(cls), key=lambda field: field.name)
 
 
 def _fields(cls: Any) -> "tuple[dataclasses.Field[Any], ...]":

@@ -39,8 +39,14 @@ class _Encoder:
         root = self.node(tree)
         return [self._table, root]
 
-    def node(self, tree: Tree) -> Plain:  # noqa: PLR0911  # one line per node type
+    def node(self, tree: Tree) -> Plain:  # noqa: PLR0911, PLR0912  # one line per node type
         match tree:
+            case str():
+                return _encode_text(tree)
+            case None | bool() | float() | bytes():
+                return tree
+            case int():
+                return tree if tree in _INT64 else ["I", str(tree)]
             case Size():
                 return ["z", *tree]
             case OrderedMap():
@@ -61,7 +67,7 @@ class _Encoder:
             case set():
                 return ["s", *sorted(map(self.node, tree), key=pack)]
             case _:
-                return _encode_scalar(tree)
+                raise InvalidInput(f"a {type(tree).__name__} cannot be part of a tree")
 
     def _pairs(self, tree: dict[Tree, Tree]) -> list[Plain]:
         return [self.node(part) for pair in tree.items() for part in pair]
@@ -98,18 +104,13 @@ class _Encoder:
         ]
 
 
-def _encode_scalar(value: Tree) -> Plain:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # lone surrogates, which Python and pickle allow
-            return ["u", value.encode("utf-8", "surrogatepass")]
-        return value
-    if isinstance(value, int) and value not in _INT64:
-        return ["I", str(value)]
-    if value is None or isinstance(value, bool | int | float | bytes):
-        return value
-    raise InvalidInput(f"a {type(value).__name__} cannot be part of a tree")
+@lru_cache(1 << 12)  # mostly names, which are the same in the trees of all ranks
+def _encode_text(value: str) -> Plain:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates, which Python and pickle allow
+        return ["u", value.encode("utf-8", "surrogatepass")]
+    return value
 
 
 def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
