@@ -1,6 +1,7 @@
 """The element types that layerstore moves: one row each, under the code that safetensors uses."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from layerstore.errors import InvalidInput, Unsupported
@@ -52,6 +53,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Types that are rounded or widened to a requested one; others stay as they are."""
 
 
+@cache  # a save asks for millions; unknown codes raise, so this stays as small as the table
 def by_code(code: str) -> DType:
     """Return the row of the safetensors code *code*."""
     return _find(_BY_CODE, code)

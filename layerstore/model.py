@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
+from operator import attrgetter
 from typing import ClassVar, NewType, Protocol, Self, runtime_checkable
 
 from layerstore.tree import Tree
@@ -45,6 +46,11 @@ class Kind(StrEnum):
     BUFFERS = "buffers"
 
 
+def key_of(name: str, state: str) -> str:
+    """Return what a slice of *name* is called in its object; *state* is the optimizer's, if it is of one."""
+    return f"{state}/{name}" if state else name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """One slice inside an object."""
@@ -67,7 +73,10 @@ class StoredTensor:
     @property
     def key(self) -> str:
         """The tensor's name inside its safetensors file."""
-        return f"{self.state}/{self.name}" if self.state else self.name
+        return key_of(self.name, self.state)
+
+
+_coding_of = attrgetter("coding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +105,7 @@ class StoredObject:
     @property
     def is_coded(self) -> bool:
         """Whether any of its tensors has to be decoded."""
-        return any(tensor.coding for tensor in self.tensors)
+        return any(map(_coding_of, self.tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,10 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -18,7 +20,7 @@ from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.limits import PAGE_BYTES
-from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
+from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor, key_of
 from layerstore.numbers import box_runs, can_convert
 
 # -- the arithmetic ------------------------------------------------------------------------------------------------
@@ -45,16 +47,6 @@ def valid_elements(elements: int, world_size: int, rank: int) -> int:
     return max(0, min(length, elements - rank * length))
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Adjacent elements of one slice."""
-
-    shard: int
-    start: int
-    """The first element, counted from the start of the slice."""
-    elements: int
-
-
 # -- how an object frames them -------------------------------------------------------------------------------------
 
 # An object is a safetensors file with every byte determined here; so are the weights that a composite is written as.
@@ -77,6 +69,14 @@ class Flat(Protocol):
 
 class Slice(Flat, Protocol):
     """What the framing needs to know about a tensor."""
+
+    @property
+    def name(self) -> str:
+        """The parameter or buffer."""
+
+    @property
+    def state(self) -> str:
+        """Which optimizer state; empty for the other kinds."""
 
     @property
     def key(self) -> str:
@@ -103,14 +103,34 @@ def slice_bytes(tensor: Flat) -> int:
     return tensor.elements * by_code(tensor.dtype).bytes
 
 
-def canonical_order(tensors: Iterable[AnySlice]) -> list[AnySlice]:
+# All ranks of a save have the same few hundred lists of slices: each is sorted and laid out once.
+_ALIKE_MAX = 1024
+_Facts = tuple[tuple[str, str, str, int], ...]
+_facts = attrgetter("name", "state", "dtype", "elements")
+
+
+def canonical_order(tensors: Sequence[AnySlice]) -> list[AnySlice]:
     """Return *tensors* in the order of an object file."""
-    return sorted(tensors, key=lambda tensor: (slice_bytes(tensor) % PAGE_BYTES != 0, tensor.key))
+    return [tensors[number] for number in _order_of(tuple(map(_facts, tensors)))]
+
+
+@lru_cache(_ALIKE_MAX)
+def _order_of(tensors: _Facts) -> list[int]:
+    def place(number: int) -> tuple[bool, str]:
+        name, state, dtype, elements = tensors[number]
+        return elements * by_code(dtype).bytes % PAGE_BYTES != 0, key_of(name, state)
+
+    return sorted(range(len(tensors)), key=place)
 
 
 def frame(tensors: Iterable[Slice]) -> Frame:
     """Lay out *tensors*, which must be in canonical order."""
-    return framed((tensor.key, tensor.dtype, (tensor.elements,)) for tensor in tensors)
+    return _frame_of(tuple(map(_facts, tensors)))
+
+
+@lru_cache(_ALIKE_MAX)
+def _frame_of(tensors: _Facts) -> Frame:
+    return framed((key_of(name, state), dtype, (elements,)) for name, state, dtype, elements in tensors)
 
 
 class CodedSlice(Slice, Protocol):
@@ -219,7 +239,7 @@ class Piece:
     @property
     def objects(self) -> tuple[BlobRef, ...]:
         """All objects that are read for it."""
-        return tuple(part.object for part in self.mean_of) or (self.object,)
+        return tuple([part.object for part in self.mean_of]) if self.mean_of else (self.object,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +247,12 @@ class StoredSlice:
     """One slice, and its position in its object."""
 
     object: StoredObject
+    ref: BlobRef
+    """The object's."""
     tensor: StoredTensor
     offset: int
+    is_coded: bool
+    """Whether its object is."""
 
     @property
     def size_bytes(self) -> int:
@@ -240,23 +264,23 @@ class StoredSlice:
         count = self.tensor.elements if elements is None else elements
         item_bytes = by_code(self.tensor.dtype).bytes
         return Piece(
-            object=self.object.ref,
+            object=self.ref,
             object_offset=self.offset + start * item_bytes,
             size_bytes=count * item_bytes,
             offset=offset,
-            is_coded=self.object.is_coded,
+            is_coded=self.is_coded,
             crc32=self.tensor.crc32 if count == self.tensor.elements else None,
         )
 
 
 def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
     """Yield the slices of an object, as if none was coded; raises IntegrityError if they do not fill it."""
-    framing = frame(stored.tensors)
-    file = coded_frame(stored.tensors, reference=stored.reference)[0] if stored.is_coded else framing
+    framing, ref, is_coded = frame(stored.tensors), stored.ref, stored.is_coded
+    file = coded_frame(stored.tensors, reference=stored.reference)[0] if is_coded else framing
     if file.size_bytes != stored.size_bytes:
         raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
     for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):
-        yield StoredSlice(object=stored, tensor=tensor, offset=offset)
+        yield StoredSlice(object=stored, ref=ref, tensor=tensor, offset=offset, is_coded=is_coded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,13 +320,17 @@ def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
     return _Row(tuple(run[3] for run in runs), tuple(run[2] for run in runs), tuple(bounds))
 
 
+Stretch = tuple[StoredSlice, int, int]
+"""Adjacent elements of one slice: the first, counted from the start of the slice, and how many."""
+
+
 def _not_stored(kind: Kind, name: str, state: str, whose: str = "") -> LayoutMismatch:
     what = f"{kind}{f' {state}' if state else ''}"
     return LayoutMismatch(f"no {what} of {name!r}{whose} is stored in the chosen layers", name=name)
 
 
-_Part = tuple[StoredSlice, Stretch, float]
-"""Elements of a slice, and their weight in a mean."""
+_Part = tuple[StoredSlice, int, int, float]
+"""Elements of a slice: where they start, how many, and their weight in a mean."""
 
 Means = Mapping[str, Sequence[tuple[LayerVersion, float]]]
 """The versions of a layer whose masters are averaged, with their weights, by layer."""
@@ -322,18 +350,18 @@ class Slices:
             self._means |= {name: found for name in of.parameters if of.shards(Kind.MASTER, name)}
         self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
         self._shards: dict[tuple[Kind, str], int] = {}
+        self.size_bytes = 0
+        """The size of all slices."""
         for version in versions:
             self.parameters |= {parameter.name: parameter for parameter in version.parameters}
-            for each in (part for stored in version.objects for part in slices_in(stored)):
-                kind, name = each.object.kind, each.tensor.name
-                self._stored[kind, name, each.tensor.state, each.object.shard] = each
-                self._by_name.setdefault((kind, name, each.tensor.state), []).append(each)
-                self._shards[kind, name] = each.object.shards
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all slices."""
-        return sum(stored.size_bytes for stored in self._stored.values())
+            for stored in version.objects:
+                kind, shard, shards = stored.kind, stored.shard, stored.shards
+                for each in slices_in(stored):
+                    tensor = each.tensor
+                    self._stored[kind, tensor.name, tensor.state, shard] = each
+                    self._by_name.setdefault((kind, tensor.name, tensor.state), []).append(each)
+                    self._shards[kind, tensor.name] = shards
+                    self.size_bytes += tensor.elements * by_code(tensor.dtype).bytes
 
     def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> StoredSlice:
         """Return one slice; raises LayoutMismatch if the layer lacks it."""
@@ -359,7 +387,8 @@ class Slices:
     def _row(self, kind: Kind, name: str, state: str) -> "_Row":
         """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
         key = kind, name, state
-        if key not in self._rows:
+        row = self._rows.get(key)
+        if row is None:
             slices, shape = self._of_ranks(kind, name, state), self.parameter(name).shape
             row = _row_of_boxes(slices, shape) if slices[0].tensor.box else _row_of_runs(slices)
             expected = prod(shape)
@@ -370,7 +399,7 @@ class Slices:
                     name=name,
                 )
             self._rows[key] = row
-        return self._rows[key]
+        return row
 
     def pieces(
         self,
@@ -383,17 +412,18 @@ class Slices:
         begin: int = 0,
         end: int | None = None,
         as_stored: bool = False,
-    ) -> Iterator[Piece]:
+    ) -> list[Piece]:
         """
-        Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, starting at *offset*.
+        Return the pieces that write the elements *begin* to *end* of a parameter as *dtype*, starting at *offset*.
 
         Raises:
             LayoutMismatch: They are not stored or, with *as_stored*, not as *dtype*.
             Unsupported: They are stored as a type that cannot be converted to *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
+        found = []
         for parts in self._parts(kind, name, state=state, begin=begin, end=end):
-            stored, stretch, _ = parts[0]
+            stored, start, elements, _ = parts[0]
             source = stored.tensor.dtype
             if as_stored and source != dtype:
                 raise LayoutMismatch(
@@ -403,33 +433,29 @@ class Slices:
                 raise Unsupported(
                     f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose another --dtype"
                 )
-            piece = stored.piece(offset, start=stretch.start, elements=stretch.elements)
-            is_plain = source == dtype and len(parts) == 1
-            yield (
-                piece
-                if is_plain
-                else replace(
-                    piece, rounding=(source, dtype), crc32=None, mean_of=_addends(parts) if len(parts) > 1 else ()
-                )
-            )
-            offset += stretch.elements * by_code(dtype).bytes
+            piece = stored.piece(offset, start=start, elements=elements)
+            if source != dtype or len(parts) > 1:
+                mean_of = _addends(parts) if len(parts) > 1 else ()
+                piece = replace(piece, rounding=(source, dtype), crc32=None, mean_of=mean_of)
+            found.append(piece)
+            offset += elements * by_code(dtype).bytes
+        return found
 
     def _parts(self, kind: Kind, name: str, *, state: str, begin: int, end: int) -> Iterator[list[_Part]]:
         """Yield what the elements *begin* to *end* are made of: stretches with their weights, several for a mean."""
         averaged = self._means.get(name) if kind is Kind.MASTER else None
         if averaged is None:
-            yield from ([(*found, 1.0)] for found in self.stretches(kind, name, state=state, begin=begin, end=end))
+            for stored, start, elements in self.stretches(kind, name, state=state, begin=begin, end=end):
+                yield [(stored, start, elements, 1.0)]
             return
         ends = {begin}  # of stretches, which other numbers of ranks have elsewhere
         for of, _ in averaged:
-            lengths = (stretch.elements for _, stretch in of.stretches(kind, name, begin=begin, end=end))
+            lengths = (elements for _, _, elements in of.stretches(kind, name, begin=begin, end=end))
             ends |= set(accumulate(lengths, initial=begin))
         for first, last in pairwise(sorted(ends)):
             yield [(*next(of.stretches(kind, name, begin=first, end=last)), weight) for of, weight in averaged]
 
-    def stretches(
-        self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
-    ) -> Iterator[tuple[StoredSlice, Stretch]]:
+    def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> Iterator[Stretch]:
         """
         Yield the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
 
@@ -442,8 +468,7 @@ class Slices:
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
             stop = min(end, row.bounds[at + 1])
-            start = row.starts[at] + begin - row.bounds[at]
-            yield row.slices[at], Stretch(row.slices[at].object.shard, start, stop - begin)
+            yield row.slices[at], row.starts[at] + begin - row.bounds[at], stop - begin
             begin, at = stop, at + 1
 
     def shards(self, kind: Kind, name: str) -> int:
@@ -488,8 +513,8 @@ def _masters_of(version: LayerVersion) -> LayerVersion:
 def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
     """Return *parts* as those of a mean; raises LayoutMismatch if they have several element types."""
     found = []
-    for stored, stretch, weight in parts:
-        piece = stored.piece(0, start=stretch.start, elements=stretch.elements)
+    for stored, start, elements, weight in parts:
+        piece = stored.piece(0, start=start, elements=elements)
         found.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
         first = parts[0][0].tensor
         if stored.tensor.dtype != first.dtype or first.dtype == "F64":

@@ -323,9 +323,10 @@ def check_members(repo: Repository, composition: Composition, *, states: bool = 
     versions = [repo.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
     for number, entry in enumerate(composition.entries):
-        bases, version = own[entry.layer], repo.version_of(entry)
+        bases = own[entry.layer]
         if bases.version == entry.version:
             continue
+        version = versions[number] if number < len(versions) else repo.version_of(entry)
         try:
             # A mean takes masters alone.
             problem = difference(repo.version_of(bases), version, states=states and number < len(versions))

@@ -293,10 +293,12 @@ class _Reading:
         for of in version.parameters:
             for kind, state in self._kept(of):
                 begin = 0
-                for stored, part in self._slices.stretches(kind, of.name, state=state, begin=0, end=prod(of.shape)):
+                for stored, _, elements in self._slices.stretches(
+                    kind, of.name, state=state, begin=0, end=prod(of.shape)
+                ):
                     place = kind, stored.object.shard, stored.object.shards
-                    found.setdefault(place, []).append(self._slice(kind, of, state, begin, part.elements))
-                    begin += part.elements
+                    found.setdefault(place, []).append(self._slice(kind, of, state, begin, elements))
+                    begin += elements
         buffers = [self._slice(Kind.BUFFERS, of, "", 0, prod(of.shape)) for of in version.buffers if prod(of.shape)]
         if buffers:
             found[Kind.BUFFERS, 0, 1] = buffers

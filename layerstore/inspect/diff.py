@@ -336,11 +336,11 @@ def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
 def _stretches(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b: Kind) -> Iterator[_Stretch]:
     """Yield the pieces of *parameter* that no slice boundary of either side splits."""
     name, begin = parameter.name, 0
-    for slice_a, of_a in a.stretches(kind_a, name, begin=0, end=prod(parameter.shape)):
-        end, start_a = begin + of_a.elements, of_a.start
-        for slice_b, of_b in b.stretches(kind_b, name, begin=begin, end=end):
-            yield _Stretch(a=slice_a, b=slice_b, start_a=start_a, start_b=of_b.start, elements=of_b.elements)
-            start_a += of_b.elements
+    for slice_a, start_a, count in a.stretches(kind_a, name, begin=0, end=prod(parameter.shape)):
+        end, at = begin + count, start_a
+        for slice_b, start_b, elements in b.stretches(kind_b, name, begin=begin, end=end):
+            yield _Stretch(a=slice_a, b=slice_b, start_a=at, start_b=start_b, elements=elements)
+            at += elements
         begin = end
 
 

@@ -34,7 +34,6 @@ from layerstore.zero3.trees import (
     refuse_settings,
     sharding_of,
     stage_of,
-    sub_group_shapes,
     undivided_in,
 )
 
@@ -73,9 +72,12 @@ class RankSource:
 
     def fragments_of(self, group: Tree) -> list[Fragment]:
         """Return what this rank has of the flat buffer *group*, in order; nothing if there is none."""
-        if not isinstance(group, int) or group >= len(self.sharding.groups):
-            return []
-        return list(self.sharding.fragments(group, self.rank))
+        is_there = isinstance(group, int) and group < len(self._fragments)
+        return self._fragments[group] if is_there else []
+
+    @cached_property
+    def _fragments(self) -> list[list[Fragment]]:
+        return [list(self.sharding.fragments(group, self.rank)) for group in range(len(self.sharding.groups))]
 
     @property
     def stage(self) -> int:
@@ -220,7 +222,7 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
 
 def common_of(rank: RankSource) -> Common:
     """Return the facts that *rank* must share with all others."""
-    groups = sub_group_shapes(rank.model)
+    groups = list(rank.sharding.groups)
     return Common(
         stage=rank.stage,
         dp_world_size=rank.model["dp_world_size"].integer(),

@@ -6,7 +6,8 @@ reads one rank at a time; see `share_of`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePath
@@ -17,7 +18,7 @@ from layerstore.filenames import TRAINER_STATE
 from layerstore.hashing import ObjectHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.model import Buffer, Kind, Parameter
+from layerstore.model import Buffer, Kind, Parameter, key_of
 from layerstore.slices import canonical_order, slice_length, valid_elements
 from layerstore.source import GatheredFileSource, GatheredSource, open_source, read_gathered
 from layerstore.states import BufferContent, FlatContent, FragmentContent, RankState, TreeFile
@@ -34,7 +35,7 @@ from layerstore.zero3.rank_files import (
     parameters_of,
     read_ranks,
 )
-from layerstore.zero3.trees import TreeView
+from layerstore.zero3.trees import Fragment, TreeView
 
 _KINDS = tuple(Kind)
 
@@ -60,7 +61,7 @@ class SliceSource:
     @property
     def key(self) -> str:
         """Its name inside an object."""
-        return f"{self.state}/{self.name}" if self.state else self.name
+        return key_of(self.name, self.state)
 
     @property
     def size_bytes(self) -> int:
@@ -77,6 +78,11 @@ class ObjectSource:
     shards: int
     slices: tuple[SliceSource, ...]
     """In the canonical order of an object's file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its slices."""
+        return sum([part.elements * by_code(part.dtype).bytes for part in self.slices])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +276,8 @@ def _is_copy(tensor: Tensor, *, of: Tensor) -> bool:
 def _whole_weights(rank: RankSource) -> Iterator[GatheredSource]:
     for name, weights in rank.weights.items() if rank.has_whole_model else ():
         if name not in rank.fragments:
-            for _, part in _slice(Kind.WEIGHTS, weights.tensor(), 0, weights.tensor().elements, name=name):
+            whole = Fragment(name=name, begin=0, elements=weights.tensor().elements, start=0)
+            for _, part in _slices(Kind.WEIGHTS, weights.tensor(), [whole]):
                 yield GatheredSource(
                     file=part.path,
                     name=name,
@@ -317,9 +324,6 @@ def _cut_layers(
     groups, world_size = common.param_shapes, common.dp_world_size
     buffers = common.buffers
 
-    def layer(name: str) -> str:
-        return layer_of(name, pattern=pattern)
-
     objects: dict[str, list[ObjectSource]] = {}
     for rank in ranks:
         sharded, whole = list(_flat_slices(rank)), list[tuple[Kind, SliceSource]]()
@@ -328,10 +332,10 @@ def _cut_layers(
         elif rank.rank == 0:
             whole += _frozen_slices(rank, parameters, 1)
         for slices, shard, shards in ((sharded, rank.rank, world_size), (whole, 0, 1)):
-            for name, source in _by_layer(slices, layer, shard=shard, shards=shards):
+            for name, source in _by_layer(slices, pattern, shard=shard, shards=shards):
                 objects.setdefault(name, []).append(source)
     with_buffers = [rank for rank in ranks if not rank.has_whole_model or rank.rank == 0]
-    for name, source in _buffer_objects(with_buffers, buffers, layer) if with_buffers else ():
+    for name, source in _buffer_objects(with_buffers, buffers, pattern) if with_buffers else ():
         objects.setdefault(name, []).append(source)
     module = [str(name) for name in ranks[0].model["module"].mapping() if name in parameters or name in buffers]
     return tuple(
@@ -357,10 +361,7 @@ def _common_step(steps: Iterable[int | None]) -> int | None:
 def _flat_slices(rank: RankSource) -> Iterator[tuple[Kind, SliceSource]]:
     for flat in rank.flats:
         kind = Kind.OPTIMIZER if flat.state else Kind.MASTER
-        for part in rank.fragments_of(flat.group):
-            yield from _slice(
-                kind, flat.tensor, part.start, part.elements, name=part.name, begin=part.begin, state=flat.state
-            )
+        yield from _slices(kind, flat.tensor, rank.fragments_of(flat.group), state=flat.state)
 
 
 def _frozen_slices(
@@ -376,46 +377,51 @@ def _frozen_slices(
                 f"expected {expected}"
             )
         valid = valid_elements(elements, world_size, rank.rank)
-        yield from _slice(Kind.WEIGHTS, tensor, 0, valid, name=name, begin=rank.rank * expected)
+        part = Fragment(name=name, begin=rank.rank * expected, elements=valid, start=0)
+        yield from _slices(Kind.WEIGHTS, tensor, [part])
 
 
-def _slice(
-    kind: Kind, tensor: Tensor, start: int, elements: int, *, name: str, begin: int = 0, state: str = ""
-) -> Iterator[tuple[Kind, SliceSource]]:
-    """Yield the slice of *tensor* from element *start*, or nothing if all of it is padding."""
-    located = tensor.storage.content
+def _slices(
+    kind: Kind, tensor: Tensor, parts: Iterable[Fragment], *, state: str = ""
+) -> list[tuple[Kind, SliceSource]]:
+    """Return the slices that are *parts* of *tensor*, except those that are nothing but padding."""
+    located, dtype = tensor.storage.content, tensor.storage.dtype
     assert isinstance(located, Located), "trees that were just read point into their files"
-    if elements:
-        yield (
+    item_bytes = by_code(dtype).bytes
+    return [
+        (
             kind,
             SliceSource(
-                name=name,
+                name=part.name,
                 state=state,
-                dtype=tensor.storage.dtype,
-                elements=elements,
-                begin=begin,
+                dtype=dtype,
+                elements=part.elements,
+                begin=part.begin,
                 path=located.path,
-                offset_bytes=located.offset_bytes + (tensor.offset + start) * by_code(tensor.storage.dtype).bytes,
+                offset_bytes=located.offset_bytes + (tensor.offset + part.start) * item_bytes,
             ),
         )
+        for part in parts
+        if part.elements
+    ]
 
 
 def _by_layer(
-    slices: Iterable[tuple[Kind, SliceSource]], layer: Callable[[str], str], *, shard: int, shards: int
+    slices: Iterable[tuple[Kind, SliceSource]], pattern: re.Pattern[str] | None, *, shard: int, shards: int
 ) -> Iterator[tuple[str, ObjectSource]]:
-    found: dict[tuple[str, Kind], list[SliceSource]] = {}
+    found = defaultdict[tuple[str, Kind], list[SliceSource]](list)
     for kind, source in slices:
-        found.setdefault((layer(source.name), kind), []).append(source)
+        found[layer_of(source.name, pattern=pattern), kind].append(source)
     for (name, kind), members in found.items():
         yield name, ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(members)))
 
 
 def _buffer_objects(
-    ranks: list[RankSource], buffers: Mapping[str, Buffer], layer: Callable[[str], str]
+    ranks: list[RankSource], buffers: Mapping[str, Buffer], pattern: re.Pattern[str] | None
 ) -> Iterator[tuple[str, ObjectSource]]:
     """Yield one object per layer if all ranks hold the same buffers, else one per rank."""
     by_rank = [
-        dict(_by_layer(_buffer_slices(rank, buffers), layer, shard=rank.rank, shards=len(ranks))) for rank in ranks
+        dict(_by_layer(_buffer_slices(rank, buffers), pattern, shard=rank.rank, shards=len(ranks))) for rank in ranks
     ]
     for name, source in by_rank[0].items():
         if all(_digests(objects[name]) == _digests(source) for objects in by_rank[1:]):
@@ -428,7 +434,7 @@ def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[
     module = rank.model["module"]
     for name in buffers:
         tensor = module[name].tensor()
-        yield from _slice(Kind.BUFFERS, tensor, 0, tensor.elements, name=name)
+        yield from _slices(Kind.BUFFERS, tensor, [Fragment(name=name, begin=0, elements=tensor.elements, start=0)])
 
 
 def _digests(source: ObjectSource) -> str:

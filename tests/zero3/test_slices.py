@@ -35,7 +35,7 @@ def cut_again(slices: list[list[int]], elements: int, world_size: int) -> list[l
     for rank in range(world_size):
         begin, valid = rank * length, valid_elements(elements, world_size, rank)
         parts = stored.stretches(Kind.MASTER, "a", begin=begin, end=begin + valid)
-        made.append([value for _, part in parts for value in slices[part.shard][part.start :][: part.elements]])
+        made.append([value for of, start, count in parts for value in slices[of.object.shard][start:][:count]])
     return made
 
 
@@ -62,12 +62,12 @@ def test_stretches_are_few_whole_where_possible_and_in_order(lengths: list[int],
     end = data.draw(st.integers(begin, elements))
     stored = stored_slices(*lengths, elements=elements)
 
-    parts = [part for _, part in stored.stretches(Kind.MASTER, "a", begin=begin, end=end)]
+    parts = [(of.object.shard, *rest) for of, *rest in stored.stretches(Kind.MASTER, "a", begin=begin, end=end)]
 
-    assert sum(part.elements for part in parts) == end - begin
-    assert [part.shard for part in parts] == sorted({part.shard for part in parts})
-    assert all(0 < part.elements <= lengths[part.shard] - part.start for part in parts)
-    assert all(part.start == 0 for part in parts[1:])
+    assert sum(count for _, _, count in parts) == end - begin
+    assert [shard for shard, _, _ in parts] == sorted({shard for shard, _, _ in parts})
+    assert all(0 < count <= lengths[shard] - start for shard, start, count in parts)
+    assert all(start == 0 for _, start, _ in parts[1:])
     bounds = stored.bounds(Kind.MASTER, "a")
     assert (bounds[0], bounds[-1]) == (0, elements)
     assert len(bounds) == sum(length > 0 for length in lengths) + 1

@@ -14,7 +14,7 @@ from math import prod
 from typing import Protocol
 
 from layerstore.errors import LayoutMismatch
-from layerstore.slices import slice_length, valid_elements
+from layerstore.slices import slice_length
 from layerstore.states import RankState
 from layerstore.zero3.trees.view import STAGE_3, TreeView, config_of, outer_optimizer, stage_of, sub_group_shapes
 
@@ -58,7 +58,7 @@ class Sharding(Protocol):
         """Return the length without padding at the end, as a master may be saved."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EvenSharding:
     """Stage 3: every rank has an equal slice of each parameter, padded at the end of the parameter."""
 
@@ -69,16 +69,25 @@ class EvenSharding:
     def fragments(self, group: int, rank: int) -> Iterator[Fragment]:
         """Yield what *rank* has of the flat buffer *group*, in order."""
         start = 0
-        for name, shape in self.groups[group].items():
-            elements = prod(shape)
-            length, valid = slice_length(elements, self.world_size), valid_elements(elements, self.world_size, rank)
-            if valid:
+        for name, elements, length in self._members[group]:
+            valid = min(length, elements - rank * length)
+            if valid > 0:
                 yield Fragment(name=name, begin=rank * length, elements=valid, start=start)
             start += length
 
     def elements(self, group: int, rank: int) -> int:
         """Return the length of the flat buffers of *group*, padding included."""
-        return sum(slice_length(prod(shape), self.world_size) for shape in self.groups[group].values())
+        return self._elements[group]
+
+    @cached_property
+    def _members(self) -> list[list[tuple[str, int, int]]]:
+        """The name of each parameter, its length and that of its slices, by group."""
+        lengths = ([(name, prod(shape)) for name, shape in group.items()] for group in self.groups)
+        return [[(name, count, slice_length(count, self.world_size)) for name, count in group] for group in lengths]
+
+    @cached_property
+    def _elements(self) -> list[int]:
+        return [sum([length for _, _, length in members]) for members in self._members]
 
     def lean(self, group: int, rank: int) -> int:
         """Return the same: its padding lies within."""
