@@ -8,6 +8,7 @@ Class names from the source are only data here; nothing is imported, looked up o
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import is_
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
@@ -131,6 +132,9 @@ class Tensor:
         return True
 
 
+_LEAVES = frozenset({bool, int, float, str, bytes, Size, Global, type(None)})
+
+
 def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type
     """Return a copy of *tree* in which *replacement* maps every tensor."""
     match tree:
@@ -159,7 +163,9 @@ def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree
 
 
 def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> dict[Tree, Tree]:
-    return {key: replace_tensors(value, replacement) for key, value in tree.items()}
+    return {
+        key: value if type(value) in _LEAVES else replace_tensors(value, replacement) for key, value in tree.items()
+    }
 
 
 def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
@@ -211,7 +217,7 @@ class Template:
         if not self._has_tensors.get(id(node), False):
             return node
         if id(node) not in made:
-            parts = iter([self._copy(part, storages, made) for part in _parts(node)])
+            parts = iter([part if type(part) in _LEAVES else self._copy(part, storages, made) for part in _parts(node)])
             made[id(node)] = _with_parts(node, parts, storages)
         return made[id(node)]
 
@@ -227,12 +233,12 @@ class Template:
             alike = (ours.dtype, ours.elements, ours.device) == (theirs.dtype, theirs.elements, theirs.device)
             if theirs is not other.storage or not alike:
                 return False
-        facts, parts = [*map(_facts, (node, other))], [*map(_parts, (node, other))]
-        return (
-            len({*map(len, facts)}) == len({*map(len, parts)}) == 1
-            and all(one is another for one, another in zip(*facts, strict=True))
-            and all(self._is_copy(one, another, found, seen) for one, another in zip(*parts, strict=True))
-        )
+        parts, others = _parts(node), _parts(other)
+        if len(parts) != len(others) or not all(map(is_, _facts(node), _facts(other))):
+            return False
+        pairs = zip(parts, others, strict=True)
+        inner = [pair for pair in pairs if type(pair[0]) not in _LEAVES or pair[0] is not pair[1]]
+        return all(self._is_copy(one, another, found, seen) for one, another in inner)
 
 
 def _parts(node: Any) -> list[Tree]:
@@ -258,7 +264,15 @@ def _facts(node: Any) -> list[object]:
 def _with_parts(node: Any, parts: Iterator[Any], storages: Mapping[Storage, Storage]) -> Any:
     """Return a node like *node* with other *parts* and *storages*."""
     if isinstance(node, Tensor):
-        return replace(node, storage=storages[node.storage], attributes=next(parts))
+        return Tensor(
+            storage=storages[node.storage],
+            offset=node.offset,
+            shape=node.shape,
+            stride=node.stride,
+            requires_grad=node.requires_grad,
+            attributes=next(parts),
+            is_parameter=node.is_parameter,
+        )
     if isinstance(node, Inert):
         names = ("arguments", "state", "appended", "items")
         return replace(node, **dict(zip(names, parts, strict=True)))

@@ -72,8 +72,10 @@ def read_pointer(path: Path) -> Pointer | None:
     try:
         if not path.is_file() or path.stat().st_size > _SIZE_BYTES_MAX:
             return None
+        payload = read_source_file(path, size_bytes_max=_SIZE_BYTES_MAX)
+        if _KEY.encode() not in payload:
+            return None  # a shard, which the shard reader parses anyway
         if path.name == DCP_METADATA:
-            payload = read_source_file(path, size_bytes_max=_SIZE_BYTES_MAX)
             tree, _ = read_pickle(payload, path=path, records={}, form=OF_DCP_METADATA)
         else:
             tree = read_pt(path).tree

@@ -56,7 +56,7 @@ def read_section(source: OpenedSource, begin: int, size_bytes: int, pickles: Pic
     _check_byte_order(section, entries)
     payload = _read_record(section, entries, PICKLE)
     records = {
-        name.removeprefix(STORAGE_FOLDER): replace(located, offset_bytes=begin + located.offset_bytes)
+        name[len(STORAGE_FOLDER) :]: replace(located, offset_bytes=begin + located.offset_bytes) if begin else located
         for name, located in entries.items()
         if name.startswith(STORAGE_FOLDER)
     }

@@ -9,7 +9,7 @@ calls become nodes (`layerstore.zero3.pt.picklecalls`). Every count is bounded b
 
 import struct
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
@@ -100,23 +100,26 @@ class Pickles:
 
     def __init__(self, allowed_globals: frozenset[str] = frozenset()) -> None:
         self._allowed_globals = allowed_globals
-        self._known: dict[bytes, tuple[Template, dict[str, Storage]]] = {}
+        self._known: dict[bytes, tuple[Template, dict[str, Storage], dict[str, int]]] = {}
+        """Of each pickle its tree, its storages by record, and their sizes."""
 
     def read(self, payload: bytes, *, path: Path, records: Mapping[str, Located]) -> tuple[Tree, tuple[Storage, ...]]:
         """Return and raise what `read_pickle` does."""
-        template, storages = self._known.get(digest(payload), (None, {}))
-        if template is None or not all(_is_like(of, records.get(key)) for key, of in storages.items()):
+        sizes = {key: located.size_bytes for key, located in records.items()}
+        template, storages, wanted = self._known.get(digest(payload), (None, {}, {}))
+        # The records of another file can be these storages if they are as large.
+        if template is None or not wanted.items() <= sizes.items():
             tree, storages = _read(payload, path, records, self._allowed_globals)
-            self._known[digest(payload)] = Template(tree, tuple(storages.values())), storages
+            wanted = {key: sizes[key] for key in storages}
+            self._known[digest(payload)] = Template(tree, tuple(storages.values())), storages, wanted
             return tree, tuple(storages.values())
-        own = tuple(replace(storage, content=records[key]) for key, storage in storages.items())
+        own = tuple(
+            [
+                Storage(dtype=of.dtype, elements=of.elements, device=of.device, content=records[key])
+                for key, of in storages.items()
+            ]
+        )
         return template.filled(own), own
-
-
-def _is_like(storage: Storage, record: Located | None) -> bool:
-    """Whether *record*, of another file, could also be the content of *storage*."""
-    assert isinstance(storage.content, Located)
-    return record is not None and record.size_bytes == storage.content.size_bytes
 
 
 def _read(
@@ -194,7 +197,11 @@ class _Machine:
         self._position = 2
         handlers = _HANDLERS if form.protocol == OF_TORCH_SAVE.protocol else _HANDLERS_4
         for _ in range(form.opcodes_max):
-            code = self._take(1)[0]
+            try:
+                code = self._payload[self._position]
+            except IndexError:
+                raise self._malformed("it ends inside an opcode") from None
+            self._position += 1
             if code == _STOP:
                 return self._result()
             handler = handlers.get(code)

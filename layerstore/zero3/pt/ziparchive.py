@@ -64,6 +64,8 @@ _COMMON = (_FLAG_UTF8, 0, _DOS_TIME, _DOS_DATE)
 
 _HEADS_BYTES = 4096
 
+_NO_NAMES = frozenset({"", ".", ".."})
+
 _LEGACY_HINT = (
     'save again without "checkpoint": {"checkpoint_serialization": false} in the DeepSpeed configuration: '
     "only the zip format carries checksums and can be read without running a pickle"
@@ -235,11 +237,11 @@ def _split_name(path: Path, raw_name: bytes) -> tuple[str, str]:
         name = raw_name.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise untrusted(path, f"the entry name {raw_name!r} is not UTF-8") from exc
-    root, *rest = name.split("/")
+    root, slash, rest = name.partition("/")
     # An empty part means an absolute name, a folder entry or a doubled slash.
-    if "\0" in name or "\\" in name or not rest or any(part in ("", ".", "..") for part in (root, *rest)):
+    if "\0" in name or "\\" in name or not slash or not _NO_NAMES.isdisjoint(name.split("/")):
         raise untrusted(path, f"the entry name {name!r} is not one that torch.save writes")
-    return root, "/".join(rest)
+    return root, rest
 
 
 def _check_sizes(source: OpenedSource, listed: list[_Listed]) -> None:
