@@ -31,10 +31,8 @@ def object_id(data: Bytes) -> ObjectId:
     return ObjectId(digest(data).hex())
 
 
-def crc32(data: Bytes, previous: int = 0) -> int:
-    """Return the zip checksum of *data*, continued from *previous*."""
-    value: int = isal_zlib.crc32(data, previous)
-    return value
+crc32 = isal_zlib.crc32
+"""The zip checksum of some bytes, continued from a second argument; a call less for each of a million slices."""
 
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:

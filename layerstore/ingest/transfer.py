@@ -230,7 +230,7 @@ class _Transfer:
 
     def _objects(self, sources: list[Planned], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""
-        sizes = [sum(part.size_bytes for part in source.slices) for source, _ in sources]
+        sizes = [source.size_bytes for source, _ in sources]
         mine, *theirs = (sources[of.start : of.stop] for of in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
@@ -252,7 +252,7 @@ class _Transfer:
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that cannot be derived from their master, as part of their layer."""
         tensors = self.readers.check.weights_to_store(parameter.name for parameter in layer.parameters)
-        slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
+        slices = tuple(canonical_order([_as_slice(tensor) for tensor in tensors if tensor.elements]))
         if slices:
             yield self.readers.staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
 

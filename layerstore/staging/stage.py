@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -101,29 +103,31 @@ class SourceReader:
     def read_into(self, places: Sequence[Place]) -> None:
         """Fill each buffer with the bytes of its place; adjacent ones are read in one call."""
         together: list[memoryview] = []
-        before, begin, end = Path(), 0, 0
-        for path, offset, buffer in sorted(places, key=lambda place: (str(place[0]), place[1])):
-            if together and (offset != end or path != before or len(together) == _READ_TOGETHER_MAX):
+        before, begin, end = None, 0, 0
+        # Almost always of one file, whose path is then one object.
+        for path, offset, buffer in sorted(places, key=itemgetter(1)):
+            if before is not None and (offset != end or path is not before or len(together) == _READ_TOGETHER_MAX):
                 self._file(before).read_each(together, begin)
                 together = []
             if not together:
                 before, begin = path, offset
             together.append(buffer)
-            end = offset + len(buffer)
-        if together:
+            end = offset + buffer.nbytes
+        if before is not None:
             self._file(before).read_each(together, begin)
 
     def _file(self, path: Path) -> OpenedSource:
         if not hasattr(self._local, "files"):
             self._local.files, self._local.buffer = {}, memoryview(bytearray(IO_CHUNK_BYTES))
         files: dict[Path, tuple[OpenedSource, contextlib.ExitStack]] = self._local.files
-        if path not in files:
+        known = files.get(path)
+        if known is None:
             if len(files) == _OPEN_FILES_MAX:
                 files.pop(next(iter(files)))[1].close()
             stack = contextlib.ExitStack()
-            files[path] = stack.enter_context(open_source(path)), stack
+            known = files[path] = stack.enter_context(open_source(path)), stack
             self._stacks.append(stack)
-        return files[path][0]
+        return known[0]
 
     def close(self) -> None:
         """Close the files of all threads."""
@@ -146,8 +150,10 @@ class Checksums:
     def note_slices(self, slices: Sequence[SliceSource], tensors: Sequence[StoredTensor]) -> None:
         """Remember the checksums of *slices*, which became *tensors*."""
         with self._guard:
-            for part, tensor in zip(slices, tensors, strict=True):
-                self._known.setdefault(part.path, {})[part.offset_bytes] = part.size_bytes, tensor.crc32
+            for path, parts in groupby(zip(slices, tensors, strict=True), lambda pair: pair[0].path):
+                known = self._known.setdefault(path, {})
+                for part, tensor in parts:
+                    known[part.offset_bytes] = part.elements * by_code(part.dtype).bytes, tensor.crc32
 
     @property
     def known(self) -> dict[Path, dict[int, tuple[int, int]]]:
@@ -401,6 +407,8 @@ class Staging:
 
     def content_at(self, path: Path, offset: int, size_bytes: int) -> bytes | ObjectContent:
         """Return a stretch of *path*, or stage it as an object if it is large."""
+        if not size_bytes:
+            return b""  # under stage 3, all weights in the model's file
         if size_bytes > INLINE_BYTES_MAX:
             return self.bytes_object(path, offset, size_bytes)
         data = b"".join(map(bytes, self._reader.chunks(path, offset, size_bytes)))
