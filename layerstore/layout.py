@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,9 +139,7 @@ class Layout:
 
     def object(self, object_id: "ObjectId") -> Path:
         """Return the path of an object; raises InvalidInput if *object_id* is not an id."""
-        if not OBJECT_ID.fullmatch(object_id):
-            raise InvalidInput(f"{object_id!r} is not an object id", hint="ids are 32 lower-case hex digits")
-        return self.objects.joinpath(object_id[:2], object_id)
+        return _object_in(self.objects, object_id)
 
     def object_name(self, object_id: str) -> str:
         """Return an object's path inside the store, for messages; *object_id* may be malformed."""
@@ -171,6 +169,13 @@ class Layout:
     def name(self, path: Path) -> str:
         """Return the name of *path* inside the store, as used in envelopes and messages."""
         return path.relative_to(self.root).as_posix()
+
+
+@lru_cache(1 << 13)  # a save asks five times for the path of each of its objects
+def _object_in(objects: Path, object_id: "ObjectId") -> Path:
+    if not OBJECT_ID.fullmatch(object_id):
+        raise InvalidInput(f"{object_id!r} is not an object id", hint="ids are 32 lower-case hex digits")
+    return objects.joinpath(object_id[:2], object_id)
 
 
 def is_url(text: str) -> bool:

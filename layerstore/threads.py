@@ -24,6 +24,8 @@ class Threads(ThreadPoolExecutor):
     """A pool of threads, fewer than it may have if there is no room for more."""
 
     def _adjust_thread_count(self) -> None:
+        if len(self._threads) >= self._max_workers:
+            return  # nothing to start, and each look for room is two system calls
         try:
             check_room()
             super()._adjust_thread_count()

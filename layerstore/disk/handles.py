@@ -48,19 +48,28 @@ _HINTS = {
 }
 
 
-@contextlib.contextmanager
-def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
+class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since every operation enters it
     """Turn OSError into StorageIO that says what was attempted, and on which path."""
-    try:
-        yield
-    except StorageIO:
-        raise
-    except OSError as exc:
+
+    __slots__ = ("_doing", "_path")
+
+    def __init__(self, path: Path, *, doing: str) -> None:
+        self._path = path
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        """Begin the operation."""
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        """Raise the better error."""
+        if exc is None or not isinstance(exc, OSError) or isinstance(exc, StorageIO):
+            return
+        path = self._path
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
         if exc.errno == errnos.ELOOP and path.is_symlink():
             reason = "it is a link, which is never followed"
         raise StorageIO(
-            f"cannot {doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno, path)
+            f"cannot {self._doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno, path)
         ) from exc
 
 
