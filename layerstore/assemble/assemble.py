@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,22 +97,18 @@ def whole(content: ObjectContent, offset: int) -> Piece:
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Join pieces that are adjacent both in the object and in the file, so that one call moves them."""
     found: list[Piece] = []
+    end = object_end = -1  # of the last piece, which only another plain one can continue
     for piece in pieces:
-        if found and _continues(found[-1], piece):
+        # Conversions, decoding and measured checksums apply to a single piece.
+        is_plain = not (piece.rounding or piece.is_coded or piece.is_measured)
+        is_next = is_plain and piece.offset == end and piece.object_offset == object_end
+        if is_next and piece.object == found[-1].object:
             found[-1] = replace(found[-1], size_bytes=found[-1].size_bytes + piece.size_bytes, crc32=None)
         else:
             found.append(piece)
+        end = piece.offset + piece.size_bytes if is_plain else -1
+        object_end = piece.object_offset + piece.size_bytes
     return tuple(found)
-
-
-def _continues(first: Piece, second: Piece) -> bool:
-    # Conversions, decoding and measured checksums apply to a single piece.
-    is_plain = not any(piece.rounding or piece.is_coded or piece.is_measured for piece in (first, second))
-    return is_plain and (second.object, second.object_offset, second.offset) == (
-        first.object,
-        first.object_offset + first.size_bytes,
-        first.offset + first.size_bytes,
-    )
 
 
 def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: int, size_bytes: int) -> int:
@@ -475,8 +472,12 @@ def _tasks(supplies: Iterable[Supply]) -> Collection[_Task]:
     """Gather the pieces of all files by object, or by all objects of a mean."""
     tasks: dict[tuple[BlobRef, ...], _Task] = {}
     for file, pieces in supplies:
-        for piece in pieces:
-            task = tasks.setdefault(piece.objects, _Task(piece.objects))
-            is_copied = piece.rounding is None and not piece.is_coded
-            (task.copies if is_copied else task.conversions).append((file, piece))
+        # Neighbours are mostly of one object, which is then looked up once.
+        for _, together in groupby(pieces, attrgetter("object", "mean_of")):
+            alike = list(together)
+            objects = alike[0].objects
+            task = tasks.setdefault(objects, _Task(objects))
+            for piece in alike:
+                is_copied = piece.rounding is None and not piece.is_coded
+                (task.copies if is_copied else task.conversions).append((file, piece))
     return tasks.values()
