@@ -1,26 +1,21 @@
 """
-Slices: how ZeRO-3 cuts parameters, how an object frames them, and where those of a composite are, however cut.
+Slices: how ZeRO-3 cuts parameters, and where those of a composite are, however cut.
 
 Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
 Each layer may have been saved by a different number of ranks. `Slices` finds any elements of any parameter.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Protocol, TypeVar
 
-from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
-from layerstore.limits import PAGE_BYTES
-from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor, key_of
+from layerstore.framing import coded_frame, frame, slice_bytes
+from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
 from layerstore.numbers import box_runs, can_convert
 
 # -- the arithmetic ------------------------------------------------------------------------------------------------
@@ -45,142 +40,6 @@ def valid_elements(elements: int, world_size: int, rank: int) -> int:
     """
     length = slice_length(elements, world_size)
     return max(0, min(length, elements - rank * length))
-
-
-# -- how an object frames them -------------------------------------------------------------------------------------
-
-# An object is a safetensors file with every byte determined here; so are the weights that a composite is written as.
-# The header is padded with spaces so that the payload starts on a page. Slices that fill whole pages come first, then
-# the rest, both by key, so whole-page slices stay page-aligned whatever else is in the file. Nothing that could vary
-# between equal contents is included.
-
-
-class Flat(Protocol):
-    """What decides the size of a flat tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """Code of its element type."""
-
-    @property
-    def elements(self) -> int:
-        """Its length."""
-
-
-class Slice(Flat, Protocol):
-    """What the framing needs to know about a tensor."""
-
-    @property
-    def name(self) -> str:
-        """The parameter or buffer."""
-
-    @property
-    def state(self) -> str:
-        """Which optimizer state; empty for the other kinds."""
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-
-
-AnySlice = TypeVar("AnySlice", bound=Slice)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """The layout of one object file."""
-
-    header: bytes
-    """All bytes of the file before the payload."""
-    offsets: tuple[int, ...]
-    """Where each tensor starts in the file, in the given order."""
-    size_bytes: int
-    """Size of the whole file."""
-
-
-def slice_bytes(tensor: Flat) -> int:
-    """Return the size of *tensor*."""
-    return tensor.elements * by_code(tensor.dtype).bytes
-
-
-# All ranks of a save have the same few hundred lists of slices: each is sorted and laid out once.
-_ALIKE_MAX = 1024
-_Facts = tuple[tuple[str, str, str, int], ...]
-_facts = attrgetter("name", "state", "dtype", "elements")
-
-
-def canonical_order(tensors: Sequence[AnySlice]) -> list[AnySlice]:
-    """Return *tensors* in the order of an object file."""
-    return [tensors[number] for number in _order_of(tuple(map(_facts, tensors)))]
-
-
-@lru_cache(_ALIKE_MAX)
-def _order_of(tensors: _Facts) -> list[int]:
-    def place(number: int) -> tuple[bool, str]:
-        name, state, dtype, elements = tensors[number]
-        return elements * by_code(dtype).bytes % PAGE_BYTES != 0, key_of(name, state)
-
-    return sorted(range(len(tensors)), key=place)
-
-
-def frame(tensors: Iterable[Slice]) -> Frame:
-    """Lay out *tensors*, which must be in canonical order."""
-    return _frame_of(tuple(map(_facts, tensors)))
-
-
-@lru_cache(_ALIKE_MAX)
-def _frame_of(tensors: _Facts) -> Frame:
-    return framed((key_of(name, state), dtype, (elements,)) for name, state, dtype, elements in tensors)
-
-
-class CodedSlice(Slice, Protocol):
-    """What the framing needs to know about a tensor that may be coded."""
-
-    @property
-    def coding(self) -> str:
-        """The name of its coding; empty if its bytes are kept as they are."""
-
-
-def coded_frame(tensors: Iterable[CodedSlice], *, reference: str) -> tuple[Frame, list[int]]:
-    """
-    Lay out an object of *tensors* in their own order, each as the parts of its coding, and each part after the other.
-
-    Return the layout of all parts, and the number of the first part of each tensor. The name of the *reference* is
-    part of the file: the same differences to something else are another object.
-    """
-    parts: list[tuple[str, str, tuple[int]]] = []
-    first = []
-    for tensor in tensors:
-        first.append(len(parts))
-        if tensor.coding:
-            key = f"{tensor.key}:{tensor.coding}"
-            parts += [
-                (key + part.suffix, part.dtype, (part.elements,))
-                for part in CODINGS[tensor.coding].parts(tensor.elements)
-            ]
-        else:
-            parts.append((tensor.key, tensor.dtype, (tensor.elements,)))
-    return framed(parts, metadata={"reference": reference} if reference else None), first
-
-
-def framed(tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mapping[str, str] | None = None) -> Frame:
-    """Lay out *tensors*, given as (key, element type, shape); the header starts with *metadata*."""
-    begin, offsets = 0, []
-    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    for key, dtype, shape in tensors:
-        end = begin + prod(shape) * by_code(dtype).bytes
-        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        offsets.append(begin)
-        begin = end
-    assert len(entries) == len(offsets) + (metadata is not None), "keys are unique within a file"
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    padding = -(8 + len(text)) % PAGE_BYTES
-    header = (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
-    return Frame(
-        header=header,
-        offsets=tuple(len(header) + offset for offset in offsets),
-        size_bytes=len(header) + begin,
-    )
 
 
 # -- where slices are stored ---------------------------------------------------------------------------------------

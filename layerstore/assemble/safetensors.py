@@ -14,9 +14,10 @@ from layerstore.assemble.assemble import DerivedCheck, OutputFile, merged, whole
 from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
 from layerstore.filenames import WEIGHTS
+from layerstore.framing import Frame, framed
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind
-from layerstore.slices import Frame, Piece, Slices, framed
+from layerstore.slices import Piece, Slices
 from layerstore.states import ObjectContent, TensorSource
 
 

@@ -17,6 +17,7 @@ from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import SCHEDULES
 from layerstore.format import WITHOUT_MOMENTS
+from layerstore.framing import canonical_order
 from layerstore.handover import (
     PARAM_GROUPS,
     Since,
@@ -34,7 +35,7 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, Buffer, CommitRecord, Kind, LayerVersion, Parameter
 from layerstore.numbers import can_convert
 from layerstore.progress import Progress
-from layerstore.slices import Slices, canonical_order
+from layerstore.slices import Slices
 from layerstore.source import read_source_file, stat_source
 from layerstore.staging import (
     NONE_COMPACT,

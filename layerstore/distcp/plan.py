@@ -14,12 +14,12 @@ from pathlib import Path
 
 from layerstore.distcp.contents import Contents
 from layerstore.distcp.metadata import Entry
+from layerstore.framing import canonical_order
 from layerstore.handover import Held, KeyPath
 from layerstore.layers import layers_in_order
 from layerstore.limits import STEP_MAX
 from layerstore.model import Kind
 from layerstore.numbers import box_runs
-from layerstore.slices import canonical_order
 from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
 
 

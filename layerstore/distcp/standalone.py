@@ -18,12 +18,13 @@ from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.filenames import SUMMARY, TRAINER_STATE
+from layerstore.framing import canonical_order
 from layerstore.handover import DcpState, Held
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import SLICED_BYTES, STEP_MAX
 from layerstore.model import DCP, BlobRef, Kind
 from layerstore.progress import Progress
-from layerstore.slices import canonical_order, slice_length, valid_elements
+from layerstore.slices import slice_length, valid_elements
 from layerstore.source import list_folder, stat_source
 from layerstore.staging import NONE_COMPACT, CompactLayers, Content, Staging
 from layerstore.states import SourceFile

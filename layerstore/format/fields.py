@@ -42,7 +42,7 @@ class _Misfit(Exception):
 
 def to_plain(value: object) -> Plain:
     """Turn a dataclass of ``layerstore.model``, or a part of one, into a plain value whose maps are in order."""
-    return _writer_of(type(value))(value)
+    return _writer_of(cast(Any, type(value)))(value)
 
 
 @cache

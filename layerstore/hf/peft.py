@@ -24,10 +24,11 @@ from layerstore.assemble import (
 )
 from layerstore.dtypes import FLOATS
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.framing import Frame
 from layerstore.json_text import parse_json
 from layerstore.layers import ADAPTER_WEIGHTS, unwrapped
 from layerstore.model import Buffer, Parameter
-from layerstore.slices import Frame, Piece, Slices
+from layerstore.slices import Piece, Slices
 from layerstore.source import read_header, tensors_in
 from layerstore.states import SourceFile, TensorSource
 from layerstore.storage import Repository

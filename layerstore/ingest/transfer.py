@@ -14,12 +14,12 @@ from pathlib import Path
 from layerstore.coding import Error
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import owner_of_file
+from layerstore.framing import canonical_order
 from layerstore.ingest.derive import Compared, Gathered, GatheredCheck
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import Kind, ObjectId, StoredObject
 from layerstore.progress import Progress, Silent
 from layerstore.shares import cut
-from layerstore.slices import canonical_order
 from layerstore.source import GatheredSource, stat_source
 from layerstore.staging import (
     NONE_COMPACT,
@@ -252,7 +252,7 @@ class _Transfer:
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that cannot be derived from their master, as part of their layer."""
         tensors = self.readers.check.weights_to_store(parameter.name for parameter in layer.parameters)
-        slices = tuple(canonical_order([_as_slice(tensor) for tensor in tensors if tensor.elements]))
+        slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
             yield self.readers.staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
 

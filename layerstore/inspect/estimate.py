@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from layerstore.coding import CODINGS
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
+from layerstore.framing import canonical_order, coded_frame
 from layerstore.inspect.cost import (
     COLLECTED_SECONDS,
     Files,
@@ -31,7 +32,7 @@ from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 from layerstore.model import Kind, StoredTensor
 from layerstore.policy import Keep, Policy, Save, anchored, chosen_policy, due_layers
 from layerstore.precision import EXACT_EVERY, PRECISIONS, Keyframes, Precision, PrecisionName, keyframes
-from layerstore.slices import canonical_order, coded_frame, slice_length, valid_elements
+from layerstore.slices import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 

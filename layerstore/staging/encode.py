@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from layerstore.coding import BLOCK, CODINGS, Coded, Error, NotCodable
 from layerstore.errors import LayerstoreError, Unsupported
+from layerstore.framing import coded_frame, frame
 from layerstore.hashing import crc32
 from layerstore.history import Place
 from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
 from layerstore.precision import PRECISIONS, Precision
-from layerstore.slices import coded_frame, frame
 from layerstore.storage import Hashing, ObjectStore, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
 

@@ -19,10 +19,10 @@ from layerstore.coding import Error
 from layerstore.dtypes import by_code
 from layerstore.errors import Overtaken, SourceCheckpoint, Unsupported
 from layerstore.format import encode_blob, ref_of
+from layerstore.framing import Frame, frame
 from layerstore.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
 from layerstore.model import BlobRef, CodingLoss, Kind, LayerVersion, ObjectId, StoredObject, StoredTensor
-from layerstore.slices import Frame, frame
 from layerstore.source import OpenedSource, open_source
 from layerstore.staging.encode import Compact, Encoding
 from layerstore.states import GatheredFile, ObjectContent, RankState, SourceFile
@@ -140,30 +140,26 @@ class Checksums:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._known: dict[Path, dict[int, tuple[int, int]]] = {}
+        self.known: dict[Path, dict[int, tuple[int, int]]] = {}
+        """The size and checksum of every stretch, by file and offset."""
 
     def note(self, path: Path, offset: int, size_bytes: int, checksum: int) -> None:
         """Remember the checksum of one stretch."""
         with self._guard:
-            self._known.setdefault(path, {})[offset] = (size_bytes, checksum)
+            self.known.setdefault(path, {})[offset] = (size_bytes, checksum)
 
     def note_slices(self, slices: Sequence[SliceSource], tensors: Sequence[StoredTensor]) -> None:
         """Remember the checksums of *slices*, which became *tensors*."""
         with self._guard:
             for path, parts in groupby(zip(slices, tensors, strict=True), lambda pair: pair[0].path):
-                known = self._known.setdefault(path, {})
+                known = self.known.setdefault(path, {})
                 for part, tensor in parts:
                     known[part.offset_bytes] = part.elements * by_code(part.dtype).bytes, tensor.crc32
-
-    @property
-    def known(self) -> dict[Path, dict[int, tuple[int, int]]]:
-        """Return the size and checksum of every stretch, by file and offset."""
-        return self._known
 
     def join(self, known: Mapping[Path, Mapping[int, tuple[int, int]]]) -> None:
         """Add the stretches that another process has read."""
         for path, stretches in known.items():
-            self._known.setdefault(path, {}).update(stretches)
+            self.known.setdefault(path, {}).update(stretches)
 
     def check(self, storages: Sequence[tuple[str, Located]], reader: SourceReader) -> None:
         """
@@ -174,7 +170,7 @@ class Checksums:
         Raises:
             SourceCheckpoint: A byte has changed since it was written.
         """
-        starts = {path: sorted(known) for path, known in self._known.items()}
+        starts = {path: sorted(known) for path, known in self.known.items()}
         for key, located in storages:
             found = combine_crc32(self._parts(located, starts.get(located.path, []), reader))
             if found != located.crc32:
@@ -191,7 +187,7 @@ class Checksums:
         path, position = located.path, located.offset_bytes
         end = position + located.size_bytes
         for offset in starts[bisect_left(starts, position) : bisect_left(starts, end)]:
-            length, checksum = self._known[path][offset]
+            length, checksum = self.known[path][offset]
             if offset < position or offset + length > end:
                 continue  # overlaps a stretch that is already covered
             if offset > position:

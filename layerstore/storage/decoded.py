@@ -16,9 +16,9 @@ from layerstore.coding import BLOCK, CODINGS
 from layerstore.disk import OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
+from layerstore.framing import coded_frame, frame, slice_bytes
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, LayerVersion, StoredObject, StoredTensor
-from layerstore.slices import coded_frame, frame, slice_bytes
 from layerstore.storage.objects import ObjectStore, Stretch
 
 _ITEM_BYTES = 4  # only fp32 is coded

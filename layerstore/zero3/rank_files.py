@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import PurePath
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.filenames import SHARD_STEM, is_text
@@ -72,8 +72,7 @@ class RankSource:
 
     def fragments_of(self, group: Tree) -> list[Fragment]:
         """Return what this rank has of the flat buffer *group*, in order; nothing if there is none."""
-        is_there = isinstance(group, int) and group < len(self._fragments)
-        return self._fragments[group] if is_there else []
+        return self._fragments[group] if isinstance(group, int) and group < len(self._fragments) else []
 
     @cached_property
     def _fragments(self) -> list[list[Fragment]]:
@@ -222,7 +221,7 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
 
 def common_of(rank: RankSource) -> Common:
     """Return the facts that *rank* must share with all others."""
-    groups = list(rank.sharding.groups)
+    groups = cast("Groups", list(rank.sharding.groups))  # `sub_group_shapes` has read them
     return Common(
         stage=rank.stage,
         dp_world_size=rank.model["dp_world_size"].integer(),

@@ -15,11 +15,12 @@ from pathlib import Path, PurePath
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import TRAINER_STATE
+from layerstore.framing import canonical_order
 from layerstore.hashing import ObjectHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import Buffer, Kind, Parameter, key_of
-from layerstore.slices import canonical_order, slice_length, valid_elements
+from layerstore.slices import slice_length, valid_elements
 from layerstore.source import GatheredFileSource, GatheredSource, open_source, read_gathered
 from layerstore.states import BufferContent, FlatContent, FragmentContent, RankState, TreeFile
 from layerstore.tree import Located, Storage, Tensor, changed, replace_tensors, with_content

@@ -21,6 +21,7 @@ from pathlib import Path
 import layerstore
 from layerstore import Drift, Filter, Latest, Parity
 from layerstore.format import decode_version, encode_blob, make_commit, ref_of, seal_part, unseal_part
+from layerstore.framing import canonical_order, frame
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
 from layerstore.inspect.cost import Files, Stored, stored
@@ -40,7 +41,7 @@ from layerstore.model import (
 )
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes
-from layerstore.slices import canonical_order, frame, valid_elements
+from layerstore.slices import valid_elements
 from layerstore.storage import Repository
 from tests.bench.generate import generate
 from tests.bench.histories import RUN, build

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from layerstore.distcp import Item, plan_save
 from layerstore.errors import LayoutMismatch
+from layerstore.framing import frame
 from layerstore.model import BlobRef, Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
-from layerstore.slices import Slices, frame
+from layerstore.slices import Slices
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The first index and the extent, by dimension."""

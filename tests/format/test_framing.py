@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
+from layerstore.framing import Frame, canonical_order, frame, slice_bytes
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import StoredTensor
-from layerstore.slices import Frame, canonical_order, frame, slice_bytes
 
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
 

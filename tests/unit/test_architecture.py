@@ -52,6 +52,7 @@ FLOORS = {
     "coding": 0,
     "format": 1,
     "numbers": 1,
+    "framing": 1,
     "slices": 2,
     "source": 2,
     "disk": 1,

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.framing import frame
 from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
-from layerstore.slices import Slices, frame, slice_length, valid_elements
+from layerstore.slices import Slices, slice_length, valid_elements
 
 
 @given(st.integers(0, 10**12), st.integers(1, 4096))
