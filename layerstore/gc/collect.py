@@ -297,6 +297,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         plan = plan_gc(repo, request, progress=progress)
         check_confirmed(plan.fates, plan.outcome.trash, request)
         hold.check()
+        _remove_idle_parts(repo, plan)
         _remove_records(repo, plan)
         _check_no_migration(repo)
         _look_again(plan)
@@ -354,6 +355,12 @@ def _check_no_migration(repo: Repository) -> None:
         )
 
 
+def _remove_idle_parts(repo: Repository, plan: GcPlan) -> None:
+    """Remove the parts of idle sessions, before the next look: a rank that joins them nevertheless sees that."""
+    for session in plan.marks.dead_sessions:
+        repo.parts.remove_session(session, before_ns=plan.marks.dead_before_ns)
+
+
 def _remove_records(repo: Repository, plan: GcPlan) -> None:
     """Remove the records that go, and empty the trash; first retire what they hide, lest it reappear."""
     for view, fates in plan.runs:
@@ -379,7 +386,5 @@ def _look_again(plan: GcPlan) -> None:
 
 
 def _tidy(repo: Repository, plan: GcPlan) -> None:
-    for session in plan.marks.dead_sessions:
-        repo.parts.remove_session(session, before_ns=plan.marks.dead_before_ns)
     for path, _ in repo.aside.leftovers(before_ns=plan.marks.dead_before_ns):
         repo.files.unlink(path)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
@@ -190,7 +189,7 @@ class _Sharing:
 
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
-    """Leave a part that says that this rank has failed, instead of its share."""
+    """Leave a part that says that this rank has failed, unless its share is there: that may have been joined."""
     repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
     repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
@@ -230,7 +229,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
 
     Raises:
         InheritedLayerLost: A layer to be inherited was collected.
-        GivenUp: A layer is neither due nor inherited, because the save before was given up; or an object is gone.
+        GivenUp: A layer is neither due nor inherited, because the save before was given up; or a part is gone.
         LayoutMismatch: The ranks disagree on what they have saved.
     """
     for part in parts:
@@ -275,8 +274,8 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             bytes_reused=tx.objects.bytes_reused + sum(part.bytes_reused for part in parts),
             losses=losses,
         )
-        _claim(repo, tx.objects, joint, parts)
         try:
+            tx.trust(parts)
             return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
             raise GivenUp(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
@@ -285,20 +284,6 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
 def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     """Whether *layer* can inherit *entry*: before the first update there are no moments."""
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
-
-
-def _claim(repo: Repository, objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> None:
-    """Claim every object that *parts* name: a rank may be withdrawing its part, or a collection removing them."""
-    for part in parts:
-        named = [stored.ref for layer in part.layers for stored in layer.named]
-        for ref in (*named, *([part.state] if part.state is not None else [])):
-            is_there = objects.claim(ref)
-            if not is_there:
-                with suppress(IntegrityError):  # truncated is as good as gone
-                    is_there = repo.objects.find(ref) is not None and objects.claim(ref)
-            if not is_there:
-                problem = f"object {ref.id}, which rank {part.rank} had written, is gone"
-                raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 
 def joined_losses(parts: Iterable[LayerPart]) -> tuple[CodingLoss, ...]:

@@ -13,6 +13,7 @@ else's.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, LayerstoreError, Overtaken
@@ -45,6 +46,7 @@ class Transaction:
             repo.layout, repo.files, repo.objects, past_cache=past_cache, reads_reused=reads_reused
         )
         """Stages new objects."""
+        self._parts: Sequence[Part] = ()
 
     def __enter__(self) -> "Transaction":
         return self
@@ -82,6 +84,26 @@ class Transaction:
             if not (self.objects.claim(state) or self._reuse(state)):
                 raise Overtaken(
                     f"a rank's state of {record.run}@{record.step} is gone; nothing was saved",
+                    hint="repeat the command",
+                )
+
+    def trust(self, parts: Sequence[Part]) -> None:
+        """
+        Name all that *parts*, of one save, name: their ranks have looked, and collections keep it while they are there.
+
+        Raises:
+            Overtaken: One of them is gone.
+        """
+        self._parts = parts
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        if self._parts:
+            there = self._repo.parts.ranks(self._parts[0].session, self._parts[0].save)
+            gone = sorted({part.rank for part in self._parts} - there)
+            if gone:
+                raise Overtaken(
+                    f"what rank {gone[0]} had written was collected, since nothing was done for so long",
                     hint="repeat the command",
                 )
 
@@ -123,11 +145,16 @@ class Transaction:
         return Published(commit=commit, is_new=identity is not None)
 
     def leave(self, part: Part) -> None:
-        """Leave *part* for the committing rank, with all that it names durable; raises as `commit` does."""
+        """
+        Leave *part* for the committing rank, which trusts it, with all that it names durable.
+
+        Raises as `commit` does, or StorageIO if a collection has removed the draft.
+        """
         self.objects.publish()
-        self._repo.parts.publish(part)
+        self._repo.parts.draft(part)
         try:
             self._check_all_there(f"the share of rank {part.rank}")
+            self._repo.parts.confirm(part)
         except LayerstoreError:
             self._repo.parts.withdraw(part.session, part.save, part.rank)
             raise
@@ -151,6 +178,7 @@ class Transaction:
 
     def _check_all_there(self, called: str) -> None:
         """Check that everything named is still there; link blobs back from aside, after what they name."""
+        self._check_parts()
         lost = self.objects.look_again()
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:

@@ -1,7 +1,8 @@
 """
 Parts on disk: the share of each rank in a joint save, until one rank commits the save.
 
-A part is visible exactly when it is linked into its session's folder; everything that it names is durable by then.
+A part comes in two steps. As a draft, linked into its session's folder, only collections see it, and keep all that it
+names, which is durable by then. Renamed once its rank has looked at all of that, it is a part, and never withdrawn.
 """
 
 import re
@@ -16,7 +17,7 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Part
 
 _SESSION = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")
+_NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})(?P<draft>\.draft)?")
 
 
 class PartStore:
@@ -43,13 +44,23 @@ class PartStore:
 
     def ranks(self, session: str, save: int) -> set[int]:
         """Return the ranks that have left a part of *save*; asked many times a minute, so it only looks at names."""
-        prefix = f"{save}."
-        names = self._files.names_unsorted(self._layout.parts / session)
-        return {int(name[len(prefix) :]) for name in names if name.startswith(prefix) and _NAME.fullmatch(name)}
+        named = map(_NAME.fullmatch, self._files.names_unsorted(self._layout.parts / session))
+        return {int(each["rank"]) for each in named if each and each["save"] == f"{save}" and not each["draft"]}
 
     def publish(self, part: Part) -> None:
-        """Make *part* visible and durable."""
-        target = self._path(part.session, part.save, part.rank)
+        """Make *part* visible and durable; one that is there stands."""
+        self._link(part, self._path(part.session, part.save, part.rank))
+
+    def draft(self, part: Part) -> None:
+        """Make *part* visible to collections alone, and durable."""
+        self._link(part, self._draft(part.session, part.save, part.rank))
+
+    def confirm(self, part: Part) -> None:
+        """Make the draft of *part* a part; raises StorageIO if a collection has removed it."""
+        where = part.session, part.save, part.rank
+        self._files.rename(self._draft(*where), self._path(*where))
+
+    def _link(self, part: Part, target: Path) -> None:
         if not self.has_session(part.session):
             self.open_session(part.session)  # a collection removed the idle folder
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
@@ -58,7 +69,10 @@ class PartStore:
 
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
-        data = self._files.read_if_there(self._path(session, save, rank), size_bytes_max=RECORD_BYTES_MAX)
+        return self._read(self._path(session, save, rank), session, save, rank)
+
+    def _read(self, path: Path, session: str, save: int, rank: int) -> Part | None:
+        data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return None
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
@@ -78,14 +92,20 @@ class PartStore:
         return (each for each in self.listed() if isinstance(each, Path))
 
     def of_session(self, session: str) -> list[Part]:
-        """Return the parts of *session*; raises IntegrityError if one is damaged."""
-        found = (self.find(session, save, rank) for _, save, rank in self._named(session))
+        """Return the parts and drafts of *session*; raises IntegrityError if one is damaged."""
+        found = (
+            # A draft that was listed may be a part by now.
+            self._read(path, session, save, rank) or self.find(session, save, rank)
+            for path, save, rank in self._named(session)
+        )
         return [part for part in found if part is not None]
 
     def _named(self, session: str) -> Iterator[tuple[Path, int, int]]:
-        """Yield each part of *session*: its path, save and rank."""
+        """Yield each part and draft of *session*: its path, save and rank."""
         folder = self._layout.parts / session
-        for path in (folder / name for name in self._files.names(folder)):
+        # Twice: a file that is renamed during a listing may be missing in it under both names.
+        names = {name for _ in range(2) for name in self._files.names_unsorted(folder)}
+        for path in (folder / name for name in sorted(names)):
             if (match := _NAME.fullmatch(path.name)) is not None:
                 yield path, int(match["save"]), int(match["rank"])
 
@@ -94,7 +114,7 @@ class PartStore:
         for session in (each for each in self.listed() if isinstance(each, str)):
             for path, save, rank in self._named(session):
                 try:
-                    found = self.find(session, save, rank)
+                    found = self._read(path, session, save, rank)
                 except LayerstoreError as exc:
                     yield path, exc
                 else:
@@ -117,8 +137,8 @@ class PartStore:
         self._files.remove_empty(folder)
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
-        """Remove a part, if it exists, because something that it names is gone."""
-        self._files.unlink(self._path(session, save, rank))
+        """Remove the draft of a part, if it exists, because something that it names is gone."""
+        self._files.unlink(self._draft(session, save, rank))
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of a save that was committed or given up."""
@@ -140,3 +160,7 @@ class PartStore:
 
     def _path(self, session: str, save: int, rank: int) -> Path:
         return self._layout.root / part_name(session, save, rank)
+
+    def _draft(self, session: str, save: int, rank: int) -> Path:
+        path = self._path(session, save, rank)
+        return path.with_name(f"{path.name}.draft")

@@ -5,8 +5,8 @@ Fault model: processes run at any relative speed, and never see each other's mem
 longer than the grace. A collection may be killed anywhere, and another one begin; or two run at once, as if a lock had
 been lost: but one that has slept for longer than the grace notices that at its next look at the lock, and stops.
 Every step is one call of the filesystem.
-The steps are those of `publish.transaction`, `storage.objects` and `gc.sweep`; docs/internals/durability.md argues
-from them.
+The steps are those of `publish.transaction`, `publish.rank_parts`, `storage.objects` and `gc.sweep`;
+docs/internals/durability.md argues from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +30,10 @@ class Disk:
     """How many writers' records are linked."""
     naps: int = 0
     """How often everybody's files have grown old."""
+    parts: frozenset[str] = frozenset()
+    """Drafts and parts of two ranks; that of the second names the tensor object."""
+    is_idle: bool = False
+    """Whether nothing was done in their session for a day."""
 
     def touch(self, name: str) -> "Disk":
         """Refresh the time of what is at its place."""
@@ -68,8 +72,14 @@ class Actor:
     has_claimed: bool = False
     has_linked: bool = False
     """Of a writer: whether its record is visible."""
+    is_saved: bool = False
+    """Of ranks that save together: whether that was reported, although there is more to do."""
     listed: frozenset[str] = frozenset()
     """Of a collection: what lay aside before its second look."""
+    is_idle: bool = False
+    """Of a collection: whether the session was idle when it began, and still is."""
+    wrong: str = ""
+    """What is done in a wrong order, if anything."""
 
     def go(self, at: str, **changes: object) -> "Actor":
         """Return the process at another place."""
@@ -77,7 +87,7 @@ class Actor:
 
 
 Move = tuple[Disk, Actor]
-FINAL = frozenset({"saved", "withdrawn", "refused", "collected", "killed"})
+FINAL = frozenset({"saved", "withdrawn", "refused", "collected", "killed", "left"})
 
 
 # -- a writer that inherits the blob --------------------------------------------------------------------------------
@@ -159,8 +169,8 @@ def refer(disk: Disk, me: Actor) -> Move:
     return _REFERRER[me.at](disk, me)
 
 
-def _putting_back(place: str, then: str) -> dict[str, Callable[[Disk, Actor], Move]]:
-    """Return the steps that claim the tensor object: touched, or linked back from aside; *then* comes next."""
+def _putting_back(place: str, then: str, lost: str = "") -> dict[str, Callable[[Disk, Actor], Move]]:
+    """Return the steps that claim the tensor object: touched, or linked back; then *then* or *lost* comes."""
 
     def touch(disk: Disk, me: Actor) -> Move:
         return disk.touch(TENSOR), me.go(f"{place}, aside" if TENSOR not in disk.home else f"{place}, look")
@@ -174,8 +184,8 @@ def _putting_back(place: str, then: str) -> dict[str, Callable[[Disk, Actor], Mo
         return disk.link_back(TENSOR), me.go(f"{place}, look")
 
     def look(disk: Disk, me: Actor) -> Move:
-        lost = "withdraw" if me.has_linked else "refused"
-        return disk, me.go(then if TENSOR in disk.home else lost)
+        otherwise = lost or ("withdraw" if me.has_linked else "refused")
+        return disk, me.go(then if TENSOR in disk.home else otherwise)
 
     return {place: touch, f"{place}, aside": touch_aside, f"{place}, link": link, f"{place}, look": look}
 
@@ -206,6 +216,99 @@ _REFERRER: dict[str, Callable[[Disk, Actor], Move]] = {
 }
 
 
+# -- two ranks that save together ------------------------------------------------------------------------------------
+
+FIRST, SECOND, DRAFT = "part of the first", "part of the second", "draft of the second"
+WRONG = ("drafts are trusted", "parts go before the record comes", "parts are looked at once", "idle parts go last")
+
+
+def save_together(disk: Disk, me: Actor) -> Move:
+    """Take the next step of the second rank, which leaves a part, or of the first, which joins that with its own."""
+    return _RANKS[me.at](disk, me)
+
+
+def _with_part(disk: Disk, name: str, *, instead_of: str = "") -> Disk:
+    return replace(disk, parts=disk.parts - {instead_of} | {name}, is_idle=False)
+
+
+def _leave_draft(disk: Disk, me: Actor) -> Move:
+    return _with_part(disk, DRAFT), me.go("look")
+
+
+def _confirm(disk: Disk, me: Actor) -> Move:
+    """Rename it: that fails where a collection has removed it."""
+    if DRAFT not in disk.parts:
+        return disk, me.go("refused")
+    return _with_part(disk, SECOND, instead_of=DRAFT), me.go("left")
+
+
+def _withdraw_draft(disk: Disk, me: Actor) -> Move:
+    return replace(disk, parts=disk.parts - {DRAFT}), me.go("refused")
+
+
+def _leave_first(disk: Disk, me: Actor) -> Move:
+    return _with_part(disk, FIRST), me.go("wait")
+
+
+def _are_there(disk: Disk, me: Actor) -> bool:
+    seconds = {SECOND, DRAFT} if me.wrong == "drafts are trusted" else {SECOND}
+    return FIRST in disk.parts and bool(disk.parts & seconds)
+
+
+def _wait(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("trust") if _are_there(disk, me) else me
+
+
+def _trust(disk: Disk, me: Actor) -> Move:
+    if not _are_there(disk, me):
+        return disk, me.go("refused")
+    return disk, me.go("remove parts" if me.wrong == "parts go before the record comes" else "join blob")
+
+
+def _join_blob(disk: Disk, me: Actor) -> Move:
+    linked = replace(disk, home=disk.home | {BLOB}, young=disk.young | {BLOB})
+    return linked, me.go("remove parts" if me.has_linked else "join record")
+
+
+def _join_record(disk: Disk, me: Actor) -> Move:
+    is_wrong = me.wrong in {"parts go before the record comes", "parts are looked at once"}
+    linked = replace(disk, records=disk.records + 1)
+    return linked, me.go("look at the blob" if is_wrong else "look at parts", has_linked=True)
+
+
+def _look_at_parts(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("look at the blob" if _are_there(disk, me) else "withdraw")
+
+
+def _look_at_the_blob(disk: Disk, me: Actor) -> Move:
+    """Link it once more if it was taken: its file in tmp/ is there still."""
+    return disk.touch(BLOB), me.go("remove parts" if BLOB in disk.home else "join blob", is_saved=BLOB in disk.home)
+
+
+def _remove_parts(disk: Disk, me: Actor) -> Move:
+    left = replace(disk, parts=frozenset())
+    return left, me.go("saved" if me.has_linked else "join blob")
+
+
+_RANKS: dict[str, Callable[[Disk, Actor], Move]] = {
+    **_putting_back("find", "publish", "refused"),
+    **_putting_back("publish", "leave a draft", "refused"),
+    "leave a draft": _leave_draft,
+    **_putting_back("look", "confirm", "withdraw the draft"),
+    "confirm": _confirm,
+    "withdraw the draft": _withdraw_draft,
+    "leave": _leave_first,
+    "wait": _wait,
+    "trust": _trust,
+    "join blob": _join_blob,
+    "join record": _join_record,
+    "look at parts": _look_at_parts,
+    "look at the blob": _look_at_the_blob,
+    "remove parts": _remove_parts,
+    "withdraw": _withdraw,
+}
+
+
 # -- a collection ----------------------------------------------------------------------------------------------------
 
 
@@ -214,12 +317,36 @@ def collect(disk: Disk, me: Actor) -> Move:
     return _COLLECTION[me.at](disk, me)
 
 
-def _marked(disk: Disk, me: Actor) -> frozenset[str]:
+def _begin(disk: Disk, me: Actor) -> Move:
+    """Find out whether the session is idle: that is so by the time when the collection began."""
+    return disk, me.go("list idle parts" if me.wrong != "idle parts go last" else "mark", is_idle=disk.is_idle)
+
+
+def _list_idle_parts(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("remove idle parts", todo=tuple(sorted(disk.parts)) if me.is_idle else ())
+
+
+def _remove_idle_parts(disk: Disk, me: Actor) -> Move:
+    if not me.todo:
+        return disk, me.go("collected" if me.wrong == "idle parts go last" else "mark")
+    left = replace(disk, parts=disk.parts - {me.todo[0]}, is_idle=False)
+    return left, me.go("remove idle parts", todo=me.todo[1:])
+
+
+def _of_parts(disk: Disk, me: Actor) -> frozenset[str]:
+    return me.needs | ({TENSOR} if disk.parts & {DRAFT, SECOND} and not me.is_idle else frozenset())
+
+
+def _of_records(disk: Disk, me: Actor) -> frozenset[str]:
     return me.needs | ({TENSOR, BLOB} if disk.records else frozenset())
 
 
 def _mark(disk: Disk, me: Actor) -> Move:
-    return disk, me.go("find young", needs=_marked(disk, me))
+    return disk, me.go("mark records", needs=_of_parts(disk, me))
+
+
+def _mark_records(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("find young", needs=_of_records(disk, me))
 
 
 def _find_young(disk: Disk, me: Actor) -> Move:
@@ -251,7 +378,11 @@ def _list_aside(disk: Disk, me: Actor) -> Move:
 
 
 def _mark_again(disk: Disk, me: Actor) -> Move:
-    return disk, me.go("look aside", needs=_marked(disk, me))
+    return disk, me.go("mark records again", needs=_of_parts(disk, me))
+
+
+def _mark_records_again(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("look aside", needs=_of_records(disk, me))
 
 
 def _is_needed(disk: Disk, me: Actor, name: str) -> bool:
@@ -297,7 +428,7 @@ def _forget(disk: Disk, me: Actor) -> Move:
 def _settle(disk: Disk, me: Actor) -> Move:
     """Look at the next of what may be unlinked: a blob before what it names."""
     if me.index == len((BLOB, TENSOR)):
-        return disk, me.go("collected")
+        return disk, me.go("list idle parts" if me.wrong == "idle parts go last" else "collected")
     name = (BLOB, TENSOR)[me.index]
     if name not in disk.aside & me.listed:
         return disk, replace(me, index=me.index + 1)
@@ -321,12 +452,17 @@ def _look_home(disk: Disk, me: Actor) -> Move:
 
 
 _COLLECTION: dict[str, Callable[[Disk, Actor], Move]] = {
+    "begin": _begin,
+    "list idle parts": _list_idle_parts,
+    "remove idle parts": _remove_idle_parts,
     "mark": _mark,
+    "mark records": _mark_records,
     "find young": _find_young,
     "sweep": _sweep,
     "take": _take,
     "list aside": _list_aside,
     "mark again": _mark_again,
+    "mark records again": _mark_records_again,
     "look aside": _look_aside,
     "list back": _list_back,
     "put back": _put_back,
@@ -353,6 +489,10 @@ class Scene:
     """How often everybody may sleep for longer than the grace."""
     is_compact: bool = False
     """Whether writers bring a blob of their own, and only what it refers to is there."""
+    is_joint: bool = False
+    """Whether the writers are two ranks that save together."""
+    wrong: str = ""
+    """What is done in a wrong order, if anything."""
     one_after_another: bool = False
     """Whether each collection begins once the one before has ended, or was killed somewhere."""
     order: tuple[str, ...] = ORDERS[0]
@@ -360,11 +500,13 @@ class Scene:
 
 def worlds(scene: Scene) -> Iterator[World]:
     """Yield every state that any interleaving comes to."""
+    begin = ["find", "leave"] if scene.is_joint else ["refer" if scene.is_compact else "touch blob"] * scene.writers
+    first = "begin" if scene.is_joint else "mark"
     actors = (
-        *(Actor("refer" if scene.is_compact else "touch blob") for _ in range(scene.writers)),
-        *(Actor("mark", order=scene.order) for _ in range(scene.collections)),
+        *(Actor(at, wrong=scene.wrong) for at in begin),
+        *(Actor(first, order=scene.order, wrong=scene.wrong) for _ in range(scene.collections)),
     )
-    start: World = (Disk(home=frozenset({TENSOR})) if scene.is_compact else Disk(), actors)
+    start: World = (Disk() if first == "mark" and not scene.is_compact else Disk(home=frozenset({TENSOR})), actors)
     seen = {start}
     pending = [start]
     while pending:
@@ -387,17 +529,23 @@ def _canonical(scene: Scene, world: World) -> World:
 
 def _following(world: World, scene: Scene) -> Iterator[World]:
     disk, actors = world
-    write = refer if scene.is_compact else inherit
+    write = save_together if scene.is_joint else refer if scene.is_compact else inherit
     for place, actor in enumerate(actors):
         is_writer = place < scene.writers
         if actor.at in FINAL or (scene.one_after_another and not is_writer and _waits(actors, place, scene)):
             continue
         after, moved = (write if is_writer else collect)(disk, actor)
-        yield after, (*actors[:place], moved, *actors[place + 1 :])
+        others = actors
+        if after.parts != disk.parts:  # to nobody the session is idle any more
+            others, moved = tuple(replace(each, is_idle=False) for each in actors), replace(moved, is_idle=False)
+        yield after, (*others[:place], moved, *others[place + 1 :])
         if scene.one_after_another and not is_writer:
             yield disk, (*actors[:place], Actor("killed"), *actors[place + 1 :])
-    if disk.young and disk.naps < scene.naps_max:
-        yield replace(disk, young=frozenset(), naps=disk.naps + 1), actors
+    if (disk.young or disk.parts) and disk.naps < scene.naps_max:
+        slept = replace(disk, young=frozenset(), naps=disk.naps + 1)
+        yield slept, actors
+        if disk.parts:
+            yield replace(slept, is_idle=True), actors
 
 
 def _waits(actors: tuple[Actor, ...], place: int, scene: Scene) -> bool:
@@ -407,7 +555,7 @@ def _waits(actors: tuple[Actor, ...], place: int, scene: Scene) -> bool:
 def lacks(world: World) -> bool:
     """Whether a commit that was reported as saved lacks something."""
     disk, actors = world
-    return any(actor.at == "saved" for actor in actors) and not (disk.has(TENSOR) and disk.has(BLOB))
+    return any(actor.at == "saved" or actor.is_saved for actor in actors) and not (disk.has(TENSOR) and disk.has(BLOB))
 
 
 def shows_what_lacks(world: World) -> bool:

@@ -11,8 +11,8 @@ from layerstore.disk import stream
 from layerstore.errors import Conflict
 from layerstore.history import Place
 from layerstore.limits import PAGE_BYTES
-from layerstore.model import ObjectId, Part
-from layerstore.publish.rank_parts import GivenUp, fail_share
+from layerstore.model import ObjectId
+from layerstore.publish.rank_parts import GivenUp, fail_share, join, parts_of
 from layerstore.store import Store
 from tests.faults.saving import Save, begun
 from tests.generated import generate
@@ -64,55 +64,53 @@ def test_large_objects_of_a_save_go_past_the_cache(saves: Saves, monkeypatch: py
     assert saves.store.verify(read_data=True).ok
 
 
-def named(part: Part, which: str) -> ObjectId:
-    """Return an object that *part* names."""
-    if which == "state":
-        assert part.state is not None
-        return part.state.id
-    return next(stored.id for layer in part.layers for stored in layer.objects if stored.kind == which)
-
-
-@pytest.mark.parametrize(("which", "how"), [("master", "gone"), ("state", "cut")])
-def test_a_save_whose_parts_name_what_is_not_there_is_given_up(saves: Saves, which: str, how: str) -> None:
-    """Nothing becomes visible; the same layers can be saved again, and then are whole."""
+@pytest.mark.parametrize("when", ["before", "commits/"])
+def test_a_save_whose_parts_are_gone_is_given_up(saves: Saves, when: str) -> None:
+    """Nothing protects what they name any more: nothing becomes visible, and the same layers can be saved again."""
     save = saves.begun(0)
     save.write_all()
-    path = saves.path(named(save.parts()[1], which))
-    data = path.read_bytes()
-    path.unlink()
-    if how == "cut":
-        path.write_bytes(data[:-1])
+    parts = save.parts()
 
-    with pytest.raises(GivenUp, match="step 1 is given up: object"):
-        save.join()
+    def lose(operation: str = "link", path: Path = Path("before")) -> None:
+        if operation == "link" and when in str(path):
+            saves.hook = None
+            (saves.store.path / "parts" / save.joint.session / "0.1").unlink()
+
+    if when == "before":
+        lose()
+    saves.hook = lose
+    with pytest.raises(GivenUp, match="step 1 is given up: what rank 1 had written was collected"):
+        join(saves.store.repo, save.joint, parts, inherited={})
+    saves.hook = None
 
     assert saves.store.runs() == []
-    path.unlink(missing_ok=True)
     again = saves.begun(1)
     again.write_all()
     again.join()
     assert saves.store.verify(read_data=True).ok
 
 
-def test_a_save_whose_objects_are_being_collected_is_given_up(saves: Saves) -> None:
-    """A part of a session that was idle for too long no longer protects them: what lies aside may go any moment."""
+def test_a_draft_is_no_part(saves: Saves) -> None:
+    """Until a rank has looked at what it names once more, nobody counts on that."""
     save = saves.begun(0)
-    save.write_all()
-    path = saves.path(named(save.parts()[1], "master"))
-    aside = saves.store.path / "gc" / "aside"
-    aside.mkdir(exist_ok=True)
-    path.rename(aside / path.name)
+    found: list[object] = []
 
-    with pytest.raises(GivenUp, match="which rank 1 had written, is gone"):
-        save.join()
-    assert saves.store.runs() == []
+    def look(operation: str, path: Path) -> None:
+        if operation == "rename" and "/parts/" in str(path):
+            found.append(parts_of(saves.store.repo, save.joint, {}))
+
+    saves.hook = look
+    save.write_all()
+
+    assert found == [None, None]
+    assert len(save.parts()) == 2
 
 
 def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Saves) -> None:
     """The rank that joins learns that the other one has failed, even though its part was visible."""
     first, second = saves.begun(0), saves.begun(1)
     first.write_all()
-    reused = saves.path(named(first.parts()[1], "master"))
+    reused = saves.path(first.parts()[1].layers[0].objects[0].id)
 
     def lose(operation: str, path: Path) -> None:
         if operation == "link" and "/parts/" in str(path):
@@ -127,3 +125,13 @@ def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Save
 
     with pytest.raises(GivenUp, match=r"rank 1 could not write its share: objects of .* were removed"):
         second.parts()
+
+
+def test_a_share_that_is_there_stands(saves: Saves) -> None:
+    """What fails after a rank has left its part withdraws nothing: the part may have been joined."""
+    save = saves.begun(0)
+    save.write_all()
+    fail_share(saves.store.repo, save.works[1], "the scratch file could not be removed")
+
+    save.join()
+    assert saves.store.verify(read_data=True).ok
