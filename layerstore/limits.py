@@ -164,6 +164,8 @@ TRASH_SECONDS = 7 * 24 * 3600.0
 REMOTE_REQUESTS_MAX = 16
 # Larger objects are uploaded in parts of this size, two at a time, so all requests together hold at most 512 MiB.
 REMOTE_PART_BYTES = 16 * MIB
+# What a save may hold in memory for its uploads, or one object if that is larger.
+REMOTE_FLIGHT_BYTES = 256 * MIB
 # How long a server may be silent before the request is retried.
 REMOTE_SILENCE_SECONDS = 120.0
 # An upload is silent until it ends. In this time, everything that may be in flight, 256 MiB, is uploaded at 1.2 Mbit/s;

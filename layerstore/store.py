@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from layerstore.arguments import checked
 from layerstore.disk import Files, Hook, no_hook
 from layerstore.dtypes import DTypeName
-from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
-from layerstore.layers import typed
+from layerstore.errors import Conflict, InvalidInput, LayerstoreError
 from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, Pin, Saving, StrPath
 from layerstore.precision import PrecisionName
@@ -479,11 +478,7 @@ class Store:
         from layerstore.gc import GcRequest, execute_gc, plan_gc
         from layerstore.policy import Keep, chosen_keep
 
-        if self._repo.remote is not None and remote is None:
-            raise Unsupported(
-                f"{self._repo.remote} is a remote: it is only read",
-                hint=f"layerstore gc --remote {typed(self._repo.remote)}, in a store that pushes there, collects it",
-            )
+        remote = remote or self._repo.remote
         request = GcRequest(
             keep=chosen_keep(keep) or Keep(),
             runs=runs,
@@ -727,8 +722,13 @@ def _open(path: StrPath, files: Files) -> Repository:
 
 @checked
 def init(path: StrPath) -> Store:
-    """Make the folder *path* a store and open it; raises AlreadyExists if there already is one."""
-    make_store(folder_of(path), Files())
+    """Make *path*, a folder or the URL of a bucket, a store and open it; raises AlreadyExists if there is one."""
+    if isinstance(path, str) and is_url(path):
+        from layerstore.remote import Bucket, make_there
+
+        make_there(Bucket(path, may_make=True))
+    else:
+        make_store(folder_of(path), Files())
     return Store(path)
 
 

@@ -115,6 +115,41 @@ def two_hosts(folder: Path, kind: str) -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
+def hosts_apart(folder: Path, count: int) -> Iterator[tuple[list[Host], Host]]:
+    """
+    Make *count* hosts below *folder* that share a network and no folder; yield them, and one more, for servers.
+
+    This process reaches them, too.
+    """
+    with ExitStack() as stack:
+        mark = secrets.token_hex(2)
+        server = stack.enter_context(_namespace(f"layerstore-{mark}s"))
+        _ip("-n", server, "link", "add", "switch", "type", "bridge")
+        found = []
+        for number, name in enumerate((*(f"host{number}" for number in range(count)), "server"), 1):
+            near, far = f"ls{mark}n{number}", f"ls{mark}f{number}"
+            namespace = server if name == "server" else stack.enter_context(_namespace(f"layerstore-{mark}{number}"))
+            _ip("-n", server, "link", "add", far, "type", "veth", "peer", "name", near)
+            _ip("-n", server, "link", "set", far, "master", "switch", "up")
+            if namespace != server:
+                _ip("-n", server, "link", "set", near, "netns", namespace)
+            own = folder / f"disk-{name}"
+            own.mkdir()
+            host = Host(name, f"10.214.8.{number}", near, namespace, shared="", own=str(own))
+            _ip("-n", namespace, "addr", "add", f"{host.address}/24", "dev", near)
+            for interface in (near, "lo"):
+                _ip("-n", namespace, "link", "set", interface, "up")
+            found.append(host)
+        near, far = f"ls{mark}n0", f"ls{mark}f0"
+        _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", server)
+        _ip("-n", server, "link", "set", far, "master", "switch", "up")
+        _ip("addr", "add", "10.214.8.254/24", "dev", near)
+        _ip("link", "set", near, "up")
+        _ip("-n", server, "link", "set", "switch", "up")
+        yield found[:-1], found[-1]
+
+
+@contextmanager
 def two_mounts(folder: Path, kind: str, *, late_seconds: float = LATE_SECONDS) -> Iterator[tuple[Path, Path]]:
     """Mount one shared folder of this *kind* twice below *folder*; skip the test where that cannot be done."""
     with _mounted(folder, kind, "one", late_seconds) as one, _mounted(folder, kind, "two", late_seconds) as two:

@@ -43,7 +43,7 @@ def read_source(repo: Repository, path: Path, asked: IngestOptions) -> Source:
         check_pin_name(repo, asked.pin)
     if asked.rollback and asked.resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
-    repo.prepare_writing()
+    repo.prepare_saving()
     if asked.onto is not None:
         source = _onto(repo, path, asked)
     else:

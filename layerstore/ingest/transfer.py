@@ -141,7 +141,7 @@ def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> 
     """Stage some objects for the leading process, which publishes them; the unpublished rest is removed."""
     source, objects, reads_reused = part
     with (
-        ObjectWriter(repo.layout, repo.files, repo.objects, reads_reused=reads_reused) as writer,
+        repo.writer(reads_reused=reads_reused) as writer,
         _reading(source, writer, Silent()) as readers,
     ):
         stored = readers.objects(objects)

@@ -112,10 +112,10 @@ def _agreed(
         opened = make_together(exchange, str(store))
     with exchange.together():
         resumed = trained.binding.composition_in(opened)
-        opened.repo.prepare_writing()
+        opened.repo.prepare_saving()
         if options.push is not None and exchange.rank == 0:
             opened.check_remote(options.push)
-    stores = exchange.texts(f"{opened.id} at {opened.path}")
+    stores = exchange.texts(f"{opened.id} at {opened.repo.name}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
@@ -135,6 +135,8 @@ def check_push(store: Store | None, push: str | None) -> None:
     """Raise unless *push* is a remote of *store*, which has none but URLs if it is yet to be made."""
     if push is None:
         return
+    if store is not None and store.repo.remote is not None:
+        raise InvalidInput(f"push= is for a store on a disk: {store.repo.remote} is a bucket", hint="leave it out")
     if store is not None:
         store.remotes.url(push)
     elif is_url(push):

@@ -58,6 +58,7 @@ class Binding:
         if attempt is None or saver is None:
             self.composition = None
             return
+        saver.store.repo.records.refresh()
         view = saver.store.repo.catalog.find(saver.run)
         rows = [] if view is None else view.of_attempt(attempt)
         if rows and not self.is_half_loaded:

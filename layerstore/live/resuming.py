@@ -156,6 +156,7 @@ def check_run(store: Store | None, run: str) -> None:
 def _composite(
     store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, exact: bool, must_exist: bool
 ) -> Composite | NotFound | None:
+    store.repo.records.refresh()
     view = store.repo.catalog.find(run)
     if view is None or not view.rows:
         return NotFound(f"run {run!r} has no commit to resume from", hint=runs_here(store, run)) if must_exist else None

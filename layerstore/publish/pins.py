@@ -48,7 +48,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
         AlreadyExists: The pin exists and means something else.
         Conflict: A run has this name.
     """
-    repo.prepare_writing()
+    repo.prepare_saving()
     check_pin_name(repo, name)
     new = Pin(
         name=name,

@@ -20,7 +20,7 @@ from layerstore.errors import IntegrityError, LayerstoreError, Overtaken
 from layerstore.format import make_commit
 from layerstore.history import named_by
 from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
-from layerstore.storage import ObjectWriter, Repository
+from layerstore.storage import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,7 @@ class Transaction:
 
     def __init__(self, repo: Repository, *, past_cache: bool = False, reads_reused: bool = False) -> None:
         self._repo = repo
-        self.objects = ObjectWriter(
-            repo.layout, repo.files, repo.objects, past_cache=past_cache, reads_reused=reads_reused
-        )
+        self.objects = repo.writer(past_cache=past_cache, reads_reused=reads_reused)
         """Stages new objects."""
         self._parts: Sequence[Part] = ()
 

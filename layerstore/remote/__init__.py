@@ -3,7 +3,7 @@
 from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, heal_identity, verify_remote
-from layerstore.remote.identity import claim, kept_there
+from layerstore.remote.identity import claim, kept_there, make_there
 from layerstore.remote.mirror import Remote, delete_pin_there, reread
 from layerstore.remote.pull import Pulled, clone, completed, partial_of, pull
 from layerstore.remote.push import Pushed, follow, push
@@ -26,6 +26,7 @@ __all__ = [
     "heal",
     "heal_identity",
     "kept_there",
+    "make_there",
     "partial_of",
     "pull",
     "push",

@@ -50,6 +50,8 @@ OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
 """Each collection of the last day leaves a mark here."""
 _REMOVED_AT_ONCE = 200
+_RANDOM = random.SystemRandom()
+"""Not the generator of the program that saves: it draws the same numbers with and without us."""
 
 # Answers, in the first line of obstore's message, after which a retry is pointless.
 _REFUSED = re.compile(
@@ -175,13 +177,13 @@ class Bucket:
     def _too_short(self, name: str, end: int) -> IntegrityError:
         return IntegrityError(f"{self._called(name)} is shorter than the {end} bytes that were expected")
 
-    def _look(self, name: str) -> Listed | None:
+    def look(self, name: str) -> Listed | None:
         """Return the listing entry of *name*, None if there is none."""
         return self._answer(f"look at {name}", lambda: self._client.head(name))
 
     def size(self, name: str) -> int | None:
         """Return the size of *name*, None if it does not exist."""
-        found = self._look(name)
+        found = self.look(name)
         return None if found is None else found.size_bytes
 
     def listed(self, folder: str) -> list[Listed]:
@@ -265,7 +267,7 @@ class Bucket:
 
     def now_ns(self) -> int:
         """Return the time by the server's clock; writes a file to learn it."""
-        name = f"gc/clock-{random.getrandbits(64):016x}"
+        name = f"gc/clock-{_RANDOM.getrandbits(64):016x}"
         written_ns = self.mark(name)
         self.remove([name])
         return written_ns
@@ -273,7 +275,7 @@ class Bucket:
     def mark(self, name: str) -> int:
         """Write a mark called *name*; return its time by the server's clock."""
         self.write(name, lambda: [b"what time is it?"])
-        found = self._look(name)
+        found = self.look(name)
         if found is None:
             raise IntegrityError(
                 f"{self._called(name)} was just written and is not there",
@@ -311,7 +313,7 @@ class Bucket:
                 if problem is not None or tried == REMOTE_TRIES:
                     # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
                     raise problem or self._gave_up(doing, exc) from None
-                pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * random.uniform(0.5, 1.5)
+                pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * _RANDOM.uniform(0.5, 1.5)
                 if time.monotonic() >= self._told_until:
                     self._told_until = time.monotonic() + pause
                     warnings.warn(

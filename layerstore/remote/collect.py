@@ -34,6 +34,7 @@ from layerstore.model import Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket, hours_on
 from layerstore.remote.mirror import Remote, is_stranger
+from layerstore.remote.saving import to_trash
 from layerstore.storage import RecordName, name_in
 from layerstore.threads import Threads
 
@@ -120,8 +121,9 @@ def _collected(
         swept = list(pool.map(sweep, OBJECT_FOLDERS))
     objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
     if not dry_run:
-        marks = [each.name for each in bucket.listed("gc") if each.modified_ns < min(old_before_ns, now_ns)]
-        bucket.remove([*old_trash, *marks])
+        # Marks of collections, and parts of jobs that are over.
+        left = (each for folder in ("gc", "parts") for each in bucket.listed(folder))
+        bucket.remove([*old_trash, *(each.name for each in left if each.modified_ns < min(old_before_ns, now_ns))])
     references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
     return GcOutcome(
         commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
@@ -229,14 +231,9 @@ def _trashed(remote: Remote, called: str) -> CommitRecord | None:
 
 
 def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> None:
-    """Move the record *name* to the trash; copies it first, so that it is always in at least one place."""
-    called = remote.repo.layout.name(remote.repo.layout.record(name.run, name.step, name.id))
-    data = remote.bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
-    if data is None:
-        return  # another collection has moved it
-    remote.bucket.write(f"trash/{called}", lambda: [data])
-    watch.check()
-    remote.bucket.remove([called])
+    """Move the record *name* to the trash."""
+    layout = remote.repo.layout
+    to_trash(remote.bucket, layout.name(layout.record(name.run, name.step, name.id)), watch.check)
 
 
 def _swept(

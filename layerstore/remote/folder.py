@@ -20,7 +20,7 @@ from layerstore.limits import IO_CHUNK_BYTES
 _UNFINISHED = "gc/unfinished"
 """What killed writers leave here is removed by a collection of the remote, with its other old marks."""
 
-_TOP = ("objects", "commits", "pins", "trash", "gc")
+_TOP = ("objects", "commits", "pins", "parts", "trash", "gc")
 
 
 @dataclass(frozen=True, slots=True)

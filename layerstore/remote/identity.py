@@ -6,18 +6,19 @@ promises that everything it names is there, too; but a bucket may lose objects (
 lets bytes go here, or says that a bucket has a commit, looks at the objects.
 """
 
+import time
 import warnings
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from functools import cached_property
 
-from layerstore.errors import Conflict, IntegrityError, NotFound
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, NotFound
 from layerstore.format import StoreIdentity
 from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
-from layerstore.limits import OWN_JSON_BYTES_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_GRACE_SECONDS
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId
-from layerstore.remote.bucket import Bucket
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, Bucket
 from layerstore.remote.folder import Listed
 from layerstore.storage import RecordName, Repository, name_in
 
@@ -45,6 +46,19 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
         found = identity_of(bucket) or identity
     check_own(bucket, found, identity)
     return made
+
+
+def make_there(bucket: Bucket) -> None:
+    """
+    Make *bucket* a store of its own.
+
+    Raises:
+        AlreadyExists: It holds a store.
+        IntegrityError: It holds commits or objects, but no store.
+    """
+    if identity_of(bucket) is not None:
+        raise AlreadyExists(f"{bucket.url} is a store already; nothing was changed", hint="use it")
+    claim(bucket, StoreIdentity.new(created=time.strftime("%Y-%m-%dT%H:%M:%S%z")))
 
 
 def identity_of(bucket: Bucket) -> StoreIdentity | None:
@@ -151,6 +165,19 @@ class SecondCopies:
                 stacklevel=2,
             )
         return False
+
+
+# Servers report times in whole seconds.
+_CLOCK_NS = 2 * 10**9
+
+
+def collected_since(bucket: Bucket, listed_ns: int) -> bool:
+    """Whether a collection may have run in *bucket* since *listed_ns*, by the server's clock."""
+    old_before_ns = listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
+    at_work, ended = map(bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
+    return any(each.modified_ns >= old_before_ns for each in at_work) or any(
+        each.modified_ns >= listed_ns - _CLOCK_NS for each in ended
+    )
 
 
 def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:

@@ -4,31 +4,35 @@ A store opened straight from a bucket: records are fetched when it is opened, te
     store = layerstore.open("s3://checkpoints/sft")
 
 The mirror is in the user's cache folder: the bucket's records and pins, and the objects that were needed so far.
-Several processes may share it. Nothing is ever written to the bucket.
+Several processes may share it. Saves write straight to the bucket (`saving.py`), records last.
 """
 
 import errno as errnos
 import mmap
-from collections.abc import Callable, Collection, Hashable, Iterator
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from layerstore.disk import Files, alone
-from layerstore.errors import IntegrityError, NoStore, NotFound, StorageIO
-from layerstore.format import StoreIdentity
+from layerstore.errors import AlreadyExists, IntegrityError, NoStore, NotFound, StorageIO, Unsupported
+from layerstore.format import StoreIdentity, seal_pin
 from layerstore.hashing import object_id
 from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
-from layerstore.model import BlobRef, Commit, LayerEntry, ObjectId, Pin
+from layerstore.model import BlobRef, Commit, LayerEntry, ObjectId, Pin, StoredObject
 from layerstore.publish import shows_pinned
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
+from layerstore.remote.saving import BucketParts, BucketTrash, BucketWriter, Reliance
 from layerstore.remote.source import Source
 from layerstore.storage import RecordName, RecordStore, Repository, name_in, open_repository
 from layerstore.threads import Threads
@@ -58,8 +62,15 @@ class Remote:
         self.source = Source(bucket.url, layout, bucket=bucket)
         objects = MirroredObjects(layout, files, self.source)
         self._records = MirroredRecords(layout, files, store_id=identity.store_id, bucket=bucket)
-        self.repo = open_repository(path, files, remote=bucket.url, objects=objects, records=self._records)
-        """The mirror; read-only."""
+        mirror = open_repository(path, files, remote=bucket.url, objects=objects, records=self._records)
+        objects.reliance = reliance = Reliance(bucket, mirror, self.refresh)
+        self.repo = replace(
+            mirror,
+            make_writer=partial(BucketWriter, reliance),
+            parts=BucketParts(layout, files, store_id=identity.store_id, bucket=bucket),
+            trash=BucketTrash(bucket, layout, files, self._records),
+        )
+        """The mirror; saves go to the bucket."""
         self.listed: frozenset[str] = frozenset()
         """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
         self.refresh()
@@ -189,6 +200,61 @@ class MirroredRecords(RecordStore):
         """Return the pin *name*, checked; raises NotFound if there is none, and IntegrityError as `read` does."""
         return self._read_twice(self._layout.pin(name), lambda: super(MirroredRecords, self).read_pin(name))
 
+    def check_store(self) -> None:
+        """Make sure that the bucket still holds the store that was opened, and that this layerstore may write to it."""
+        found = identity_of(self._bucket)
+        if found is None or found.store_id != self._store_id:
+            there = "none" if found is None else f"store {found.store_id}"
+            raise IntegrityError(
+                f"{self._bucket.url} held store {self._store_id} when it was opened and holds {there} now",
+                hint="open it again",
+            )
+        if found.unknown_flags:
+            raise Unsupported(
+                f"the store uses {', '.join(found.unknown_flags)}, which this layerstore does not know; "
+                "it can be read, not written",
+                hint="use a newer layerstore",
+            )
+
+    def link(self, commit: Commit) -> tuple[int, ...] | None:
+        """Make *commit* visible in the bucket, and here; return None if it was there already."""
+        self.check_store()
+        path = self._path(self.name_of(commit))
+        called, data = self._layout.name(path), self.encode(commit)
+        was_there = self._bucket.size(called) == len(data)
+        self._put(path, data)
+        return None if was_there else ()
+
+    def _put(self, path: Path, data: bytes) -> None:
+        self._bucket.write(self._layout.name(path), lambda: [data])
+        self._files.make_directory(path.parent, durable=False)
+        _write(self._layout, self._files, path, data, modified_ns=time.time_ns())
+
+    def withdraw(self, commit: Commit, identity: tuple[int, ...]) -> None:
+        """Undo `link`."""
+        del identity
+        path = self._path(self.name_of(commit))
+        self._bucket.remove([self._layout.name(path)])
+        self._files.discard(path)
+
+    def link_pin(self, pin: Pin) -> None:
+        """Make *pin* visible; raises AlreadyExists if there is a pin of that name in the bucket."""
+        self.check_store()
+        path = self._layout.pin(pin.name)
+        called = self._layout.name(path)
+        if self._bucket.size(called) is not None:
+            raise AlreadyExists(
+                f"somebody else has just made the pin {pin.name!r}; nothing was changed",
+                hint=f"layerstore show {typed(pin.name)}",
+            )
+        self._put(path, seal_pin(pin, name=called, store_id=self._store_id))
+
+    def delete_pin(self, name: str) -> None:
+        """Delete the pin *name*."""
+        path = self._layout.pin(name)
+        self._bucket.remove([self._layout.name(path)])
+        self._files.discard(path)
+
     def _read_twice(self, path: Path, read: Callable[[], Answer]) -> Answer:
         try:
             return read()
@@ -209,6 +275,14 @@ class MirroredObjects(FetchedObjects):
     """
 
     _is_durable = False
+    reliance: Reliance
+
+    def know(self, objects: Iterable[StoredObject]) -> None:
+        """Note what a version that a record names says about *objects*."""
+        found = list(objects)
+        super().know(found)
+        for stored in found:
+            self.reliance.know(stored.id)
 
     def close(self) -> None:
         """Cancel pending downloads; trim the cache to its size."""

@@ -31,21 +31,11 @@ from layerstore.limits import (
 )
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Pin
 from layerstore.progress import Progress
-from layerstore.remote.bucket import (
-    COLLECTIONS_AT_WORK,
-    COLLECTIONS_ENDED,
-    Bucket,
-    RemoteNotice,
-    hours_on,
-    in_parallel,
-)
-from layerstore.remote.identity import Inventory, claim, pushed_records
+from layerstore.remote.bucket import Bucket, RemoteNotice, hours_on, in_parallel
+from layerstore.remote.identity import Inventory, claim, collected_since, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks
 from layerstore.threads import Threads
-
-# Servers report times in whole seconds.
-_CLOCK_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,10 +421,7 @@ class _Push:
 
     def _is_collected(self) -> bool:
         """Whether a collection may have run in the bucket since our listing."""
-        at_work, ended = map(self._bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
-        return any(each.modified_ns >= self._old_before_ns for each in at_work) or any(
-            each.modified_ns >= self._listed_ns - _CLOCK_NS for each in ended
-        )
+        return collected_since(self._bucket, self._listed_ns)
 
     def _are_there(self) -> bool:
         """Check what no record names yet, after waiting for collections to remove what they had listed as old."""

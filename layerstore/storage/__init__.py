@@ -3,8 +3,9 @@
 from layerstore.storage.catalog import IndexNotice, RunView
 from layerstore.storage.commits import RecordName, RecordStore, hinted, name_in, read_identity, stated_ids
 from layerstore.storage.index import RecordRow, engine_version, index_problem, row_of
-from layerstore.storage.object_writer import ObjectWriter, Staged
+from layerstore.storage.object_writer import Draft, ObjectWriter, Staged
 from layerstore.storage.objects import Hashing, ObjectStore, Stretch, check_hash, read_chunks
+from layerstore.storage.parts import PartStore
 from layerstore.storage.repository import (
     INDEX_DIR_VARIABLE,
     Repository,
@@ -17,10 +18,12 @@ from layerstore.storage.trash import Trash
 
 __all__ = [
     "INDEX_DIR_VARIABLE",
+    "Draft",
     "Hashing",
     "IndexNotice",
     "ObjectStore",
     "ObjectWriter",
+    "PartStore",
     "RecordName",
     "RecordRow",
     "RecordStore",

@@ -156,6 +156,10 @@ class RecordStore:
         self._seen: tuple[bytes, list[str]] | None = None
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
+    def refresh(self) -> frozenset[str]:
+        """Read again what is somewhere else: nothing, but for a bucket's mirror."""
+        return frozenset()
+
     def runs(self) -> list[str]:
         """Return the runs that have a folder, by name."""
         self._check_folder()

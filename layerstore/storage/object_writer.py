@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from layerstore.disk import Files, Stream, Syncing
 from layerstore.errors import IntegrityError, Overtaken, StorageIO
@@ -30,6 +31,13 @@ class Staged:
     referred: tuple[BlobRef, ...]
     """What coded ones refer to."""
     damaged: tuple[BlobRef, ...]
+
+
+class Draft(Protocol):
+    """Bytes whose name becomes known only once all are there."""
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write *data* at *offset*, where the last write ended."""
 
 
 class ObjectWriter:
@@ -56,8 +64,18 @@ class ObjectWriter:
         self._referred: dict[ObjectId, BlobRef] = {}
         self._claimed: dict[ObjectId, BlobRef] = {}
         self._is_over = False
-        self.bytes_new = 0
-        self.bytes_reused = 0
+        self._bytes_new = 0
+        self._bytes_reused = 0
+
+    @property
+    def bytes_new(self) -> int:
+        """How many bytes were staged."""
+        return self._bytes_new
+
+    @property
+    def bytes_reused(self) -> int:
+        """How many bytes were already in the store."""
+        return self._bytes_reused
 
     @property
     def count_new(self) -> int:
@@ -130,7 +148,7 @@ class ObjectWriter:
         with self._guard:
             if ref.id not in self._reused:
                 self._reused[ref.id] = ref
-                self.bytes_reused += ref.size_bytes
+                self._bytes_reused += ref.size_bytes
         return True
 
     def claim(self, ref: BlobRef) -> bool:
@@ -184,7 +202,7 @@ class ObjectWriter:
             self.stage(ref, read_chunks(file))
 
     @contextlib.contextmanager
-    def draft(self) -> Iterator[Stream]:
+    def draft(self) -> Iterator[Draft]:
         """Yield a new file for bytes whose name becomes known only afterwards; it is removed unless kept."""
         path = self._layout.tmp / secrets.token_hex(16)
         file = self._files.create(path, sync_ahead=True)
@@ -197,7 +215,7 @@ class ObjectWriter:
                 file.close()
                 self._files.discard(path)
 
-    def keep(self, draft: Stream, ref: BlobRef) -> bool:
+    def keep(self, draft: Draft, ref: BlobRef) -> bool:
         """
         Stage *draft* as *ref*, unless the store or another draft has that; return whether it was new.
 
@@ -205,13 +223,14 @@ class ObjectWriter:
         """
         return not self.spares_writing(ref) and self._keep(draft, ref)
 
-    def _keep(self, draft: Stream, ref: BlobRef) -> bool:
+    def _keep(self, draft: Draft, ref: BlobRef) -> bool:
+        assert isinstance(draft, Stream), "it is a draft of ours"
         draft.finish()
         with self._guard:
             if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
-            self.bytes_new += ref.size_bytes
+            self._bytes_new += ref.size_bytes
             draft.is_kept = True
         self._syncing.add([draft.file])
         return True
@@ -241,11 +260,11 @@ class ObjectWriter:
             for ref, path in others.new:
                 if ref.id not in self._staged:
                     self._staged[ref.id] = ref, path
-                    self.bytes_new += ref.size_bytes
+                    self._bytes_new += ref.size_bytes
             for ref in others.reused:
                 if ref.id not in self._reused and ref.id not in self._staged:
                     self._reused[ref.id] = ref
-                    self.bytes_reused += ref.size_bytes
+                    self._bytes_reused += ref.size_bytes
             self._referred.update((ref.id, ref) for ref in others.referred)
             self._damaged.update((ref.id, ref) for ref in others.damaged)
 

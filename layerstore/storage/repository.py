@@ -22,6 +22,7 @@ from layerstore.states import ObjectContent, RankState
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
 from layerstore.storage.decoded import Coded, coded_objects
+from layerstore.storage.object_writer import ObjectWriter
 from layerstore.storage.objects import ObjectStore, Stretch
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
@@ -45,7 +46,9 @@ class Repository:
     trash: Trash
     catalog: Catalog
     remote: str | None = None
-    """The URL of the bucket that this mirrors; a mirror is read-only."""
+    """The URL of the bucket that this mirrors; saves go there, and nothing else is changed there."""
+    make_writer: Callable[..., ObjectWriter] = ObjectWriter
+    """Makes what `writer` returns, of its arguments."""
     shares: Shares = ALONE
     """The processes that share the work in it."""
     coded: dict[BlobRef, Coded] = field(default_factory=dict)
@@ -70,6 +73,10 @@ class Repository:
             raise InvalidInput(
                 f"the store {self.name} is closed", hint=f"open it again: layerstore.open({self.name!r})"
             )
+
+    def writer(self, *, past_cache: bool = False, reads_reused: bool = False) -> ObjectWriter:
+        """Return a writer of new objects; *past_cache* and *reads_reused* are those of `ObjectWriter`."""
+        return self.make_writer(self.layout, self.files, self.objects, past_cache=past_cache, reads_reused=reads_reused)
 
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version, whose objects are not read."""
@@ -178,6 +185,13 @@ class Repository:
             with self.files.temporary(self.layout.tmp, data) as source:
                 self.files.rename(source, path)
             self.files.sync_directory(path.parent)
+
+    def prepare_saving(self) -> None:
+        """Make sure that commits and pins can be added; raises as `prepare_writing` does, but takes a remote."""
+        if self.remote is None:
+            self.prepare_writing()
+        else:
+            self.records.check_store()
 
     def prepare_writing(self) -> None:
         """

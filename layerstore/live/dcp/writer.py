@@ -150,7 +150,7 @@ class StoreWriter(StorageWriter, AsyncStager):
                 "the planner sends no plan where nothing has changed", hint="leave enable_plan_caching off"
             )
         repo = self._store.repo
-        repo.prepare_writing()
+        repo.prepare_saving()
         paths: dict[str, Any] = {}
         for plan in plans:
             paths.update({key: path for key, path in (plan.planner_data or {}).items() if key not in paths})

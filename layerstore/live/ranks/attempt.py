@@ -77,12 +77,13 @@ class AttemptLock:
         raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def _place_at(self, wish: PlaceFinder, attempt: int) -> Place | None:
+        self._repo.records.refresh()  # rank 0 alone notes its commits in its mirror of a bucket
         view = self._repo.catalog.find(self._run)
         return wish(view).moved_to(view, attempt)
 
     def _log_place(self, place: Place) -> None:
         view = self._repo.catalog.find(self._run)
-        root = self._repo.layout.root
+        root = self._repo.name
         if view is None or not view.visible:
             LOG.info("saving to %s: run %r begins", root, self._run)
             return

@@ -14,21 +14,19 @@ _RUNS_SHOWN_MAX = 10
 
 
 def store_if_there(store: Store | StrPath) -> Store | None:
-    """Return *store*, opened; None if it is a path without a store. Raises NoStore for a URL without one."""
+    """Return *store*, opened; None if it is a path or a URL without a store."""
     try:
         return as_store(store)
     except NoStore:
-        if is_url(str(store)):
-            raise
         return None
 
 
 def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
     """
-    Return *store*, opened on every rank; None if it is a path under which no rank finds one.
+    Return *store*, opened on every rank; None if it is a path or a URL where no rank finds one.
 
     Raises:
-        NoStore: Some ranks find one and others do not, or it is a URL without one.
+        NoStore: Some ranks find one and others do not.
     """
     with exchange.together():
         opened = store_if_there(store)
@@ -66,7 +64,7 @@ def _opened_late(path: StrPath) -> Store:
     try:
         return as_store(path)
     except NoStore:
-        if any(Files().again(layout_at(Path(path)).identity)):
+        if not is_url(str(path)) and any(Files().again(layout_at(Path(path)).identity)):
             return as_store(path)
         raise
 

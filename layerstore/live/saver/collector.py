@@ -8,11 +8,13 @@ process.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +27,9 @@ from layerstore.policy import Best, Keep
 from layerstore.storage import RecordName
 from layerstore.store import Store
 from layerstore.threads import start
+
+BUCKET_SECONDS = 3600.0
+"""How often a store in a bucket is collected at most."""
 
 GRACE_SECONDS: float | None = None
 """The age from which unneeded objects are removed; None for the library's own."""
@@ -57,6 +62,7 @@ class Collector:
         self.pushed_step: int | None = None
         """The newest step that was pushed."""
         self._warned = ""
+        self._collected_at = -math.inf
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = self._answered = 0
         self._is_answered = threading.Condition()
@@ -105,11 +111,17 @@ class Collector:
     def _collect(self, *, is_new: bool) -> None:
         try:
             # Cheap, so most commits start no process.
-            if (self._push is not None and (is_new or self.error)) or self._has_work():
+            if (self._push is not None and (is_new or self.error)) or (self._is_time() and self._has_work()):
+                self._collected_at = time.monotonic()
                 self._note(self._answer(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
             self.push_error = words_of(exc) if self._push is not None else ""
             self._warn(words_of(exc))
+
+    def _is_time(self) -> bool:
+        """Whether a collection is worth its requests: in a bucket, objects stay for a day anyway."""
+        is_remote = self._store.repo.remote is not None
+        return not is_remote or time.monotonic() > self._collected_at + BUCKET_SECONDS
 
     def _has_work(self) -> bool:
         return self._facts is not None and has_work(self._facts, self._run_name)
@@ -124,7 +136,7 @@ class Collector:
             "drop_optimizer_older_than": keep.drop_optimizer_older_than,
         }
         return {
-            "store": str(self._store.path),
+            "store": self._store.repo.name,
             "run": self._run_name,
             "push": self._push,
             "keep": rules,

@@ -440,7 +440,7 @@ class Saver:
         self.wait()
         with self.exchange.together():
             if job.failure:
-                raise StorageIO(job.failure, errno=None, filename=str(self._repo.layout.root))
+                raise StorageIO(job.failure, errno=None, filename=self._repo.name)
 
     # -- for the engine, its loads and resumes -----------------------------------------------------------------
 

@@ -1,0 +1,376 @@
+"""
+Saves straight into a bucket: objects are uploaded from memory, then what names them, then parts and the record.
+
+Nothing there can be touched, linked or moved, and nothing rests on conditional writes. A save relies on an object
+because it has just uploaded it, because the object is less than half a day old, or because a record in the bucket names
+it: then no collection takes it before the save's own record is there (docs/internals/durability.md).
+"""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import cached_property, partial
+from typing import Any
+
+from layerstore.disk import Files
+from layerstore.errors import IntegrityError, Overtaken
+from layerstore.format import STATE_MAGIC, VERSION_MAGIC, part_name, seal_part, unseal_part
+from layerstore.hashing import Bytes
+from layerstore.history import Needs
+from layerstore.layout import Layout
+from layerstore.limits import (
+    IO_CHUNK_BYTES,
+    RECORD_BYTES_MAX,
+    REMOTE_FLIGHT_BYTES,
+    REMOTE_GRACE_SECONDS,
+    REMOTE_MOMENT_SECONDS,
+    REMOTE_REQUESTS_MAX,
+)
+from layerstore.model import BlobRef, ObjectId, Part
+from layerstore.remote.bucket import Bucket, hours_on
+from layerstore.remote.identity import collected_since
+from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, RecordName, Repository, Staged, Trash
+from layerstore.threads import Threads
+
+_HALF_GRACE_SECONDS = REMOTE_GRACE_SECONDS / 2
+
+
+class Reliance:
+    """What saves may rely on in a bucket that *repo* mirrors; *refresh* reads its records and pins again."""
+
+    def __init__(self, bucket: Bucket, repo: Repository, refresh: Callable[[], None]) -> None:
+        self.bucket = bucket
+        self._repo = repo
+        self._refresh = refresh
+        self._guard = threading.RLock()
+        self._refreshed_at = hours_on()
+        self._known = set[ObjectId]()
+
+    def know(self, object_id: ObjectId) -> None:
+        """Note an object of a version that a record named when it was read."""
+        self._known.add(object_id)
+
+    @cached_property
+    def _server_ahead_ns(self) -> int:
+        return self.bucket.now_ns() - int(hours_on() * 1e9)
+
+    def server_ns(self, at: float) -> int:
+        """Return by the server's clock the time *at*, which is one of `hours_on`."""
+        with self._guard:
+            return int(at * 1e9) + self._server_ahead_ns
+
+    def has(self, ref: BlobRef) -> bool:
+        """Whether the bucket has *ref*, and keeps it for another half a day."""
+        listed = self.bucket.look(self._repo.layout.object_name(ref.id))
+        if listed is None or listed.size_bytes != ref.size_bytes:
+            return False
+        return listed.modified_ns > self.server_ns(hours_on() - _HALF_GRACE_SECONDS) or self._is_named(ref)
+
+    def has_size(self, ref: BlobRef) -> bool:
+        """Whether the bucket has *ref* now."""
+        return self.bucket.size(self._repo.layout.object_name(ref.id)) == ref.size_bytes
+
+    def names_version(self, ref: BlobRef) -> bool:
+        """Whether a record in the bucket names the layer version *ref*, so that all of it is there."""
+        with self._guard:
+            self._look_again()
+            return ref.id in self._versions
+
+    def _is_named(self, ref: BlobRef) -> bool:
+        with self._guard:
+            self._look_again()
+            return ref.id in self._versions or ref.id in self._known or ref.id in self._needs
+
+    def _look_again(self) -> None:
+        """Read the bucket's records again if what was read may no longer hold."""
+        if hours_on() > self._refreshed_at + _HALF_GRACE_SECONDS:
+            self._refreshed_at = hours_on()
+            self._refresh()
+            self._known.clear()
+            for name in ("_versions", "_needs"):
+                self.__dict__.pop(name, None)
+
+    @cached_property
+    def _versions(self) -> set[ObjectId]:
+        """The layer versions that records name."""
+        catalog = self._repo.catalog
+        rows = (row for run in catalog.runs() for row in catalog.view(run).rows.values())
+        return {entry.version.id for row in rows for entry in row.entries().values()}
+
+    @cached_property
+    def _needs(self) -> Needs:
+        """What the newest commit of each run needs."""
+        found, catalog = Needs(self._repo), self._repo.catalog
+        for run in catalog.runs():
+            for row in catalog.view(run).visible[-1:]:
+                found.add_readable(catalog.commit(row.name).record)
+        return found
+
+
+class _Held:
+    """The bytes of an object, which has no name yet."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write *data* at *offset*, where the last write ended."""
+        assert offset == len(self.data), "a draft has no gaps"
+        self.data += data
+
+
+class _Room:
+    """Memory for what is in flight; one object may be larger."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, size_bytes: int) -> None:
+        """Wait for room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + size_bytes <= self._size_bytes)
+            self._taken += size_bytes
+
+    def give(self, size_bytes: int) -> None:
+        """Give room back."""
+        with self._changed:
+            self._taken -= size_bytes
+            self._changed.notify_all()
+
+
+class BucketWriter(ObjectWriter):
+    """One commit's new objects: uploaded as they come, each unless the bucket has it already; blobs come last."""
+
+    def __init__(self, reliance: Reliance, layout: Layout, files: Files, store: ObjectStore, **options: bool) -> None:
+        super().__init__(layout, files, store, **options)
+        self._reliance = reliance
+        self._begun = hours_on()
+        self._room = _Room(REMOTE_FLIGHT_BYTES)
+        self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
+        self._in_flight: list[Future[None]] = []
+        self._taken = set[ObjectId]()
+        """What was uploaded, or will be."""
+        self._blobs: list[tuple[BlobRef, Bytes]] = []
+        """They must not name objects that are not there yet."""
+
+    @property
+    def bytes_new(self) -> int:
+        """How many bytes were uploaded; waits for those in flight."""
+        self._wait()
+        return self._bytes_new + sum(len(data) for _, data in self._blobs)
+
+    @property
+    def bytes_reused(self) -> int:
+        """How many bytes were already in the bucket; waits for those in flight."""
+        self._wait()
+        return self._bytes_reused
+
+    def put_back(self, ref: BlobRef) -> bool:
+        """Whether the bucket has *ref*, and keeps it until this commit is there."""
+        return self._reliance.has(ref)
+
+    def claim(self, ref: BlobRef) -> bool:
+        """Claim everything that the version or state blob *ref* names, for a record that inherits it."""
+        if not self._reliance.names_version(ref) and not self._reliance.has(ref):
+            return False
+        with self._guard:
+            self._claimed[ref.id] = ref
+        return True
+
+    def spares_writing(self, ref: BlobRef) -> bool:
+        """Claim *ref* if the bucket already has it; with *reads_reused*, read it there, and replace a damaged one."""
+        with self._guard:
+            is_read = ref.id in self._reused or ref.id in self._staged or not self.reads_reused
+        if is_read:
+            return self.reuse(ref)
+        if not self.put_back(ref):
+            return False
+        try:
+            self.store.check_bytes(ref)
+        except IntegrityError:
+            with self._guard:
+                self._damaged[ref.id] = ref
+            return False
+        return self._claimed_as_reused(ref)
+
+    @contextlib.contextmanager
+    def draft(self) -> Iterator[Draft]:
+        """Yield room for bytes whose name becomes known only afterwards."""
+        yield _Held()
+
+    def keep(self, draft: Draft, ref: BlobRef) -> bool:
+        """Upload *draft* as *ref* in the background, unless the bucket has it; return False if we have done so."""
+        assert isinstance(draft, _Held), "it is a draft of ours"
+        return self._upload(ref, draft.data)
+
+    def put(self, data: Bytes, ref: BlobRef) -> None:
+        """Likewise upload the small object *data*."""
+        if bytes(data[: len(STATE_MAGIC)]) in {STATE_MAGIC, VERSION_MAGIC}:
+            with self._guard:
+                if ref.id not in self._taken:
+                    self._taken.add(ref.id)
+                    self._blobs.append((ref, bytes(data)))
+        else:
+            self._upload(ref, bytes(data))
+
+    def _upload(self, ref: BlobRef, data: Bytes) -> bool:
+        with self._guard:
+            if self._is_over or ref.id in self._taken:
+                return False
+            self._taken.add(ref.id)
+        self._submit(ref, data)
+        return True
+
+    def _submit(self, ref: BlobRef, data: Bytes) -> None:
+        self._room.take(ref.size_bytes)
+        self._in_flight = [each for each in self._in_flight if not each.done() or each.result()]  # raises what failed
+        self._in_flight.append(self._pool.submit(self._send, ref, data))
+
+    def _send(self, ref: BlobRef, data: Bytes) -> None:
+        try:
+            if not self.spares_writing(ref):
+                self._reliance.bucket.write(self._layout.object_name(ref.id), partial(_pieces, data))
+                with self._guard:
+                    self._staged[ref.id] = ref, self._layout.object(ref.id)
+                    self._bytes_new += ref.size_bytes
+        finally:
+            self._room.give(ref.size_bytes)
+
+    def _wait(self) -> None:
+        wait(self._in_flight)
+        for each in self._in_flight:
+            each.result()
+        self._in_flight.clear()
+
+    @property
+    def staged(self) -> Staged:
+        """Return what was uploaded, or found in the bucket so far."""
+        self._wait()
+        return super().staged
+
+    def publish(self) -> None:
+        """
+        Upload what is left; make sure that everything relied on is there, and stays.
+
+        Raises:
+            Overtaken: This took half a day, or a collection has removed something that was about to go.
+        """
+        self._wait()
+        for ref, data in self._blobs:
+            self._submit(ref, data)
+        self._blobs.clear()
+        self._wait()
+        if not self._is_in_time():
+            raise Overtaken("this save took so long that others may have removed what it uploaded", hint="save again")
+        if collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun)):
+            time.sleep(2 * REMOTE_MOMENT_SECONDS)  # until that collection has removed what it had listed as old
+            for ref in self._lost():
+                raise Overtaken(f"object {ref.id} was removed by a collection; nothing was saved", hint="save again")
+
+    def _is_in_time(self) -> bool:
+        return hours_on() < self._begun + _HALF_GRACE_SECONDS
+
+    def _lost(self) -> list[BlobRef]:
+        relied = (*(ref for ref, _ in self._staged.values()), *self._found, *self._claimed.values())
+        are_there = self._pool.map(self._reliance.has_size, relied)
+        return [ref for ref, is_there in zip(relied, are_there, strict=True) if not is_there]
+
+    def look_again(self) -> list[BlobRef]:
+        """Return the objects that are gone after all: nothing can have gone unless the process was suspended."""
+        return [] if self._is_in_time() else self._lost()
+
+    def claimed_elsewhere(self) -> list[BlobRef]:
+        """Return nothing: a bucket moves nothing aside."""
+        return []
+
+    def discard(self) -> None:
+        """Drop what was not uploaded yet; what was stays for the next save, or for a collection."""
+        with self._guard:
+            self._is_over = True
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _pieces(data: Bytes) -> Iterator[memoryview]:
+    view = memoryview(data)
+    for at in range(0, len(view), IO_CHUNK_BYTES):
+        yield view[at : at + IO_CHUNK_BYTES]
+
+
+class BucketParts(PartStore):
+    """The parts of saves that are under way, in the bucket: a collection there removes those of dead jobs."""
+
+    def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
+        super().__init__(layout, files, store_id=store_id)
+        self._bucket = bucket
+
+    def open_session(self, session: str) -> None:
+        """Do nothing: a bucket has no folders."""
+
+    def sees_session(self, session: str) -> bool:
+        """Return True: all ranks have opened the bucket by its URL, and have compared the store's id."""
+        return True
+
+    def ranks(self, session: str, save: int) -> set[int]:
+        """Return the ranks that have left a part of *save*."""
+        pattern = re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
+        matches = (pattern.fullmatch(each.name) for each in self._bucket.listed(f"parts/{session}"))
+        return {int(match[1]) for match in matches if match is not None}
+
+    def publish(self, part: Part) -> None:
+        """Make *part* visible."""
+        data = seal_part(part, store_id=self._store_id)
+        self._bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
+
+    def find(self, session: str, save: int, rank: int) -> Part | None:
+        """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
+        name = part_name(session, save, rank)
+        data = self._bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
+        return None if data is None else unseal_part(data, name=name, store_id=self._store_id)
+
+    def withdraw(self, session: str, save: int, rank: int) -> None:
+        """Remove a part, if it exists."""
+        self._bucket.remove([part_name(session, save, rank)])
+
+    def remove(self, session: str, save: int, *, world_size: int) -> None:
+        """Remove the parts of a save that was committed or given up."""
+        self._bucket.remove([part_name(session, save, rank) for rank in range(world_size)])
+
+    def close_session(self, session: str, *, is_over: bool) -> None:
+        """Remove what is left of *session* if it *is_over*."""
+        if is_over:
+            self._bucket.remove([each.name for each in self._bucket.listed(f"parts/{session}")])
+
+
+class BucketTrash(Trash):
+    """The trash of a bucket, where records go that a save replaces."""
+
+    def __init__(self, bucket: Bucket, *args: Any) -> None:
+        super().__init__(*args)
+        self._bucket = bucket
+
+    def take_record(self, name: RecordName) -> bool:
+        """Move the record *name* here; return whether it existed."""
+        path = self._layout.record(name.run, name.step, name.id)
+        is_there = to_trash(self._bucket, self._layout.name(path))
+        self._files.discard(path)
+        return is_there
+
+
+def to_trash(bucket: Bucket, called: str, check: Callable[[], None] = lambda: None) -> bool:
+    """
+    Move the record *called* to the trash of *bucket*; return False if it was gone.
+
+    It is copied first, so that it is always in at least one place, and removed after *check*, which may raise.
+    """
+    data = bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+    if data is None:
+        return False  # another collection has moved it
+    bucket.write(f"trash/{called}", lambda: [data])
+    check()
+    bucket.remove([called])
+    return True

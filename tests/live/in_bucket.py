@@ -1,0 +1,109 @@
+"""The programs of ranks that share no disk: each saves a tiny engine's slices straight to a bucket."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+import layerstore
+from layerstore import Keep
+from layerstore.live.saver import background, collector
+from layerstore.remote import Bucket
+from tests.forked import tell
+from tests.live.tiny import build, done, told, train
+
+STEPS = 7
+SAVED = 3
+"""Steps that are saved in peace; the next one is disturbed."""
+RUN = "run"
+
+
+def _settle(options: Any) -> str:
+    """Take the keys of the bucket, and a cache of this host's own; return the bucket's URL."""
+    os.environ.update(options["environment"])
+    if "caches" in options:
+        os.environ["LAYERSTORE_CACHE_DIR"] = f"{options['caches']}/{dist.get_rank()}"
+    background.PATIENCE_SECONDS = 0.5
+    found: str = options["url"]
+    return found
+
+
+def begun(options: Any) -> None:
+    """Save at every step, from the first on, into a bucket that holds nothing yet."""
+    url = _settle(options)
+    engine = build()
+    assert layerstore.resume(engine, url, run=RUN) is None
+    with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
+        train(engine, options["until"], saver=saver, save_at=range(STEPS))
+    told(saver)
+    done()
+
+
+def requeued(options: Any) -> None:
+    """Go on from wherever the bucket says, to the end, saving at every step."""
+    url = _settle(options)
+    engine = build()
+    resumed = layerstore.resume(engine, url, run=RUN, must_exist=True)
+    assert resumed is not None
+    tell("resumed", step=resumed.step, client_state=resumed.client_state)
+    with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
+        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
+    told(saver)
+    done()
+
+
+def killed(options: Any) -> None:
+    """Save at every step; at the fourth one host stops at the request that *options* say, and waits to be killed."""
+    url = _settle(options)
+    is_doomed = dist.get_rank() == options["host"]
+    wanted, is_armed = options["request"], []
+
+    def note(doing: str, name: str) -> None:
+        if is_armed and f"{doing} {kind_of(name)}" == wanted:
+            tell("held", name=name)
+            time.sleep(1000)
+
+    _watch(note)
+    engine = build()
+    saver = layerstore.attach(engine, url, run=RUN, **options["saver"])
+    train(engine, SAVED, saver=saver, save_at=range(STEPS))
+    saver.wait()
+    is_armed += [True] if is_doomed else []
+    train(engine, STEPS, saver=saver, save_at=(SAVED + 1,))
+    saver.wait()  # it never comes to an end
+
+
+def kind_of(name: str) -> str:
+    """Return what *name* in a bucket is."""
+    return name.partition("/")[0]
+
+
+def _watch(note: Any) -> None:
+    """Call *note* before and after each change of a bucket, with what is done and a name."""
+    write, remove = Bucket.write, Bucket.remove
+
+    def written(self: Bucket, name: str, chunks: Any) -> None:
+        note("before", name)
+        write(self, name, chunks)
+        note("after", name)
+
+    def removed(self: Bucket, names: Any, **options: Any) -> bool:
+        for name in names:
+            note("removing", name)
+        return remove(self, names, **options)
+
+    Bucket.write, Bucket.remove = written, removed  # type: ignore[method-assign] # in these processes alone
+
+
+def kept(options: Any) -> None:
+    """Keep the newest two saves only, collecting after each."""
+    url = _settle(options)
+    collector.BUCKET_SECONDS = 0.0
+    engine = build()
+    with layerstore.attach(engine, url, run=RUN, keep=Keep(last=2), **options["saver"]) as saver:
+        train(engine, options["until"], saver=saver, save_at=range(STEPS))
+    told(saver)
+    done()

@@ -1,0 +1,133 @@
+"""Ranks that share no disk save straight to a bucket: real ZeRO-3, each rank with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from tests.forked import Nursery
+from tests.hosts import Host, hosts_apart
+from tests.live.in_bucket import RUN, SAVED, STEPS
+from tests.live.launched import losses, one
+from tests.remote.servers import credentials, seaweedfs
+
+PROGRAMS = "tests.live.in_bucket"
+
+# Each change that a rank makes in the bucket for one save, in order; the first rank then makes the commit.
+SHARE = ("before objects", "after objects", "before parts", "after parts")
+COMMIT = ("before commits", "after commits", "removing parts")
+CASES = [(host, request) for host, requests in ((0, (*SHARE, *COMMIT)), (1, SHARE)) for request in requests]
+
+
+def in_a_folder(folder: Path, **saver: object) -> dict[str, Any]:
+    """Return the options of ranks that save into a bucket that is a folder."""
+    return {
+        "url": f"file://{folder}/bucket",
+        "environment": {},
+        "caches": str(folder / "caches"),
+        "saver": saver,
+        "until": STEPS,
+    }
+
+
+def test_a_job_goes_on_from_what_another_one_uploaded(
+    ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """Each rank uploads its own slices; another job reads them, and every loss is the undisturbed one's."""
+    options = in_a_folder(tmp_path) | {"until": 4}
+    with ranks.launch(f"{PROGRAMS}:begun", options, folder=tmp_path, name="begun") as first:
+        first.done()
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued") as second:
+        second.done()
+
+    assert one(second, "resumed")["step"] == 4
+    assert losses(first) | losses(second) == undisturbed
+    with layerstore.open(options["url"]) as store:
+        assert [entry.step for entry in store.log(RUN)] == [*range(STEPS, 0, -1)]
+        assert store.verify(read_data=True).damaged == ()
+    assert not list(Path(tmp_path, "bucket", "parts").rglob("*.*"))
+
+
+def test_the_same_commits_as_on_a_disk(ranks: Nursery, tmp_path: Path) -> None:
+    """Under parity with differences, every commit in the bucket has the id of the one that a disk gets."""
+    saver = {"policy": "parity", "precision": "delta8", "exact_every": 3}
+    options = in_a_folder(tmp_path, **saver)
+    on_disk = options | {"url": str(tmp_path / "store")}
+    ids = []
+    for each, name in ((options, "there"), (on_disk, "here")):
+        with ranks.launch(f"{PROGRAMS}:begun", each, folder=tmp_path, name=name) as launch:
+            launch.done()
+        with layerstore.open(each["url"]) as store:
+            ids.append([entry.commit for entry in store.log(RUN)])
+
+    assert len(ids[0]) == STEPS - 1
+    assert ids[0] == ids[1]
+
+
+def test_what_need_not_be_kept_goes(ranks: Nursery, tmp_path: Path) -> None:
+    """With keep=, records beyond it go to the bucket's trash; objects stay for its grace."""
+    options = in_a_folder(tmp_path)
+    with ranks.launch(f"{PROGRAMS}:kept", options, folder=tmp_path, name="kept") as launch:
+        launch.done()
+
+    assert one(launch, "status")["collection_error"] == ""
+    with layerstore.open(options["url"]) as store:
+        assert [entry.step for entry in store.log(RUN)] == [6, 5]
+        assert store.verify(read_data=True).damaged == ()
+    assert len(list(Path(tmp_path, "bucket", "trash").rglob("*.*"))) == 4
+
+
+# -- hosts apart -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
+    """Return four hosts that share no folder, and the keys and address of an S3 server that all of them reach."""
+    folder = tmp_path_factory.mktemp("apart")
+    with ExitStack() as stack:
+        hosts, server = stack.enter_context(hosts_apart(folder, 4))
+        served = folder / "served"
+        served.mkdir()
+        endpoint = stack.enter_context(seaweedfs(served, address=server.address, inside=server.namespace))
+        yield hosts, credentials(endpoint)
+
+
+def damaged_in(url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    """Return what is damaged in the bucket at *url*, after reading every byte."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with layerstore.open(url) as store:
+        return store.verify(read_data=True).damaged
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("host", "request_"), CASES, ids=[f"{host}-{each.replace(' ', '-')}" for host, each in CASES])
+def test_a_killed_host_costs_what_was_not_reported(
+    host: int,
+    request_: str,
+    apart: tuple[list[Host], dict[str, str]],
+    ranks: Nursery,
+    tmp_path: Path,
+    undisturbed: dict[int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever request a host dies at, what was saved before is whole, and the job goes on from it without a trace."""
+    hosts, environment = apart
+    url = f"s3://first-bucket/{host}-{request_.replace(' ', '-')}"
+    options = {"url": url, "environment": environment, "saver": {}, "host": host, "request": request_}
+    with ranks.launch(f"{PROGRAMS}:killed", options, folder=tmp_path, name="killed", hosts=hosts[:2]) as first:
+        first.until("held")
+        first.kill()
+    # The disks of the next two hosts are empty.
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued", hosts=hosts[2:]) as second:
+        second.done()
+
+    is_visible = request_ in COMMIT[1:]
+    assert one(second, "resumed")["step"] == SAVED + is_visible
+    assert losses(first) | losses(second) == undisturbed
+    assert damaged_in(url, environment, monkeypatch) == ()
