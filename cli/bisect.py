@@ -31,7 +31,7 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore.bisect import Bisected, Trial
 
-ABOUT = About("Look", store="reads", answers=True)
+ABOUT = About("Look", store="anywhere", answers=True)
 
 LOG = "log"
 _FOLDER = Path("layerstore-bisect")

@@ -41,8 +41,8 @@ class About:
 
     section: str
     """Its heading in ``--help``."""
-    store: Literal["reads", "writes"] | None = "writes"
-    """What it does to a store. Hints add ``--store`` to it, a URL only if it reads; None: they never do."""
+    store: Literal["anywhere", "on a disk"] | None = "on a disk"
+    """Which stores it works on; hints add ``--store`` to it. None: it takes no store."""
     answers: bool = False
     """Whether its output answers a question, so that ``--quiet`` does not silence it."""
     elsewhere: tuple[str, ...] = ()

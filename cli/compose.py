@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from layerstore.formats import Format, Plan
     from layerstore.policy import Policy
 
-ABOUT = About("Restore", store="reads", elsewhere=("export", "extract", "get", "load", "merge", "restore", "resume"))
+ABOUT = About("Restore", store="anywhere", elsewhere=("export", "extract", "get", "load", "merge", "restore", "resume"))
 
 # The headings of its help.
 _SOURCE, _OUTPUT, _SAFETY = "Source", "Output", "Safety"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from layerstore.inspect import Diff, DiffSide, LayerDiff
     from layerstore.numbers import Distance
 
-ABOUT = About("Look", store="reads", answers=True)
+ABOUT = About("Look", store="anywhere", answers=True)
 
 _REF_HELP = "RUN@STEP, RUN, RUN~1 or a pin."
 

@@ -28,7 +28,7 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore.gc import CommitFate, GcOutcome, Gone
 
-ABOUT = About("Maintain", elsewhere=("prune",))
+ABOUT = About("Maintain", store="anywhere", elsewhere=("prune",))
 
 _LINES_MAX = 50
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     Checkpoint = tuple[Path, str | None]
     """A folder, and the tag in it; without a tag, `latest` says which."""
 
-ABOUT = About("Save", elsewhere=("add", "commit", "import", "save"), completes={"P": policies})
+ABOUT = About("Save", store="anywhere", elsewhere=("add", "commit", "import", "save"), completes={"P": policies})
 
 POLL_SECONDS = 2.0
 """How often a watch scans the folders."""

@@ -15,7 +15,9 @@ ABOUT = About("Save", store=None)
 
 
 def init(
-    path: Annotated[Path | None, typer.Argument(metavar="PATH", help="A new or empty folder.")] = None,
+    path: Annotated[
+        str | None, typer.Argument(metavar="PATH", help="A new or empty folder, or a bucket's URL.")
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -26,14 +28,15 @@ def init(
     Examples:
       layerstore init
       layerstore init /scratch/me/store
+      layerstore init s3://checkpoints/sft
     """
     named = named_store()
-    if path is not None and named is not None and Path(named).absolute() != path.absolute():
+    if path is not None and named is not None and Path(named).absolute() != Path(path).absolute():
         raise InvalidInput(f"two places were given: {path} and --store {named}", hint="leave one of them out")
     with layerstore.init(path or store or DEFAULT_STORE) as made:
         if as_json:
-            say_json({"path": str(made.path), "id": made.id})
+            say_json({"path": made.repo.name, "id": made.id})
             return
-        say(f"created the store {shown(made.path)}, id {made.id}")
-        name_store(str(path or store) if path or store else None)
+        say(f"created the store {shown(made.repo.name)}, id {made.id}")
+        name_store(path or store)
         say_note(with_store("next: layerstore ingest CHECKPOINT"))

@@ -14,7 +14,7 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore.inspect import LayerLine
 
-ABOUT = About("Look", store="reads", answers=True)
+ABOUT = About("Look", store="anywhere", answers=True)
 
 
 def ls(

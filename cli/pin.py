@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.model import Pin
 
-ABOUT = About("Save", elsewhere=("tag",))
+ABOUT = About("Save", store="anywhere", elsewhere=("tag",))
 
 
 def pin(

@@ -359,7 +359,7 @@ def with_store(text: str) -> str:
     """
     Return *text* with ``--store`` added to its commands, if this command was given one.
 
-    A store given by its URL is read-only, so there only commands that read get it.
+    A store given by its URL is in a bucket, so there only commands that work on those get it.
     """
     path = _voice.store
     if path is None or _STORE_OPTION.search(text):
@@ -369,7 +369,7 @@ def with_store(text: str) -> str:
 
 def _command_with_store(command: str, path: str) -> str | None:
     use = about(command).store if command in COMMANDS else None
-    takes_it = use == "reads" if is_url(path) else use is not None
+    takes_it = use == "anywhere" if is_url(path) else use is not None
     return f"layerstore --store {shlex.quote(path)} {command}" if takes_it else None
 
 

@@ -14,7 +14,7 @@ from layerstore.cli.render import counted, say, say_json, say_paragraph, say_war
 from layerstore.errors import InvalidInput
 from layerstore.units import size
 
-ABOUT = About("Look", store="reads")
+ABOUT = About("Look", store="anywhere")
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; an older report is replaced.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]

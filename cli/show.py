@@ -22,7 +22,7 @@ from layerstore.units import short_id, size
 if TYPE_CHECKING:
     from layerstore.inspect import CommitView, LayerLine
 
-ABOUT = About("Look", store="reads", answers=True, elsewhere=("describe", "info", "inspect"))
+ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("describe", "info", "inspect"))
 
 
 def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False) -> None:

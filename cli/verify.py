@@ -26,7 +26,7 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore.check import Damage, Hurt, Verdict
 
-ABOUT = About("Maintain", store="reads", answers=True, elsewhere=("check", "fsck"))
+ABOUT = About("Maintain", store="anywhere", answers=True, elsewhere=("check", "fsck"))
 
 _HURT_MAX = 20
 

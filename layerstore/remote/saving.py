@@ -153,6 +153,8 @@ class BucketWriter(ObjectWriter):
         self._room = _Room(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
         self._in_flight: list[Future[None]] = []
+        self._problem: Exception | None = None
+        """Why an upload failed: no other one begins after that."""
         self._taken = set[ObjectId]()
         """What was uploaded, or will be."""
         self._blobs: list[tuple[BlobRef, Bytes]] = []
@@ -228,24 +230,30 @@ class BucketWriter(ObjectWriter):
 
     def _submit(self, ref: BlobRef, data: Bytes) -> None:
         self._room.take(ref.size_bytes)
-        self._in_flight = [each for each in self._in_flight if not each.done() or each.result()]  # raises what failed
-        self._in_flight.append(self._pool.submit(self._send, ref, data))
+        if self._problem is not None:
+            raise self._problem
+        with self._guard:
+            self._in_flight.append(self._pool.submit(self._send, ref, data))
 
     def _send(self, ref: BlobRef, data: Bytes) -> None:
         try:
-            if not self.spares_writing(ref):
+            if self._problem is None and not self.spares_writing(ref):
                 self._reliance.bucket.write(self._layout.object_name(ref.id), partial(_pieces, data))
                 with self._guard:
                     self._staged[ref.id] = ref, self._layout.object(ref.id)
                     self._bytes_new += ref.size_bytes
+        except Exception as exc:
+            self._problem = exc
+            raise
         finally:
             self._room.give(ref.size_bytes)
 
     def _wait(self) -> None:
-        wait(self._in_flight)
-        for each in self._in_flight:
-            each.result()
-        self._in_flight.clear()
+        with self._guard:
+            awaited = [*self._in_flight]
+        wait(awaited)
+        if self._problem is not None:
+            raise self._problem
 
     @property
     def staged(self) -> Staged:

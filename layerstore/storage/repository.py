@@ -200,12 +200,12 @@ class Repository:
         Raises:
             IntegrityError: A folder has become a link to elsewhere since the store was opened.
             Unsupported: The store uses something that this layerstore might destroy unknowingly, was migrated since it
-                was opened, or is a remote.
+                was opened, or is in a bucket.
         """
         if self.remote is not None:
             raise Unsupported(
-                f"{self.remote} is a remote: it is only read",
-                hint=f"layerstore clone {typed(self.remote)} PATH makes a store to write to, and pushes there",
+                f"{self.remote} is in a bucket: it takes saves and pins, and is collected, and nothing else",
+                hint=f"layerstore clone {typed(self.remote)} PATH makes a store on a disk, and pushes there",
             )
         self.records.check_store()
         _check_folders(self.layout, self.files)

@@ -63,7 +63,7 @@ from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath
 from layerstore.cli.render import say
 
-ABOUT = About("Look", store="reads", answers=True, elsewhere=("salute",))
+ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("salute",))
 
 
 def greet(

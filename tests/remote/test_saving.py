@@ -1,0 +1,276 @@
+"""A store in a bucket that is saved to: ingests, pins and collections without a store on a disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import AlreadyExists, IntegrityError, Overtaken, StorageIO, Unsupported
+from layerstore.remote import Bucket, RemoteNotice, saving
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
+from tests.remote.conftest import watch_writes
+from tests.unit.checkpoints import Checkpoints
+
+HALF_A_DAY = 12 * 3600
+
+
+@pytest.fixture
+def there(url: str) -> Iterator[Store]:
+    """Return a store in a bucket, with nothing in it."""
+    with layerstore.init(url) as made:
+        yield made
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path) -> Iterator[Store]:
+    """Return a store in a bucket that is a folder, whose files can be looked at."""
+    with layerstore.init(f"file://{tmp_path}/remote") as made:
+        yield made
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names that are written, in order."""
+    names: list[str] = []
+    watch_writes(monkeypatch, before=lambda _, name: names.append(name))
+    return names
+
+
+def only(folder: str, names: list[str]) -> list[str]:
+    """Return those of *names* below *folder*."""
+    return [name for name in names if name.startswith(f"{folder}/")]
+
+
+def old(folder: Path, seconds: float = HALF_A_DAY + 60) -> None:
+    """Let everything below *folder* be older."""
+    for path in folder.rglob("*"):
+        when = time.time() - seconds
+        os.utime(path, (when, when))
+
+
+def test_ingests_make_the_commits_of_a_disk(there: Store, store: Store, saved: Checkpoints, url: str) -> None:
+    """Under parity, every commit has the id that a store on a disk gives it, and composes to the same bytes."""
+    for each in (there, store):
+        saved.into(each, 2, 4, 6, policy="parity")
+        each.pin("best", "r@4")
+
+    assert [of.commit for of in there.log("r")] == [of.commit for of in store.log("r")]
+    with layerstore.open(url) as again:
+        assert [of.commit for of in again.log("r")] == [of.commit for of in store.log("r")]
+        assert again.verify(read_data=True).ok
+        assert [pin.name for pin in again.pins()] == ["best"]
+
+
+def test_a_record_comes_last_and_blobs_after_their_objects(
+    in_a_folder: Store, saved: Checkpoints, sent: list[str]
+) -> None:
+    """Whenever an ingest dies, nothing in the bucket names what is not there."""
+    saved.into(in_a_folder, 2)
+
+    assert sent[-1].startswith("commits/r/2.")
+    blobs = {in_a_folder.repo.layout.object_name(of.id) for of in _record(in_a_folder).blobs}
+    objects = only("objects", sent)
+    assert set(objects[-len(blobs) :]) == blobs
+
+
+def _record(store: Store) -> layerstore.model.CommitRecord:
+    return store.repo.catalog.commit(store.repo.catalog.view("r").visible[-1].name).record
+
+
+def test_the_same_again_sends_nothing(in_a_folder: Store, saved: Checkpoints, sent: list[str]) -> None:
+    """What the bucket has is read there, and not sent once more; the commit is the one before."""
+    saved.into(in_a_folder, 2)
+    before = len(only("objects", sent))
+
+    again = in_a_folder.ingest(saved(2), run="r")
+
+    assert (again.is_new, again.objects_new, again.bytes_new) == (False, 0, 0)
+    assert len(only("objects", sent)) == before
+
+
+def test_a_damaged_object_is_replaced(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """An ingest of the same reads what is there, and sends again what has rotted."""
+    saved.into(in_a_folder, 2)
+    victim = max((tmp_path / "remote" / "objects").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+
+    assert in_a_folder.ingest(saved(2), run="r").objects_healed == 1
+    assert in_a_folder.verify(read_data=True).ok
+
+
+def test_what_a_killed_save_left_is_used_while_it_is_young(
+    in_a_folder: Store, saved: Checkpoints, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that no record names are relied on for half a day, and then sent once more."""
+    with pytest.MonkeyPatch.context() as patch:
+        _fail_at(patch, "commits/")
+        with pytest.raises(StorageIO):
+            saved.into(in_a_folder, 2)
+    first = only("objects", sent)
+    sent.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        _fail_at(patch, "commits/")
+        with pytest.raises(StorageIO):
+            saved.into(in_a_folder, 2)
+    assert only("objects", sent) == []
+
+    old(Path(in_a_folder.repo.name.removeprefix("file://"), "objects"))
+    saved.into(in_a_folder, 2)
+
+    assert sorted(only("objects", sent)) == sorted(first)
+
+
+def _fail_at(patch: pytest.MonkeyPatch, prefix: str) -> None:
+    write = Bucket.write
+
+    def failing(self: Bucket, name: str, chunks: Chunks) -> None:
+        if name.startswith(prefix):
+            raise StorageIO("the server is full", errno=None, filename=self.url)
+        write(self, name, chunks)
+
+    patch.setattr(Bucket, "write", failing)
+
+
+@pytest.mark.parametrize("policy", ["full", "parity"])
+def test_what_a_record_names_is_relied_on_however_old(
+    policy: str, in_a_folder: Store, saved: Checkpoints, sent: list[str]
+) -> None:
+    """An old object is not sent again if a commit has it; nor is an inherited layer."""
+    saved.into(in_a_folder, 2, policy=policy)
+    old(Path(in_a_folder.repo.name.removeprefix("file://"), "objects"))
+    sent.clear()
+
+    with layerstore.open(in_a_folder.repo.name) as again:
+        again.ingest(saved(4, seed=2), run="r", policy=policy)
+
+    assert all(name in sent for name in only("commits", sent))
+    kinds = {
+        len(Path(in_a_folder.repo.name.removeprefix("file://"), name).read_bytes()) for name in only("objects", sent)
+    }
+    assert max(kinds) < 20_000  # what describes the save, and no weights
+
+
+def test_a_collection_at_work_is_waited_for(
+    in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A collection may remove what it had listed as old: a save looks once more, and says if something is gone."""
+    Bucket(in_a_folder.repo.name).mark(f"{COLLECTIONS_AT_WORK}/{'0' * 16}")
+    objects = tmp_path / "remote" / "objects"
+
+    def collect(seconds: float) -> None:
+        waited.append(seconds)
+        next(path for path in objects.rglob("*") if path.is_file()).unlink()
+
+    waited: list[float] = []
+    monkeypatch.setattr(saving.time, "sleep", collect)
+
+    with pytest.raises(Overtaken, match="was removed by a collection"):
+        saved.into(in_a_folder, 2)
+
+    assert waited == [2 * saving.REMOTE_MOMENT_SECONDS]
+    assert in_a_folder.runs() == []
+
+
+def test_a_save_that_was_suspended_for_half_a_day_is_refused(
+    in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then others may count what it has uploaded as old; nothing becomes visible."""
+    clock = saving.hours_on
+    asleep = [0.0]
+    monkeypatch.setattr(saving, "hours_on", lambda: clock() + asleep[0])
+    watch_writes(monkeypatch, after=lambda _, name: asleep.__setitem__(0, HALF_A_DAY + 60.0))
+
+    with pytest.raises(Overtaken, match="took so long"):
+        saved.into(in_a_folder, 2)
+
+    assert in_a_folder.runs() == []
+
+
+def test_a_replaced_commit_goes_to_the_trash(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """As on a disk, the new commit hides the old one, whose record moves away."""
+    saved.into(in_a_folder, 2)
+    old_id = _record(in_a_folder).states[0].id
+    in_a_folder.ingest(saved(2, seed=9), run="r", replace=True)
+
+    assert _record(in_a_folder).states[0].id != old_id or len(in_a_folder.log("r")) == 1
+    assert len(list((tmp_path / "remote" / "trash").rglob("2.*"))) == 1
+    assert len(list((tmp_path / "remote" / "commits").rglob("2.*"))) == 1
+
+
+def test_its_own_collection(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """A store in a bucket is collected as itself; parts that a dead job has left go with what is old."""
+    saved.into(in_a_folder, 2, 4, 6)
+    part = tmp_path / "remote" / "parts" / ("0" * 32) / "3.1"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"of a job that is over")
+
+    gone = in_a_folder.gc(Keep(last=1), grace_seconds=0)
+
+    assert [of.step for of in gone.removed] == [4, 2]
+    assert [of.step for of in in_a_folder.log("r")] == [6]
+    assert not part.exists()
+    assert in_a_folder.verify(read_data=True).ok
+
+
+def test_another_store_in_its_place_is_noticed(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """A record never goes to a bucket that has become another store's."""
+    (tmp_path / "remote" / "store.json").unlink()
+    layerstore.init(in_a_folder.repo.name).close()
+
+    with pytest.raises(IntegrityError, match="when it was opened"):
+        saved.into(in_a_folder, 2)
+
+    assert list((tmp_path / "remote" / "commits").rglob("2.*")) == []
+
+
+def test_it_is_made_once(there: Store, url: str) -> None:
+    """A bucket that holds a store is not made another one."""
+    with pytest.raises(AlreadyExists, match="is a store already"):
+        layerstore.init(url)
+
+
+@pytest.mark.parametrize("change", [lambda of: of.drop("r@2"), lambda of: of.undrop("r@2"), lambda of: of.repair()])
+def test_what_needs_a_disk_is_refused(
+    in_a_folder: Store, saved: Checkpoints, change: Callable[[Store], object]
+) -> None:
+    """Commands that move files are for a store on a disk, and say so."""
+    saved.into(in_a_folder, 2)
+    with pytest.raises(Unsupported):
+        change(in_a_folder)
+
+
+def test_memory_is_bounded(in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the server is, no more than a few objects wait for it."""
+    monkeypatch.setattr(saving, "REMOTE_FLIGHT_BYTES", 40_000)
+    taken: list[int] = []
+    take = saving._Room.take
+
+    def noted(self: saving._Room, size_bytes: int) -> None:
+        take(self, size_bytes)
+        taken.append(self._taken)
+
+    monkeypatch.setattr(saving._Room, "take", noted)
+    watch_writes(monkeypatch, before=lambda *_: time.sleep(0.01))
+
+    in_a_folder.ingest(saved(2, hidden=32), run="r")
+
+    largest = max(path.stat().st_size for path in Path(in_a_folder.repo.name[7:], "objects").rglob("*"))
+    assert max(taken) <= max(40_000, largest)
+
+
+def test_a_server_that_is_down_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made, and the error says what did not answer."""
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.warns(RemoteNotice), pytest.raises(StorageIO, match=r"cannot read store\.json"):
+        layerstore.init("s3://bucket/pre")
