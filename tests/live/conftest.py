@@ -6,6 +6,7 @@ import pytest
 
 from tests.forked import Nursery, nursery
 from tests.live.launched import losses
+from tests.remote.conftest import s3, s3_server  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -11,9 +12,11 @@ import torch.distributed as dist
 import layerstore
 from layerstore import Keep
 from layerstore.live.saver import background, collector
-from layerstore.remote import Bucket
+from layerstore.remote import Bucket, RemoteNotice
+from layerstore.remote import bucket as bucket_room
 from tests.forked import tell
 from tests.live.tiny import build, done, told, train
+from tests.remote.faulty import TROUBLES, let
 
 STEPS = 7
 SAVED = 3
@@ -96,6 +99,23 @@ def _watch(note: Any) -> None:
         return remove(self, names, **options)
 
     Bucket.write, Bucket.remove = written, removed  # type: ignore[method-assign] # in these processes alone
+
+
+def troubled(options: Any) -> None:
+    """Save at every step, each while the server makes another trouble; the last one is saved in peace."""
+    url = _settle(options)
+    warnings.simplefilter("ignore", RemoteNotice)
+    bucket_room.REMOTE_PAUSE_SECONDS = 0.01
+    engine = build()
+    with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
+        for number, trouble in enumerate((*TROUBLES, ""), 1):
+            if dist.get_rank() == 0:
+                let(os.environ["AWS_ENDPOINT_URL"], trouble)
+            dist.barrier()
+            train(engine, number, saver=saver, save_at=(number,))
+            saver.wait()
+    told(saver)
+    done()
 
 
 def kept(options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.forked import Nursery
 from tests.hosts import Host, hosts_apart
 from tests.live.in_bucket import RUN, SAVED, STEPS
 from tests.live.launched import losses, one
+from tests.remote.faulty import TROUBLES, faulty
 from tests.remote.servers import credentials, seaweedfs
 
 PROGRAMS = "tests.live.in_bucket"
@@ -80,6 +82,26 @@ def test_what_need_not_be_kept_goes(ranks: Nursery, tmp_path: Path) -> None:
         assert [entry.step for entry in store.log(RUN)] == [6, 5]
         assert store.verify(read_data=True).damaged == ()
     assert len(list(Path(tmp_path, "bucket", "trash").rglob("*.*"))) == 4
+
+
+def test_training_goes_on_whatever_the_server_does(
+    ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str], s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save is late, or given up and says why; the next one has what it lacked."""
+    environment = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")}
+    with faulty(os.environ["AWS_ENDPOINT_URL"]) as endpoint:
+        options = in_a_folder(tmp_path) | {"url": s3, "environment": environment | {"AWS_ENDPOINT_URL": endpoint}}
+        with ranks.launch(f"{PROGRAMS}:troubled", options, folder=tmp_path, name="troubled") as launch:
+            launch.done()
+
+    assert losses(launch) == undisturbed
+    lost = [number for number, trouble in enumerate(TROUBLES, 1) if trouble in {"fails", "refuses"}]
+    with layerstore.open(s3) as store:
+        assert sorted(entry.step for entry in store.log(RUN)) == sorted({*range(1, STEPS + 1)} - {*lost})
+        assert store.verify(read_data=True).ok
+    status = one(launch, "status")
+    assert (status["saved"], status["failed"]) == (STEPS - len(lost), len(lost))
+    assert "the server refuses this key" in status["errors"][-1]
 
 
 # -- hosts apart -----------------------------------------------------------------------------------------------------
