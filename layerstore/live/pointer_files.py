@@ -63,7 +63,7 @@ def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Po
     base = composition.base
     is_mixture = pin is None and composition.policy != "latest"
     return Pointer(
-        store=str(store.path),
+        store=store.repo.name,
         store_id=store.id,
         name=pin or reference_to(store.repo, base),
         run=base.run,
@@ -79,7 +79,7 @@ def pointer_to_next(saver: Saver) -> Pointer:
     """Return the pointer to the next save of *saver*."""
     step = saver.step_of()
     return Pointer(
-        store=str(saver.store.path),
+        store=saver.store.repo.name,
         store_id=saver.store.id,
         name=f"{saver.run}@{step}",
         run=saver.run,

@@ -15,6 +15,7 @@ from layerstore.live.saver import background, collector
 from layerstore.remote import Bucket, RemoteNotice
 from layerstore.remote import bucket as bucket_room
 from tests.forked import tell
+from tests.live.module import programs
 from tests.live.tiny import build, done, told, train
 from tests.remote.faulty import TROUBLES, let
 
@@ -116,6 +117,16 @@ def troubled(options: Any) -> None:
             saver.wait()
     told(saver)
     done()
+
+
+def modules(options: Any) -> None:
+    """Save modules in every form of so many ranks, by attach and through StoreWriter."""
+    programs.everywhere(options | {"store": _settle(options)})
+
+
+def modules_again(options: Any) -> None:
+    """Resume what `modules` has saved, on so many ranks."""
+    programs.from_everywhere(options | {"store": _settle(options)})
 
 
 def kept(options: Any) -> None:

@@ -15,6 +15,7 @@ from tests.forked import Nursery
 from tests.hosts import Host, hosts_apart
 from tests.live.in_bucket import RUN, SAVED, STEPS
 from tests.live.launched import losses, one
+from tests.live.module.models import FORMS
 from tests.remote.faulty import TROUBLES, faulty
 from tests.remote.servers import credentials, seaweedfs
 
@@ -102,6 +103,22 @@ def test_training_goes_on_whatever_the_server_does(
     status = one(launch, "status")
     assert (status["saved"], status["failed"]) == (STEPS - len(lost), len(lost))
     assert "the server refuses this key" in status["errors"][-1]
+
+
+@pytest.mark.full
+def test_modules_and_dcp_save_there(ranks: Nursery, tmp_path: Path) -> None:
+    """What FSDP2, DDP and torch.distributed.checkpoint save comes back bit for bit, on other hosts."""
+    runs = {form: [f"{form}2"] for form in FORMS[2]}
+    options = in_a_folder(tmp_path) | {"out": str(tmp_path / "plain"), "runs": runs}
+    with ranks.launch(f"{PROGRAMS}:modules", options, folder=tmp_path, name="first") as launch:
+        launch.done()
+    options["caches"] = str(tmp_path / "other-caches")
+    with ranks.launch(f"{PROGRAMS}:modules_again", options, folder=tmp_path, name="again") as launch:
+        launch.done()
+
+    found = [event for kind in ("read", "resumed") for event in launch.events(kind)]
+    assert len(found) == 2 * 3 * len(FORMS[2])
+    assert [event["other"] for event in found] == [[]] * len(found)
 
 
 # -- hosts apart -----------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         )
         compile_pattern(layer_pattern)
         self._create = create
-        self._path: StrPath = store.path if isinstance(store, Store) else store
+        self._path: StrPath = store.repo.name if isinstance(store, Store) else store
         self._opened = store if isinstance(store, Store) else None
         self._save: SaveInProgress | None = None
         self._copies: Copies | None = None
