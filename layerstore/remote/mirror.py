@@ -29,11 +29,10 @@ from layerstore.model import BlobRef, Commit, LayerEntry, ObjectId, Pin, StoredO
 from layerstore.publish import shows_pinned
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
-from layerstore.remote.fetch import FetchedObjects
+from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
 from layerstore.remote.saving import BucketParts, BucketTrash, BucketWriter, Reliance
-from layerstore.remote.source import Source
 from layerstore.storage import RecordName, RecordStore, Repository, name_in, open_repository
 from layerstore.threads import Threads
 

@@ -26,11 +26,10 @@ from layerstore.model import BlobRef, Commit, CommitRecord, Pin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, check_pin_means
 from layerstore.remote.bucket import in_parallel
-from layerstore.remote.fetch import FetchedObjects
+from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.mirror import Remote
 from layerstore.remote.push import Left, raise_left
 from layerstore.remote.remotes import Remotes, check_elsewhere, checked_url
-from layerstore.remote.source import Source
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
 from layerstore.threads import Threads

@@ -274,11 +274,17 @@ class BucketWriter(ObjectWriter):
         self._blobs.clear()
         self._wait()
         if not self._is_in_time():
-            raise Overtaken("this save took so long that others may have removed what it uploaded", hint="save again")
+            raise Overtaken(
+                "this took so long that a collection may have removed what was uploaded; nothing was saved",
+                hint="repeat the command",
+            )
         if collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun)):
             time.sleep(2 * REMOTE_MOMENT_SECONDS)  # until that collection has removed what it had listed as old
             for ref in self._lost():
-                raise Overtaken(f"object {ref.id} was removed by a collection; nothing was saved", hint="save again")
+                raise Overtaken(
+                    f"object {ref.id}, which was there when this began, was removed meanwhile; nothing was saved",
+                    hint="repeat the command",
+                )
 
     def _is_in_time(self) -> bool:
         return hours_on() < self._begun + _HALF_GRACE_SECONDS

@@ -172,7 +172,7 @@ def test_a_collection_at_work_is_waited_for(
     waited: list[float] = []
     monkeypatch.setattr(saving.time, "sleep", collect)
 
-    with pytest.raises(Overtaken, match="was removed by a collection"):
+    with pytest.raises(Overtaken, match="was removed meanwhile"):
         saved.into(in_a_folder, 2)
 
     assert waited == [2 * saving.REMOTE_MOMENT_SECONDS]
