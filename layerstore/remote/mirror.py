@@ -66,7 +66,7 @@ class Remote:
         self.repo = replace(
             mirror,
             make_writer=partial(BucketWriter, reliance),
-            parts=BucketParts(layout, files, store_id=identity.store_id, bucket=bucket),
+            parts=BucketParts(reliance, layout, files, store_id=identity.store_id),
             trash=BucketTrash(bucket, layout, files, self._records),
         )
         """The mirror; saves go to the bucket."""

@@ -35,7 +35,12 @@ from layerstore.remote.identity import collected_since
 from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, RecordName, Repository, Staged, Trash
 from layerstore.threads import Threads
 
-_HALF_GRACE_SECONDS = REMOTE_GRACE_SECONDS / 2
+_YOUNG_SECONDS = REMOTE_GRACE_SECONDS / 2
+"""An object so old is relied on only if a record names it."""
+_STILL_YOUNG_SECONDS = REMOTE_GRACE_SECONDS * 3 / 4
+"""Likewise where a save took long, and looks at all that it relies on once more."""
+_WINDOW_SECONDS = REMOTE_GRACE_SECONDS / 8
+"""What was looked at holds for so long until a part, and a part until the record."""
 
 
 class Reliance:
@@ -62,16 +67,12 @@ class Reliance:
         with self._guard:
             return int(at * 1e9) + self._server_ahead_ns
 
-    def has(self, ref: BlobRef) -> bool:
-        """Whether the bucket has *ref*, and keeps it for another half a day."""
+    def has(self, ref: BlobRef, *, seconds: float = _YOUNG_SECONDS, counts_named: bool = True) -> bool:
+        """Whether the bucket has *ref*, and it is younger than *seconds*, or a record names it if that counts."""
         listed = self.bucket.look(self._repo.layout.object_name(ref.id))
         if listed is None or listed.size_bytes != ref.size_bytes:
             return False
-        return listed.modified_ns > self.server_ns(hours_on() - _HALF_GRACE_SECONDS) or self._is_named(ref)
-
-    def has_size(self, ref: BlobRef) -> bool:
-        """Whether the bucket has *ref* now."""
-        return self.bucket.size(self._repo.layout.object_name(ref.id)) == ref.size_bytes
+        return listed.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref))
 
     def names_version(self, ref: BlobRef) -> bool:
         """Whether a record in the bucket names the layer version *ref*, so that all of it is there."""
@@ -86,7 +87,7 @@ class Reliance:
 
     def _look_again(self) -> None:
         """Read the bucket's records again if what was read may no longer hold."""
-        if hours_on() > self._refreshed_at + _HALF_GRACE_SECONDS:
+        if hours_on() > self._refreshed_at + _YOUNG_SECONDS:
             self._refreshed_at = hours_on()
             self._refresh()
             self._known.clear()
@@ -149,7 +150,7 @@ class BucketWriter(ObjectWriter):
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, store: ObjectStore, **options: bool) -> None:
         super().__init__(layout, files, store, **options)
         self._reliance = reliance
-        self._begun = hours_on()
+        self._begun = self._looked_at = hours_on()
         self._room = _Room(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
         self._in_flight: list[Future[None]] = []
@@ -266,37 +267,37 @@ class BucketWriter(ObjectWriter):
         Upload what is left; make sure that everything relied on is there, and stays.
 
         Raises:
-            Overtaken: This took half a day, or a collection has removed something that was about to go.
+            Overtaken: This took too long, or a collection has removed something that was about to go.
         """
         self._wait()
         for ref, data in self._blobs:
             self._submit(ref, data)
         self._blobs.clear()
         self._wait()
-        if not self._is_in_time():
-            raise Overtaken(
-                "this took so long that a collection may have removed what was uploaded; nothing was saved",
-                hint="repeat the command",
-            )
-        if collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun)):
+        is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
+        if is_collected:
             time.sleep(2 * REMOTE_MOMENT_SECONDS)  # until that collection has removed what it had listed as old
-            for ref in self._lost():
+        if is_collected or not self._is_in_time():
+            self._looked_at = hours_on()
+            for ref in self._lost(counts_named=True):
                 raise Overtaken(
                     f"object {ref.id}, which was there when this began, was removed meanwhile; nothing was saved",
                     hint="repeat the command",
                 )
 
     def _is_in_time(self) -> bool:
-        return hours_on() < self._begun + _HALF_GRACE_SECONDS
+        return hours_on() < self._looked_at + _WINDOW_SECONDS
 
-    def _lost(self) -> list[BlobRef]:
+    def _lost(self, *, counts_named: bool) -> list[BlobRef]:
+        has = partial(self._reliance.has, seconds=_STILL_YOUNG_SECONDS, counts_named=counts_named)
         relied = (*(ref for ref, _ in self._staged.values()), *self._found, *self._claimed.values())
-        are_there = self._pool.map(self._reliance.has_size, relied)
+        are_there = self._pool.map(has, relied)
         return [ref for ref, is_there in zip(relied, are_there, strict=True) if not is_there]
 
     def look_again(self) -> list[BlobRef]:
-        """Return the objects that are gone after all: nothing can have gone unless the process was suspended."""
-        return [] if self._is_in_time() else self._lost()
+        """Return what may be gone, or about to go, since the process was suspended; else nothing can be."""
+        # Our own record names it all by now, which a collection may not have seen.
+        return [] if self._is_in_time() else self._lost(counts_named=False)
 
     def claimed_elsewhere(self) -> list[BlobRef]:
         """Return nothing: a bucket moves nothing aside."""
@@ -318,9 +319,10 @@ def _pieces(data: Bytes) -> Iterator[memoryview]:
 class BucketParts(PartStore):
     """The parts of saves that are under way, in the bucket: a collection there removes those of dead jobs."""
 
-    def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
+    def __init__(self, reliance: Reliance, layout: Layout, files: Files, *, store_id: str) -> None:
         super().__init__(layout, files, store_id=store_id)
-        self._bucket = bucket
+        self._reliance = reliance
+        self._bucket = reliance.bucket
 
     def open_session(self, session: str) -> None:
         """Do nothing: a bucket has no folders."""
@@ -330,10 +332,31 @@ class BucketParts(PartStore):
         return True
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return the ranks that have left a part of *save*."""
-        pattern = re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
-        matches = (pattern.fullmatch(each.name) for each in self._bucket.listed(f"parts/{session}"))
-        return {int(match[1]) for match in matches if match is not None}
+        """
+        Return the ranks that have left a part of *save*.
+
+        Raises:
+            Overtaken: One of them is so old that what it names may be about to go.
+        """
+        found, pattern = set(), re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
+        old_ns = self._reliance.server_ns(hours_on() - _WINDOW_SECONDS)
+        for each in self._bucket.listed(f"parts/{session}"):
+            if (match := pattern.fullmatch(each.name)) is None:
+                continue
+            if each.modified_ns < old_ns:
+                raise Overtaken(
+                    f"what rank {match[1]} had written may be collected, since nothing was done for so long",
+                    hint="repeat the command",
+                )
+            found.add(int(match[1]))
+        return found
+
+    def draft(self, part: Part) -> None:
+        """Do nothing: no collection reads parts here, since what they name is young."""
+
+    def confirm(self, part: Part) -> None:
+        """Make *part* visible."""
+        self.publish(part)
 
     def publish(self, part: Part) -> None:
         """Make *part* visible."""

@@ -63,7 +63,7 @@ def killed(options: Any) -> None:
     """Save at every step; at the fourth one host stops at the request that *options* say, and waits to be killed."""
     url = _settle(options)
     is_doomed = dist.get_rank() == options["host"]
-    wanted, is_armed = options["request"], []
+    wanted, is_armed = options["request"], list[bool]()
 
     def note(doing: str, name: str) -> None:
         if is_armed and f"{doing} {kind_of(name)}" == wanted:
@@ -106,7 +106,7 @@ def troubled(options: Any) -> None:
     """Save at every step, each while the server makes another trouble; the last one is saved in peace."""
     url = _settle(options)
     warnings.simplefilter("ignore", RemoteNotice)
-    bucket_room.REMOTE_PAUSE_SECONDS = 0.01
+    vars(bucket_room).update(REMOTE_PAUSE_SECONDS=0.01)
     engine = build()
     with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
         for number, trouble in enumerate((*TROUBLES, ""), 1):

@@ -12,8 +12,9 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, IntegrityError, Overtaken, StorageIO, Unsupported
+from layerstore.limits import REMOTE_MOMENT_SECONDS
 from layerstore.remote import Bucket, RemoteNotice, saving
-from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks, hours_on
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
 
@@ -170,28 +171,33 @@ def test_a_collection_at_work_is_waited_for(
         next(path for path in objects.rglob("*") if path.is_file()).unlink()
 
     waited: list[float] = []
-    monkeypatch.setattr(saving.time, "sleep", collect)
+    monkeypatch.setattr(time, "sleep", collect)
 
     with pytest.raises(Overtaken, match="was removed meanwhile"):
         saved.into(in_a_folder, 2)
 
-    assert waited == [2 * saving.REMOTE_MOMENT_SECONDS]
+    assert waited == [2 * REMOTE_MOMENT_SECONDS]
     assert in_a_folder.runs() == []
 
 
-def test_a_save_that_was_suspended_for_half_a_day_is_refused(
-    in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("hours", "is_saved"), [(4, True), (19, False)])
+@pytest.mark.parametrize("at", ["objects/", "commits/"])
+def test_a_save_that_was_suspended_looks_again(
+    at: str, hours: int, is_saved: bool, in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then others may count what it has uploaded as old; nothing becomes visible."""
-    clock = saving.hours_on
-    asleep = [0.0]
+    """What it has uploaded may have become old meanwhile, before the record or after it; then nothing is visible."""
+    clock, asleep = hours_on, [0.0]
+    saved.into(in_a_folder, 2, run="earlier")  # the server's clock is known
     monkeypatch.setattr(saving, "hours_on", lambda: clock() + asleep[0])
-    watch_writes(monkeypatch, after=lambda _, name: asleep.__setitem__(0, HALF_A_DAY + 60.0))
+    watch_writes(monkeypatch, after=lambda _, name: asleep.__setitem__(0, 3600.0 * hours * name.startswith(at)))
 
-    with pytest.raises(Overtaken, match="took so long"):
-        saved.into(in_a_folder, 2)
+    if is_saved:
+        saved.into(in_a_folder, 4)
+    else:
+        with pytest.raises(Overtaken, match="removed"):
+            saved.into(in_a_folder, 4)
 
-    assert in_a_folder.runs() == []
+    assert in_a_folder.runs() == (["earlier", "r"] if is_saved else ["earlier"])
 
 
 def test_a_replaced_commit_goes_to_the_trash(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_a_push_sends_what_is_due(store: Store, wire: Wire, url: str, tmp_path: 
 @pytest.mark.full
 def test_a_save_sends_what_is_due(wire: Wire, url: str, tmp_path: Path) -> None:
     """Straight to a bucket, of the next save by parity, of 88 MB: at most 0.1 % more, requests and headers included."""
-    shape = {"layers": 4, "hidden": 512, "vocab": 1024}
+    shape: dict[str, Any] = {"layers": 4, "hidden": 512, "vocab": 1024}
     with layerstore.init(url) as store:
         store.ingest(generate(tmp_path / "2", step=2, seed=2, **shape), run="r", policy="parity")
         source = generate(tmp_path / "4", step=4, seed=4, **shape)
