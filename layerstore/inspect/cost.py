@@ -23,8 +23,9 @@ _LISTED_MAX, _OBJECT_FOLDERS = 1_000, 256
 # A push sends objects and blobs and lists the folders of objects. Besides that, it writes the record and a file to
 # learn the time, reads store.json and that file's time, and lists records twice, and running and ended collections.
 _PUSH_PUTS, _PUSH_GETS, _PUSH_LISTS = 2, 2, 4
-# A collection: two marks, and a look at each; store.json; records, pins and the trash twice each, old marks.
-_COLLECTION_PUTS, _COLLECTION_GETS, _COLLECTION_LISTS = 2, 3, 7
+# A collection: two marks, and a look at each; store.json; records, pins and the trash twice each, old marks
+# and parts.
+_COLLECTION_PUTS, _COLLECTION_GETS, _COLLECTION_LISTS = 2, 3, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

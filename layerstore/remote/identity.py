@@ -57,7 +57,9 @@ def make_there(bucket: Bucket) -> None:
         IntegrityError: It holds commits or objects, but no store.
     """
     if identity_of(bucket) is not None:
-        raise AlreadyExists(f"{bucket.url} is a store already; nothing was changed", hint="use it")
+        raise AlreadyExists(
+            f"{bucket.url} is a store already; nothing was changed", hint=f"layerstore log --store {typed(bucket.url)}"
+        )
     claim(bucket, StoreIdentity.new(created=time.strftime("%Y-%m-%dT%H:%M:%S%z")))
 
 

@@ -22,17 +22,16 @@ def url(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
-        (["drop", "sft"], 16, "layerstore clone {url} PATH makes a store to write to, and pushes there"),
-        (["gc", "--dry-run"], 16, "layerstore gc --remote {url}, in a store that pushes there, collects it"),
+        (["drop", "sft"], 16, "layerstore clone {url} PATH makes a store on a disk, and pushes there"),
         (["migrate"], 2, "layerstore push URL makes a remote of a store there"),
-        (["init"], 2, "layerstore push URL makes a remote of a store there"),
+        (["init"], 14, "layerstore log --store {url}"),
         (["show", "stf"], 13, "did you mean sft? runs here: sft"),
     ],
 )
 def test_hints_for_a_store_by_its_url_can_be_followed(
     run: Run, url: str, words: list[str], code: int, hint: str
 ) -> None:
-    """Nothing that writes is suggested there."""
+    """Nothing that moves files is suggested there."""
     outcome = run("--store", url, *words, "--json")
     assert (outcome.code, outcome.error["hint"]) == (code, hint.format(url=url))
 
