@@ -20,6 +20,9 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
 
+# Up to this size, the two widths of xxh3 have nothing in common.
+_SHORT_BYTES = 240
+
 
 def digest(data: Bytes) -> bytes:
     """Return the xxh3_128 of *data*, 16 bytes."""
@@ -84,35 +87,44 @@ class NameHasher:
 
 
 class ObjectHasher(NameHasher):
-    """Digests an object while its bytes stream by: as a whole, and every 16 MiB of it."""
+    """
+    Digests an object while its bytes stream by: as a whole, and every 16 MiB of it.
+
+    Of more than 240 bytes, the xxh3_64 is the lower half of the xxh3_128. So the first chunk, which is all of most
+    objects, is hashed once for both.
+    """
 
     __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks")
 
     def __init__(self) -> None:
         super().__init__()
-        self._chunk = xxhash.xxh3_64()
+        self._chunk: xxhash.xxh3_64 | None = None
+        """Of the second chunk and those that follow."""
         self._chunk_left_bytes = VERIFY_CHUNK_BYTES
         self._chunks: list[bytes] = []
 
     def update(self, data: Bytes) -> None:
         """Take the next bytes of the object."""
-        super().update(data)
         view = memoryview(data)
         while view:
             part, view = view[: self._chunk_left_bytes], view[self._chunk_left_bytes :]
-            self._chunk.update(part)
+            super().update(part)
+            if self._chunk is not None:
+                self._chunk.update(part)
             self._chunk_left_bytes -= len(part)
             if not self._chunk_left_bytes:
-                self._close_chunk()
+                self._chunks.append(self._of_chunk())
+                self._chunk, self._chunk_left_bytes = xxhash.xxh3_64(), VERIFY_CHUNK_BYTES
 
-    def _close_chunk(self) -> None:
-        self._chunks.append(self._chunk.digest())
-        self._chunk = xxhash.xxh3_64()
-        self._chunk_left_bytes = VERIFY_CHUNK_BYTES
+    def _of_chunk(self) -> bytes:
+        if self._chunk is not None:
+            return self._chunk.digest()
+        assert self.size_bytes > _SHORT_BYTES, "every object starts with a header of a page"
+        return self._whole.digest()[DIGEST_BYTES // 2 :]
 
     def chunks(self) -> bytes:
         """Return the digests of all chunks, the last one possibly short."""
-        tail = [self._chunk.digest()] if self._chunk_left_bytes < VERIFY_CHUNK_BYTES else []
+        tail = [self._of_chunk()] if self._chunk_left_bytes < VERIFY_CHUNK_BYTES else []
         return b"".join(self._chunks + tail)
 
 

@@ -16,7 +16,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch
 from layerstore.filenames import TRAINER_STATE
 from layerstore.framing import canonical_order
-from layerstore.hashing import ObjectHasher, object_id
+from layerstore.hashing import NameHasher, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import Buffer, Kind, Parameter, key_of
@@ -439,7 +439,7 @@ def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[
 
 
 def _digests(source: ObjectSource) -> str:
-    hasher = ObjectHasher()
+    hasher = NameHasher()
     for part in source.slices:
         with open_source(part.path) as file:
             for start in range(0, part.size_bytes, IO_CHUNK_BYTES):
