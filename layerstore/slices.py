@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
+from operator import attrgetter
 from types import MappingProxyType
 
 from layerstore.dtypes import by_code
@@ -156,8 +157,8 @@ class _Row:
 
 def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
     """Return slices that follow each other, rank by rank."""
-    found = tuple(sorted(slices, key=lambda each: each.object.shard))
-    return _Row(found, (0,) * len(found), tuple(accumulate((each.tensor.elements for each in found), initial=0)))
+    found = tuple(sorted(slices, key=attrgetter("object.shard")))
+    return _Row(found, (0,) * len(found), tuple(accumulate(map(attrgetter("tensor.elements"), found), initial=0)))
 
 
 def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
@@ -281,8 +282,7 @@ class Slices:
         """
         end = prod(self.parameter(name).shape) if end is None else end
         found = []
-        for parts in self._parts(kind, name, state=state, begin=begin, end=end):
-            stored, start, elements, _ = parts[0]
+        for stored, start, elements, means in self._parts(kind, name, state=state, begin=begin, end=end):
             source = stored.tensor.dtype
             if as_stored and source != dtype:
                 raise LayoutMismatch(
@@ -293,42 +293,45 @@ class Slices:
                     f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose another --dtype"
                 )
             piece = stored.piece(offset, start=start, elements=elements)
-            if source != dtype or len(parts) > 1:
-                mean_of = _addends(parts) if len(parts) > 1 else ()
-                piece = replace(piece, rounding=(source, dtype), crc32=None, mean_of=mean_of)
+            if source != dtype or means:
+                piece = replace(piece, rounding=(source, dtype), crc32=None, mean_of=_addends(means) if means else ())
             found.append(piece)
             offset += elements * by_code(dtype).bytes
         return found
 
-    def _parts(self, kind: Kind, name: str, *, state: str, begin: int, end: int) -> Iterator[list[_Part]]:
-        """Yield what the elements *begin* to *end* are made of: stretches with their weights, several for a mean."""
+    def _parts(
+        self, kind: Kind, name: str, *, state: str, begin: int, end: int
+    ) -> list[tuple[StoredSlice, int, int, Sequence[_Part]]]:
+        """Return what the elements *begin* to *end* are made of: stretches, for a mean of several with its parts."""
         averaged = self._means.get(name) if kind is Kind.MASTER else None
         if averaged is None:
-            for stored, start, elements in self.stretches(kind, name, state=state, begin=begin, end=end):
-                yield [(stored, start, elements, 1.0)]
-            return
+            return [(*stretch, ()) for stretch in self.stretches(kind, name, state=state, begin=begin, end=end)]
         ends = {begin}  # of stretches, which other numbers of ranks have elsewhere
         for of, _ in averaged:
             lengths = (elements for _, _, elements in of.stretches(kind, name, begin=begin, end=end))
             ends |= set(accumulate(lengths, initial=begin))
+        found: list[tuple[StoredSlice, int, int, Sequence[_Part]]] = []
         for first, last in pairwise(sorted(ends)):
-            yield [(*next(of.stretches(kind, name, begin=first, end=last)), weight) for of, weight in averaged]
+            parts = [(*of.stretches(kind, name, begin=first, end=last)[0], weight) for of, weight in averaged]
+            found.append((*parts[0][:3], parts if len(parts) > 1 else ()))
+        return found
 
-    def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> Iterator[Stretch]:
+    def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> list[Stretch]:
         """
-        Yield the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
+        Return the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
 
         Raises:
             LayoutMismatch: They are not stored.
         """
         if begin == end:
-            return
-        row = self._row(kind, name, state)
+            return []
+        row, found = self._row(kind, name, state), []
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
-            stop = min(end, row.bounds[at + 1])
-            yield row.slices[at], row.starts[at] + begin - row.bounds[at], stop - begin
+            stop = row.bounds[at + 1] if row.bounds[at + 1] < end else end
+            found.append((row.slices[at], row.starts[at] + begin - row.bounds[at], stop - begin))
             begin, at = stop, at + 1
+        return found
 
     def shards(self, kind: Kind, name: str) -> int:
         """Return the number of slices of *name*; 0 if this kind is not stored."""

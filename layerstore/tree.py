@@ -214,20 +214,22 @@ class Template:
 
     def _copy(self, node: Any, storages: Mapping[Storage, Storage], made: dict[int, Any]) -> Any:
         """Return *node* with other *storages*; a part that occurs twice is *made* once."""
-        if not self._has_tensors.get(id(node), False):
+        key = id(node)
+        if not self._has_tensors.get(key, False):
             return node
-        if id(node) not in made:
+        if key not in made:
             parts = iter([part if type(part) in _LEAVES else self._copy(part, storages, made) for part in _parts(node)])
-            made[id(node)] = _with_parts(node, parts, storages)
-        return made[id(node)]
+            made[key] = _with_parts(node, parts, storages)
+        return made[key]
 
     def _is_copy(self, node: Any, other: Any, found: dict[Storage, Storage], seen: dict[int, Any]) -> bool:
         """Whether *other* is *node* with other storages; notes these in *found*."""
-        if not self._has_tensors.get(id(node), False) or type(node) is not type(other):
+        key = id(node)
+        if not self._has_tensors.get(key, False) or type(node) is not type(other):
             return node is other
-        if id(node) in seen:
-            return seen[id(node)] is other
-        seen[id(node)] = other
+        if key in seen:
+            return seen[key] is other
+        seen[key] = other
         if isinstance(node, Tensor):
             ours, theirs = node.storage, found.setdefault(node.storage, other.storage)
             alike = (ours.dtype, ours.elements, ours.device) == (theirs.dtype, theirs.elements, theirs.device)
@@ -243,22 +245,24 @@ class Template:
 
 def _parts(node: Any) -> list[Tree]:
     """Return the parts of *node* that may hold tensors; empty for a leaf."""
-    if isinstance(node, Tensor):
+    kind = type(node)
+    if kind is Tensor:
         return [node.attributes]
-    if isinstance(node, Inert):
+    if kind is Inert:
         return [node.arguments, node.state, node.appended, node.items]
-    if isinstance(node, dict):  # keys are never tensors
-        return [*node.values(), node.attributes if isinstance(node, OrderedMap) else None]
-    return list(node) if type(node) in {list, tuple} else []
+    if kind is dict or kind is OrderedMap:  # keys are never tensors
+        return [*node.values(), node.attributes if kind is OrderedMap else None]
+    return list(node) if kind in {list, tuple} else []
 
 
 def _facts(node: Any) -> list[object]:
     """Return the rest of *node*, except storages."""
-    if isinstance(node, Tensor):
+    kind = type(node)
+    if kind is Tensor:
         return [node.offset, node.shape, node.stride, node.requires_grad, node.is_parameter]
-    if isinstance(node, Inert):
+    if kind is Inert:
         return [node.name, node.made_by_new, node.has_state]
-    return list(node) if isinstance(node, dict) else []
+    return list(node) if kind is dict or kind is OrderedMap else []
 
 
 def _with_parts(node: Any, parts: Iterator[Any], storages: Mapping[Storage, Storage]) -> Any:

@@ -121,7 +121,7 @@ def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: in
     for piece in pieces:
         if piece.offset > end:
             parts.append(_zeros(piece.offset - end))
-        length = piece.written_bytes
+        length = piece.size_bytes if piece.rounding is None else piece.written_bytes
         parts.append((measured[piece.offset] if piece.crc32 is None else piece.crc32, length))
         end = piece.offset + length
     return combine_crc32([*parts, _zeros(offset + size_bytes - end)])
@@ -179,7 +179,13 @@ class Archives:
                 self._pieces.append(whole(content, offset))
             else:
                 assert fill is not None, "only files of ranks have slices in them"
-                filled[storage] = offset, [_measured(piece) for piece in fill(storage, offset)]
+                filled[storage] = (
+                    offset,
+                    [
+                        piece if piece.crc32 is not None else replace(piece, is_measured=True)
+                        for piece in fill(storage, offset)
+                    ],
+                )
                 self._pieces += filled[storage][1]
         self._archives.append((begin, layout, known, filled))
         self.size_bytes = begin + layout.size_bytes
@@ -187,7 +193,7 @@ class Archives:
 
     def output(self) -> OutputFile:
         """Return the plan of the file."""
-        is_measured = any(piece.is_measured for piece in self._pieces)
+        is_measured = any(map(attrgetter("is_measured"), self._pieces))
         return OutputFile(
             path=self.path,
             size_bytes=self.size_bytes,
@@ -206,10 +212,6 @@ class Archives:
             }
             found += ((begin + at, data) for at, data in layout.skeleton({**known, **measured_now}))
         return tuple(found)
-
-
-def _measured(piece: Piece) -> Piece:
-    return piece if piece.crc32 is not None else replace(piece, is_measured=True)
 
 
 # -- writing it ----------------------------------------------------------------------------------------------------

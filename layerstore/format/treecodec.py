@@ -7,6 +7,7 @@ their own table and are named by position. For the tags, see docs/reference/form
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain
 from typing import TypeVar, cast
 
 from layerstore.dtypes import by_code
@@ -70,7 +71,8 @@ class _Encoder:
                 raise InvalidInput(f"a {type(tree).__name__} cannot be part of a tree")
 
     def _pairs(self, tree: dict[Tree, Tree]) -> list[Plain]:
-        return [self.node(part) for pair in tree.items() for part in pair]
+        parts = chain.from_iterable(tree.items())
+        return [_encode_text(part) if type(part) is str else self.node(part) for part in parts]
 
     def _tensor(self, tensor: Tensor) -> Plain:
         attributes = None if tensor.attributes is None else self.node(tensor.attributes)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from layerstore.coding import Error
@@ -69,6 +70,9 @@ def transfer(
     return content
 
 
+_BATCHES = 32
+"""For each thread: enough that none is idle for long at the end."""
+
 Planned = tuple[ObjectSource, Compact | None]
 """An object to stage, and how it is kept if not as it is."""
 
@@ -99,11 +103,13 @@ class _Readers:
 
     def objects(self, sources: Sequence[Planned]) -> list[StoredObject]:
         """Stage *sources*, comparing them with the gathered weights on the way."""
-        return run_all(self.pool, self._staged, sources)
+        # Thousands of small objects are handed out by the dozen.
+        count = max(1, len(sources) // (_BATCHES * WORKERS_MAX))
+        batches = [sources[start : start + count] for start in range(0, len(sources), count)]
+        return list(chain.from_iterable(run_all(self.pool, self._staged, batches)))
 
-    def _staged(self, planned: Planned) -> StoredObject:
-        source, how = planned
-        return self.staging.planned(source, how, self.check.witness(source))
+    def _staged(self, batch: Sequence[Planned]) -> list[StoredObject]:
+        return [self.staging.planned(source, how, self.check.witness(source)) for source, how in batch]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path, PurePosixPath
 
@@ -245,6 +246,7 @@ class _Rank:
         self._world_size = ranks.world_size
         self._has_moments = ranks.has_moments
         self._sharding = sharding_in(state)
+        self._fragments_of = cache(lambda group: list(self._sharding.fragments(group, state.rank)))
         self._has_whole_model = not SHARD_STEM.fullmatch(PurePosixPath(state.model.path).stem)
 
     def tree_files(self, pickles: WrittenPickles) -> Iterator[OutputFile]:
@@ -311,7 +313,7 @@ class _Rank:
                     lengths.add(self._sharding.lean(group, rank))
                 members = [
                     _Member(kind=kind, name=of.name, state=state, begin=of.begin, elements=of.elements, start=of.start)
-                    for of in self._sharding.fragments(group, rank)
+                    for of in self._fragments_of(group)
                 ]
                 return {count * item_bytes for count in lengths}, members
             case FragmentContent(parameter=name):

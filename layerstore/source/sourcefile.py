@@ -55,6 +55,8 @@ class OpenedSource:
             count = os.preadv(self._fd, buffers, self._begin + offset_bytes)
         except OSError as exc:
             raise _refused_by_disk(self.path, exc) from exc
+        if count == sum([buffer.nbytes for buffer in buffers]):
+            return
         for buffer in buffers:
             if count < len(buffer):  # the system may return less than requested
                 self.read_into(buffer, offset_bytes)

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
@@ -151,10 +150,12 @@ class Checksums:
     def note_slices(self, slices: Sequence[SliceSource], tensors: Sequence[StoredTensor]) -> None:
         """Remember the checksums of *slices*, which became *tensors*."""
         with self._guard:
-            for path, parts in groupby(zip(slices, tensors, strict=True), lambda pair: pair[0].path):
-                known = self.known.setdefault(path, {})
-                for part, tensor in parts:
-                    known[part.offset_bytes] = part.elements * by_code(part.dtype).bytes, tensor.crc32
+            path, known = None, {}
+            for part, tensor in zip(slices, tensors, strict=True):
+                if part.path is not path:  # mostly one file's
+                    path = part.path
+                    known = self.known.setdefault(path, {})
+                known[part.offset_bytes] = part.elements * by_code(part.dtype).bytes, tensor.crc32
 
     def join(self, known: Mapping[Path, Mapping[int, tuple[int, int]]]) -> None:
         """Add the stretches that another process has read."""
@@ -446,11 +447,10 @@ class Staging:
             for part, start, end in zip(slices, framing.offsets, (*framing.offsets[1:], len(data)), strict=False)
         ]
         self._reader.read_into(places)
-        tensors = []
-        for part, (_, _, stretch) in zip(slices, places, strict=True):
-            if witness is not None:
+        if witness is not None:
+            for part, (_, _, stretch) in zip(slices, places, strict=True):
                 witness(part, 0, stretch)
-            tensors.append(_stored(part, crc32(stretch)))
+        tensors = [_stored(part, crc32(stretch)) for part, (_, _, stretch) in zip(slices, places, strict=True)]
         self._checksums.note_slices(slices, tensors)
         self._advance(framing.size_bytes - len(framing.header))
         hasher = ObjectHasher()

@@ -327,7 +327,7 @@ def _cut_layers(
 
     objects: dict[str, list[ObjectSource]] = {}
     for rank in ranks:
-        sharded, whole = list(_flat_slices(rank)), list[tuple[Kind, SliceSource]]()
+        sharded, whole = _flat_slices(rank), list[tuple[Kind, SliceSource]]()
         if not rank.has_whole_model:
             sharded += _frozen_slices(rank, parameters, world_size)
         elif rank.rank == 0:
@@ -359,10 +359,12 @@ def _common_step(steps: Iterable[int | None]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _flat_slices(rank: RankSource) -> Iterator[tuple[Kind, SliceSource]]:
+def _flat_slices(rank: RankSource) -> list[tuple[Kind, SliceSource]]:
+    found = []
     for flat in rank.flats:
         kind = Kind.OPTIMIZER if flat.state else Kind.MASTER
-        yield from _slices(kind, flat.tensor, rank.fragments_of(flat.group), state=flat.state)
+        found += _slices(kind, flat.tensor, rank.fragments_of(flat.group), state=flat.state)
+    return found
 
 
 def _frozen_slices(

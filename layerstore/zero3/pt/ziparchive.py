@@ -361,7 +361,7 @@ def layout_archive(records: Sequence[tuple[str, int, int]], *, root: str) -> Zip
     for name, size_bytes, alignment_bytes in records:
         placed.append(_place(f"{root}/{name}".encode(), size_bytes, alignment_bytes, header_offset=position))
         position = placed[-1].offset_bytes + size_bytes
-    directory_bytes = sum(len(_central_header(record, 0)) for record in placed)
+    directory_bytes = sum([_central_bytes(record) for record in placed])
     end_bytes = len(_end_records(count=len(placed), size_bytes=directory_bytes, offset_bytes=position))
     return ZipLayout(
         records=tuple(placed),
@@ -387,18 +387,23 @@ def _place(raw_name: bytes, size_bytes: int, alignment_bytes: int, *, header_off
 def _local_header(record: Placed, crc32: int) -> bytes:
     is_wide = record.size_bytes >= _MAX32
     wide = struct.pack("<HHQQ", _ZIP64_TAG, 16, record.size_bytes, record.size_bytes) if is_wide else b""
-    used = _LOCAL_HEADER.size + len(record.raw_name) + len(wide) + _EXTRA_HEAD_BYTES
+    name_bytes = len(record.raw_name)
+    used = _LOCAL_HEADER.size + name_bytes + len(wide) + _EXTRA_HEAD_BYTES
     padding_bytes = record.offset_bytes - record.header_offset - used
     extra = wide + struct.pack("<HH", _PADDING_TAG, padding_bytes) + bytes(padding_bytes)
     size_field = min(record.size_bytes, _MAX32)
     version = _VERSION_ZIP64 if is_wide else _VERSION
     return (
-        _LOCAL_HEADER.pack(
-            _LOCAL_MAGIC, version, *_COMMON, crc32, size_field, size_field, len(record.raw_name), len(extra)
-        )
+        _LOCAL_HEADER.pack(_LOCAL_MAGIC, version, *_COMMON, crc32, size_field, size_field, name_bytes, len(extra))
         + record.raw_name
         + extra
     )
+
+
+def _central_bytes(record: Placed) -> int:
+    if record.size_bytes >= _MAX32 or record.header_offset >= _MAX32:
+        return len(_central_header(record, 0))
+    return _CENTRAL_HEADER.size + len(record.raw_name)
 
 
 def _central_header(record: Placed, crc32: int) -> bytes:

@@ -127,10 +127,10 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
     groups = []
     for _, group in model["param_shapes"].children():
         shapes: dict[str, Size] = {}
-        for name, shape in group.children():
-            if not isinstance(shape.value, Size) or not isinstance(name, str):
+        for name, shape in (group.value if isinstance(group.value, dict) else dict(group.children())).items():
+            if not isinstance(shape, Size) or not isinstance(name, str):
                 raise SourceCheckpoint(f"{model.path}: param_shapes holds something else than names and shapes")
-            shapes[name] = shape.value
+            shapes[name] = shape
         groups.append(shapes)
     return groups
 
