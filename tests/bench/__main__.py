@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds, compact: raw")
-    parser.add_argument("--world", type=int, nargs="+", default=[32, 128], help="of worlds (default: 32 and 128)")
+    parser.add_argument("--world", type=int, nargs="+", default=[2, 32, 128], help="of worlds (default: 2, 32, 128)")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="of ZeRO (default: 3)")
     parser.add_argument("--policy", default="latest", help="compose two saves, mixed by this policy (default: one)")
