@@ -7,6 +7,7 @@ Anything that cannot be read stops it, because what that needs is unknown.
 import contextlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,7 +60,7 @@ class Marks:
         Looks at parts, records, pins, then the trash: saves move in this order, so none is missed while moving.
 
         Raises:
-            IntegrityError: Something cannot be read, or, if it *has_to_be_whole*, an object is missing or cut short.
+            IntegrityError: Something cannot be read, or, if it *has_to_be_whole*, an object is missing.
         """
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
@@ -72,15 +73,18 @@ class Marks:
 
     def check_whole(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
         """
-        Make sure that *refs*, which *of* needs, exist in full size, at their place or aside.
+        Make sure that *refs*, which *of* needs and nothing before, exist at their place or aside.
 
         While a commit that stays is damaged, no other may go: it might be the only copy. Parts are not checked: their
-        writer has just done so.
+        writer has just done so. What a listing shows costs no call: there may be millions.
 
         Raises:
-            IntegrityError: One is missing, or of another size.
+            IntegrityError: One is missing.
         """
         for ref in refs:
+            if ref.id in self._listed:
+                self._listed.remove(ref.id)  # it is asked about once, and may be one of millions
+                continue
             try:
                 self._repo.objects.check_there(ref)
             except IntegrityError as exc:
@@ -93,6 +97,11 @@ class Marks:
                     f"{called} stays, but is incomplete: {exc}",
                     hint=f"layerstore repair --from COPY may heal it; {command} gives it up",
                 ) from exc
+
+    @cached_property
+    def _listed(self) -> set[ObjectId]:
+        """The objects that the store had when it was first asked, but for those already asked about."""
+        return {*self._repo.objects.ids(), *self._repo.aside.ids()}
 
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again

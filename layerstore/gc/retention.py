@@ -246,9 +246,8 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
 
 def _pin_of(row: RecordRow, pins: Pins) -> str | None:
     """Return the pin of *row* as it stands, None if there is none: a pinned composite keeps its own layers."""
-    layers = row.layer_names, row.versions
     for name, pinned in pins.get(row.id, ()):
-        if (pinned.layer_names, pinned.versions) == layers:
+        if (pinned.layer_names, pinned.versions) == (row.layer_names, row.versions):
             return name
     return None
 

@@ -86,9 +86,14 @@ COUNTED: Mapping[str, Mapping[str, int]] = {
         "mkdir": 1,
         "rmdir": 1,
     },
-    # Of a collection that removes commits: each object that stays, and each that goes.
-    "kept": {"lstat": 1},
+    # Of a collection that removes commits: each of the 256 folders; each version, state and record that stays; each
+    # object of tensors, version or state, and record that goes. An object of tensors that stays is not looked at.
+    "listed": {"lstat": 4, "listdir": 4},
+    "read": {"open": 1},
+    "kept record": {"lstat": 1, "open": 2},
     "collected": {"lstat": 5, "open": 2, "rename": 1, "unlink": 1},
+    "collected blob": {"lstat": 6, "open": 3, "rename": 1, "unlink": 1},
+    "collected record": {"lstat": 1, "open": 2, "unlink": 1},
 }
 """Calls about names that saves while training and collections make; `tests.bench.counted` records them."""
 
@@ -119,6 +124,15 @@ class Save:
             claim=self.inherited,
             **{"joined part": self.ranks},
             record=1,
+        )
+
+    def collected(self, *, kept: int) -> Counter[str]:
+        """Return the calls of a collection that removes it, where *kept* saves stay and share nothing."""
+        return _calls(
+            listed=256,
+            read=kept * (self.versions + self.inherited + self.ranks),
+            collected=self.objects,
+            **{"kept record": kept, "collected blob": self.versions + self.ranks, "collected record": 1},
         )
 
     @property
@@ -296,7 +310,7 @@ def a_save() -> Iterator[str]:
             every = Counter({call: save.ranks * each[call] + first[call] for call in each | first})
             due = max(case.due(POLICIES[name]), key=lambda due: sum(case.files[layer].count for layer in due))
             puts = sum(case.files[layer].puts for layer in due) + save.versions + save.ranks + 1
-            collecting = _calls(kept=case.files_kept(POLICIES[name]), collected=save.objects).total()
+            collecting = save.collected(kept=case.training.timetable.kept).total()
             yield _row(
                 f"{case.title}: {name}",
                 _count(save.objects),

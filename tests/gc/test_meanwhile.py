@@ -16,7 +16,7 @@ from layerstore.disk import Files
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import Marks
 from layerstore.history import Resolved, resolve
-from layerstore.model import BlobRef, Commit, CommitRecord
+from layerstore.model import BlobRef, Commit, CommitRecord, Part
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
 from layerstore.publish.transaction import Transaction
@@ -294,15 +294,29 @@ def test_what_is_linked_back_is_young_again(store: Store, saved: Checkpoints) ->
     assert store.verify(read_data=True).ok
 
 
+def failed(session: str, save: int) -> Part:
+    """Return a part of a rank that has failed."""
+    return Part(
+        session=session,
+        save=save,
+        rank=0,
+        agreement="",
+        layers=(),
+        state=None,
+        bytes_new=0,
+        bytes_reused=0,
+        failure="its disk is full",
+    )
+
+
 def test_a_session_that_comes_to_life_keeps_its_new_part(store: Store, saved: Checkpoints) -> None:
     """Only parts that are old themselves go."""
     store.ingest(saved(10), run="r")
     session = store.path / "parts" / ("a" * 32)
-    session.mkdir()
-    for name in ("1.0", "2.0"):
-        (session / name).write_bytes(b"")
-        os.utime(session / name, (1, 1))
-    os.utime(session, (1, 1))
+    for save in (1, 2):
+        store.repo.parts.publish(failed(session.name, save))
+    for path in (*session.iterdir(), session):
+        os.utime(path, (1, 1))
 
     with Store(store.path, hook=once("unlink", "parts", (session / "2.0").touch)) as collecting:
         collect(collecting, grace_seconds=None)

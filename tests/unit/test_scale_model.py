@@ -1,6 +1,6 @@
 """The model of large trainings counts what a small one really does, and its page shows what it prints."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -50,20 +50,34 @@ def test_the_calls_are_those_that_a_real_save_makes(tmp_path: Path, monkeypatch:
     assert counted.of_the_first(folders=folders(of_the_first)) == Counter(call for call, _ in of_the_first)
 
 
-def test_a_collection_looks_at_what_stays_and_moves_what_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each object of tensors takes the same calls."""
+def test_a_collection_looks_at_what_goes_and_reads_what_says_what_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object of tensors that stays takes no call; each that goes takes the same ones, and so does each blob."""
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))
     with layerstore.init(tmp_path / "store") as store:
-        for step in (1, 2):
+        for at in range(256):
+            (store.path / "objects" / f"{at:02x}").mkdir(exist_ok=True)
+        for step in (1, 2, 3):
             store.ingest(generate(tmp_path / f"{step}", hidden=8, vocab=16, step=step), run="r")
-        refs = [store.repo.records.read(name).record.layers for name in store.repo.records.names("r")]
-        gone, kept = ([of.id for entry in each for of in store.repo.version_of(entry).objects] for each in refs)
+        names = store.repo.records.names("r")
+        records = [store.repo.records.read(name).record for name in names]
+        objects = [{of.id for entry in each.layers for of in store.repo.version_of(entry).objects} for each in records]
         with calls(store.path) as found:
-            store.gc(Keep(last=1), grace_seconds=0)
+            store.gc(Keep(last=2), grace_seconds=0)
 
-    made = {each: Counter(call for call, path in found if path.endswith(each)) for each in (*gone, *kept)}
-    assert [made[each] for each in kept] == [COUNTED["kept"]] * len(kept)
+    made: dict[str, Counter[str]] = defaultdict(Counter)
+    for call, path in found:
+        made[path.rpartition("/")[2]][call] += 1
+    gone, kept = objects[0], objects[1] | objects[2]
+    blobs = [{blob.id for blob in each.blobs} for each in records]
+    assert not [made[each] for each in kept if made[each]]
     assert [made[each] for each in gone] == [COUNTED["collected"]] * len(gone)
+    assert [made[each] for each in blobs[1] | blobs[2]] == [COUNTED["read"]] * len(blobs[1] | blobs[2])
+    assert [made[each] for each in blobs[0]] == [COUNTED["collected blob"]] * len(blobs[0])
+    assert [made[each.file_name] for each in names] == [COUNTED["collected record"], *[COUNTED["kept record"]] * 2]
+    folders = Counter(call for call, path in found if path.count("/") == 1 and path.startswith("objects/"))
+    assert folders == {call: 256 * count for call, count in COUNTED["listed"].items()}
 
 
 def test_the_shapes_are_those_of_the_family() -> None:
