@@ -8,6 +8,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench query [--commits 10000] [--layers 80]
     python -m tests.bench scale [--commits 10000]    # verify and gc on 101 objects for each commit, a million in all
     python -m tests.bench retention [--commits 600]    # what the rules take of a processor after each commit
+    python -m tests.bench collected [--layers 2]       # what the newest three of ten thousand commits take each time
     python -m tests.bench scale-model    # models of 8B on 8 GPUs to 405B on 4,096, without tensors
     python -m tests.bench remote [--gb 1] [--runs 5]    # a bucket behind a link of 100 MB/s; as root, with s3fs
     python -m tests.bench shares [--gb 1] [--runs 5]    # by one, two and four processes
@@ -78,7 +79,19 @@ def main() -> None:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = [*VERBS, "all", "compact", "worlds", "query", "scale", "scale-model", "remote", "shares", "loop", "drift"]
-    verbs += ["quality", "peers", "gpu", "chaos", "mean", "bisect", "delta", "retention", "coding", "storage"]
+    verbs += [
+        "quality",
+        "peers",
+        "gpu",
+        "chaos",
+        "mean",
+        "bisect",
+        "delta",
+        "retention",
+        "collected",
+        "coding",
+        "storage",
+    ]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], help="default: hf; worlds, compact: raw")
@@ -138,6 +151,7 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
         "query": lambda: query.run(folder, commits=of.commits or 10_000, layers=of.layers),
         "scale": lambda: scale.run(folder, commits=of.commits or 10_000),
         "retention": lambda: retention.run(folder, commits=of.commits or 600, layers=of.layers),
+        "collected": lambda: retention.run_collected(folder, commits=of.commits or 10_000, layers=of.layers),
         "scale-model": scale_model.run,
         "remote": lambda: remote.run(folder, gb=gb or 1.0, rounds=rounds),
         "chaos": lambda: chaos.run(folder, rows=of.rows, points=of.points, ranks=of.ranks),
