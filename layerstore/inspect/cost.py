@@ -23,9 +23,9 @@ _LISTED_MAX, _OBJECT_FOLDERS = 1_000, 256
 # A push sends objects and blobs and lists the folders of objects. Besides that, it writes the record and a file to
 # learn the time, reads store.json and that file's time, and lists records twice, and running and ended collections.
 _PUSH_PUTS, _PUSH_GETS, _PUSH_LISTS = 2, 2, 4
-# A collection: two marks, and a look at each; store.json; records, pins and the trash twice each, old marks
-# and parts.
-_COLLECTION_PUTS, _COLLECTION_GETS, _COLLECTION_LISTS = 2, 3, 8
+# A collection: two marks, and a look at each; store.json; records and pins twice each, the trash once, old marks and
+# parts.
+_COLLECTION_PUTS, _COLLECTION_GETS, _COLLECTION_LISTS = 2, 3, 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,8 @@ def usage_of_store(groups: Sequence[Group], times: Timetable, *, ranks: int) -> 
         collections, gone = int(times.run_seconds // COLLECTED_SECONDS), times.saves - times.kept
         puts += collections * _COLLECTION_PUTS + gone
         lists += collections * (folders + _COLLECTION_LISTS)
-        # A collection reads each record when it is new and when it goes, each blob once, and the trash each time.
+        # A collection reads each record when it is new and when it goes, each blob once, and the trash each time, but
+        # for what it moves there.
         trashed = min(gone, ceil(lingers_seconds / times.interval_seconds))
-        gets += collections * (_COLLECTION_GETS + trashed) + times.saves + gone + blobs
+        gets += collections * (_COLLECTION_GETS + trashed) + times.saves + blobs
     return Usage(stored=found, puts=puts, lists=lists, gets=gets)

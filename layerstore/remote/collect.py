@@ -3,8 +3,8 @@ Collect a remote: move the records that retention does not keep to its trash, re
 
 The rule is that of a local store, but by the server's clock, and a day's grace replaces the renames. An object is named
 if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash, because they
-move in that direction. Then each folder of objects is listed and swept at once. Whatever a push relies on stays named
-or young until its own record is there; docs/internals/durability.md says why.
+move in that direction, and both before anything is moved. Then each folder of objects is listed and swept at once.
+Whatever a push relies on stays named or young until its own record is there; docs/internals/durability.md says why.
 """
 
 import contextlib
@@ -87,29 +87,25 @@ def _collected(
     remote: Remote, request: GcRequest, now_ns: int, watch: "_Watch", *, dry_run: bool, progress: Progress
 ) -> GcOutcome:
     bucket, repo = remote.bucket, remote.repo
+    grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
+    # Where nobody pushes, what moves to the trash now holds nothing either.
+    old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
+    remote.refresh()
     with concluding("nothing was removed"):
         runs = chosen(Facts(repo, request.keep), request, now_ns)
         fates = [fate for _, each in runs for fate in each]
-        going = [fate.name for fate in fates if fate.goes]
-        _check_strangers(remote, map(repo.layout.name, repo.records.strangers()))
-        needs = _named(remote, progress, without=set(going))
-    check_confirmed(fates, Gone(), request)  # only age decides about the trash
-    grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
-    # Where nobody pushes, what has moved to the trash a moment ago holds nothing either.
-    old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
-    if not dry_run:
         hidden = [view.rows[each].name for view, _ in runs for each in view.hidden if each in view.rows]
-        for name in (*hidden, *going):  # hidden records go before the one that hides them
-            _to_trash(remote, name, watch)
-        remote.refresh()
-        with concluding("no object was removed"):
-            _check_strangers(remote, remote.beside)  # what is in the trash by now, `_trash` checks
-            needs = _named(remote, progress, without=frozenset())
-    with concluding("no object was removed"):
+        moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden ones before the one that hides them
+        _check_strangers(remote, remote.beside)
+        needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
-    if dry_run and grace_seconds:
-        for name in going:
+        for name in moved if grace_seconds else ():
             held.add_readable(repo.catalog.commit(name).record)
+    check_confirmed(fates, Gone(), request)  # only age decides about the trash
+    if not dry_run:
+        trashed = [_to_trash(remote, name, watch) for name in moved]
+        # Those that were there before and have come once more are young again.
+        old_trash = [*(each for each in old_trash if each not in trashed), *(() if grace_seconds else trashed)]
     progress.start("folders of objects", len(OBJECT_FOLDERS))
 
     def sweep(folder: str) -> tuple[Gone, Gone]:
@@ -206,7 +202,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
     """
     held, old = Needs(remote.repo, besides=needs), []
     for each in remote.bucket.listed("trash/commits"):
-        if is_stranger(each):  # since the first look
+        if is_stranger(each):
             raise stranger(each.name, remote=remote.url)
         if each.modified_ns < old_before_ns:
             old.append(each.name)
@@ -230,10 +226,13 @@ def _trashed(remote: Remote, called: str) -> CommitRecord | None:
         return None
 
 
-def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> None:
-    """Move the record *name* to the trash."""
-    layout = remote.repo.layout
-    to_trash(remote.bucket, layout.name(layout.record(name.run, name.step, name.id)), watch.check)
+def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> str:
+    """Move the record *name* to the trash; return what it is called there."""
+    path = remote.repo.layout.record(name.run, name.step, name.id)
+    called = remote.repo.layout.name(path)
+    to_trash(remote.bucket, called, watch.check)
+    remote.repo.files.discard(path)
+    return f"trash/{called}"
 
 
 def _swept(

@@ -120,11 +120,21 @@ PUSH: dict[str, Callable[[Bucket, Actor], Move]] = {
 def _ask(bucket: Bucket, me: Actor) -> Move:
     """Ask for the time: what is older than the grace by now is old, unless somebody writes it again."""
     is_old = {"object_is_old": _is_old(bucket.object_age), "trash_is_old": _is_old(bucket.trash_age)}
-    return bucket, me.go("copy", since=0, **is_old)
+    return bucket, me.go("mark records", since=0, **is_old)
 
 
 def _is_old(age: int | None) -> bool:
     return age is not None and age >= GRACE
+
+
+def _mark_records(bucket: Bucket, me: Actor) -> Move:
+    """Mark from them all; the one that it moves away will be in the trash for less than a grace."""
+    return bucket, me.go("mark trash", wants=not (bucket.has_old or bucket.has_new))
+
+
+def _mark_trash(bucket: Bucket, me: Actor) -> Move:
+    holds = bucket.trash_age is not None and not me.trash_is_old
+    return bucket, me.go("copy", wants=me.wants and not holds)
 
 
 def _copy(bucket: Bucket, me: Actor) -> Move:
@@ -135,16 +145,7 @@ def _remove_record(bucket: Bucket, me: Actor) -> Move:
     """Remove it, unless this collection has slept for too long by now: then it begins afresh."""
     if me.since >= HALF:
         return bucket, Actor("ask")
-    return replace(bucket, has_old=False), me.go("mark records")
-
-
-def _mark_records(bucket: Bucket, me: Actor) -> Move:
-    return bucket, me.go("mark trash", wants=not (bucket.has_old or bucket.has_new))
-
-
-def _mark_trash(bucket: Bucket, me: Actor) -> Move:
-    holds = bucket.trash_age is not None and not me.trash_is_old
-    return bucket, me.go("list", wants=me.wants and not holds)
+    return replace(bucket, has_old=False), me.go("list")
 
 
 def _list(bucket: Bucket, me: Actor) -> Move:
@@ -160,10 +161,10 @@ def _remove(bucket: Bucket, me: Actor) -> Move:
 
 COLLECTION: dict[str, Callable[[Bucket, Actor], Move]] = {
     "ask": _ask,
-    "copy": _copy,
-    "remove record": _remove_record,
     "mark records": _mark_records,
     "mark trash": _mark_trash,
+    "copy": _copy,
+    "remove record": _remove_record,
     "list": _list,
     "remove": _remove,
 }

@@ -52,7 +52,7 @@ def test_without_the_trash_a_push_would_lose(monkeypatch: pytest.MonkeyPatch) ->
     """What an old commit names has to be held for as long as a push may count on that commit."""
 
     def forgetful(bucket: Bucket, me: Actor) -> tuple[Bucket, Actor]:
-        return bucket, me.go("list")
+        return bucket, me.go("copy")
 
     monkeypatch.setitem(model.COLLECTION, "mark trash", forgetful)
     assert any(map(lacks, worlds(BUCKETS["an old commit names it"], pushes=1, collections=1)))
