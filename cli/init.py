@@ -28,7 +28,7 @@ def init(
     Examples:
       layerstore init
       layerstore init /scratch/me/store
-      layerstore init s3://checkpoints/sft
+      layerstore init s3://checkpoints/team
     """
     named = named_store()
     if path is not None and named is not None and Path(named).absolute() != Path(path).absolute():
