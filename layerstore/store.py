@@ -395,14 +395,12 @@ class Store:
         Raises:
             NotFound: There is none of that name.
         """
-        if remote is not None:
-            from layerstore.remote import delete_pin_there
-
-            with self._remote(remote) as source:
-                self._check_own(source, "nothing was deleted")
-                return delete_pin_there(source, name)
         from layerstore.publish import delete_pin
 
+        if remote is not None:
+            with self._remote(remote) as source:
+                self._check_own(source, "nothing was deleted")
+                return delete_pin(source.repo, name)
         return delete_pin(self._repo, name)
 
     def drop(self, ref: str, *, dry_run: bool = False) -> "Dropped":

@@ -34,6 +34,7 @@ def has_shrunk(repo: Repository, view: RunView) -> bool:
 
 def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
     """Return the view of *run* after rereading the records at *step*: some may be damaged since they were indexed."""
+    repo.records.refresh()
     view = repo.catalog.find(run)
     if view is None:
         return None

@@ -146,7 +146,7 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
                 f"files that this ingest had written were removed from the store: {exc}",
                 hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",
             ) from exc
-        if exc.kind == "no_space":
+        if exc.kind == "no_space" and repo.remote is None:
             exc.message += (
                 f"; this checkpoint needs up to {size(checkpoint.size_bytes)}, "
                 f"{size(repo.files.room(repo.layout.root).free_bytes)} are free; earlier commits are not affected"

@@ -113,6 +113,11 @@ def _agreed(
     with exchange.together():
         resumed = trained.binding.composition_in(opened)
         opened.repo.prepare_saving()
+        keep = options.keep
+        if opened.repo.remote is not None and keep is not None and keep.drop_optimizer_older_than is not None:
+            raise Unsupported(
+                "a remote's commits keep their moments", hint="leave drop_optimizer_older_than out, or save to a disk"
+            )
         if options.push is not None and exchange.rank == 0:
             opened.check_remote(options.push)
     stores = exchange.texts(f"{opened.id} at {opened.repo.name}")

@@ -137,6 +137,7 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
 
 def _resolved(store: Store, pointer: Pointer) -> Resolved:
     repo = store.repo
+    repo.records.refresh()
     if pointer.is_pin:
         return Resolved.of_pin(repo.records.read_pin(pointer.name))
     view = repo.catalog.find(pointer.run)
@@ -208,6 +209,7 @@ def checkpoint(
 def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
     """Return the composite that *ref* means and a pointer to it; None if *ref* is a run that has no commit yet."""
     repo = store.repo
+    repo.records.refresh()
     reference = parse_reference(ref)
     is_pin = reference.name in repo.records.pin_names()
     if not is_pin and reference.step is None and not reference.back:

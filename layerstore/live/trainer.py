@@ -12,7 +12,7 @@ from layerstore.arguments import checked, show_fields
 from layerstore.disk import Files
 from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
-from layerstore.layout import folder_of
+from layerstore.layout import folder_of, is_url
 from layerstore.live.attachable import Attachable, attachable
 from layerstore.live.attaching import attach_with, check_push
 from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with
@@ -104,15 +104,16 @@ def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> Non
     if isinstance(store, Store):
         _check_names(store, run, options)
         return
-    path = folder_of(store)
+    place = store if isinstance(store, str) and is_url(store) else folder_of(store)
     try:
-        with open_store(path) as opened:
+        with open_store(place) as opened:
             _check_names(opened, run, options)
     except NoStore:
         _check_names(None, run, options)
         if not options.create:
             raise
-        check_free(path, Files())
+        if isinstance(place, Path):
+            check_free(place, Files())
 
 
 def _check_names(store: Store | None, run: str, options: SaverOptions) -> None:

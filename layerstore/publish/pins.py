@@ -76,7 +76,7 @@ def delete_pin(repo: Repository, name: str) -> bool | None:
     Raises:
         NotFound: There is none.
     """
-    repo.prepare_writing()
+    repo.prepare_saving()
     shows = shows_pinned(repo, name)
     repo.records.delete_pin(name)
     return shows

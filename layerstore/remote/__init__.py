@@ -4,7 +4,7 @@ from layerstore.remote.bucket import Bucket, RemoteNotice
 from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, heal_identity, verify_remote
 from layerstore.remote.identity import claim, kept_there, make_there
-from layerstore.remote.mirror import Remote, delete_pin_there, reread
+from layerstore.remote.mirror import Remote, reread
 from layerstore.remote.pull import Pulled, clone, completed, partial_of, pull
 from layerstore.remote.push import Pushed, follow, push
 from layerstore.remote.remotes import Remotes, checked_url
@@ -21,7 +21,6 @@ __all__ = [
     "clone",
     "collect",
     "completed",
-    "delete_pin_there",
     "follow",
     "heal",
     "heal_identity",

@@ -59,12 +59,12 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
     if request.trash_seconds is not None:
         raise Unsupported(
             "a remote's trash goes by its age alone: a push may count on it",
-            hint="--grace 0s takes all that is unneeded, where nobody pushes",
+            hint="--grace 0s takes all that is unneeded, where nobody pushes or saves",
         )
     if request.grace_seconds and request.grace_seconds < REMOTE_GRACE_SECONDS:
         raise InvalidInput(
-            f"a remote's grace cannot be {request.grace_seconds:g} s: a push counts on 24 hours",
-            hint="--grace 0s, where nobody pushes; else 24h or more",
+            f"a remote's grace cannot be {request.grace_seconds:g} s: pushes and saves count on 24 hours",
+            hint="--grace 0s, where nobody pushes or saves; else 24h or more",
         )
     remote.bucket.check_links()
     watch = _Watch()  # before the mark: it must expire before pushes ignore the mark as old

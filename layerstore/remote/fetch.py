@@ -188,8 +188,8 @@ class FetchedObjects(ObjectStore):
     def _is_here(self, ref: BlobRef) -> bool:
         return any(self._files.exists(path) for path in self._places_now(ref.id))
 
-    def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note what a version says about *objects*."""
+    def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
+        """Note what *version* says about *objects*."""
         self._sparse_objects.know(objects)
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:

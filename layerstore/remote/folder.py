@@ -49,7 +49,10 @@ class Folder:
         if may_make:
             self._files.make_directories(path)
         elif not path.is_dir():
-            raise NoStore(f"there is no folder {path}", hint="check its name; a push from a store makes one")
+            raise NoStore(
+                f"there is no folder {path}",
+                hint="check its name; layerstore init URL makes one, or a push from a store",
+            )
         self._root = path.resolve()
         with self._told():
             for name in (*_TOP, "trash/commits"):

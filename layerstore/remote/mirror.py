@@ -26,13 +26,12 @@ from layerstore.layers import is_name, typed
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, Commit, LayerEntry, ObjectId, Pin, StoredObject
-from layerstore.publish import shows_pinned
 from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
-from layerstore.remote.saving import BucketParts, BucketTrash, BucketWriter, Reliance
+from layerstore.remote.saving import BucketParts, BucketTrash, BucketWriter, Reliance, to_trash
 from layerstore.storage import RecordName, RecordStore, Repository, name_in, open_repository
 from layerstore.threads import Threads
 
@@ -51,7 +50,10 @@ class Remote:
                     f"{bucket.url} holds commits, but its store.json is missing",
                     hint=f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back",
                 )
-            raise NoStore(f"there is no store at {bucket.url}", hint="a push from a store makes one")
+            raise NoStore(
+                f"there is no store at {bucket.url}",
+                hint=f"layerstore init {typed(bucket.url)} makes one, or a push from a store",
+            )
         self.bucket = bucket
         self.url = bucket.url
         cache_bytes()  # a size that makes no sense is told before something is fetched
@@ -225,15 +227,18 @@ class MirroredRecords(RecordStore):
         return None if was_there else ()
 
     def _put(self, path: Path, data: bytes) -> None:
-        self._bucket.write(self._layout.name(path), lambda: [data])
+        called = self._layout.name(path)
+        self._bucket.write(called, lambda: [data])
+        listed = self._bucket.look(called)
         self._files.make_directory(path.parent, durable=False)
-        _write(self._layout, self._files, path, data, modified_ns=time.time_ns())
+        modified_ns = time.time_ns() if listed is None else listed.modified_ns
+        _write(self._layout, self._files, path, data, modified_ns=modified_ns)
 
     def withdraw(self, commit: Commit, identity: tuple[int, ...]) -> None:
-        """Undo `link`."""
+        """Undo `link`: the record goes to the trash, since others may rely on what it named."""
         del identity
         path = self._path(self.name_of(commit))
-        self._bucket.remove([self._layout.name(path)])
+        to_trash(self._bucket, self._layout.name(path))
         self._files.discard(path)
 
     def link_pin(self, pin: Pin) -> None:
@@ -249,8 +254,17 @@ class MirroredRecords(RecordStore):
         self._put(path, seal_pin(pin, name=called, store_id=self._store_id))
 
     def delete_pin(self, name: str) -> None:
-        """Delete the pin *name*."""
+        """
+        Delete the pin *name*, readable or not.
+
+        Raises:
+            NotFound: There is none.
+        """
         path = self._layout.pin(name)
+        if self._bucket.size(self._layout.name(path)) is None:
+            raise NotFound(
+                f"there is no pin {name!r} in {self._bucket.url}", hint="layerstore pin --list --store URL lists them"
+            )
         self._bucket.remove([self._layout.name(path)])
         self._files.discard(path)
 
@@ -276,12 +290,11 @@ class MirroredObjects(FetchedObjects):
     _is_durable = False
     reliance: Reliance
 
-    def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note what a version that a record names says about *objects*."""
+    def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
+        """Note what *version* says about *objects*."""
         found = list(objects)
-        super().know(found)
-        for stored in found:
-            self.reliance.know(stored.id)
+        super().know(version, found)
+        self.reliance.know((stored.id for stored in found), version.id)
 
     def close(self) -> None:
         """Cancel pending downloads; trim the cache to its size."""
@@ -339,21 +352,6 @@ class MirroredObjects(FetchedObjects):
     def ids_in(self, prefix: str) -> list[ObjectId]:
         """Return the objects in the bucket whose ids begin with the two digits *prefix*, by id."""
         return sorted(self.source.listed(prefix))
-
-
-def delete_pin_there(remote: Remote, name: str) -> bool | None:
-    """
-    Delete the pin *name* in *remote*; return whether its commit is visible there, None if the pin could not be read.
-
-    Raises:
-        NotFound: There is none.
-    """
-    called = remote.repo.layout.name(remote.repo.layout.pin(name))
-    if called not in remote.listed:
-        raise NotFound(f"there is no pin {name!r} in {remote.url}", hint="layerstore pin --list --store URL lists them")
-    shows = shows_pinned(remote.repo, name)
-    remote.bucket.remove([called])
-    return shows
 
 
 def reread(repo: Repository) -> None:

@@ -368,7 +368,7 @@ class _Push:
             group = self._still_here(group, lambda _, record: self._send_objects(pool, record))
             if self._is_stale():
                 continue
-            if self._is_collected():
+            if collected_since(self._bucket, self._listed_ns):
                 if waiting:
                     group += waiting
                     waiting.clear()
@@ -418,10 +418,6 @@ class _Push:
         data = self._repo.files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         self._bucket.write(self._repo.layout.name(path), lambda: [data])
         self._bytes_sent += len(data)
-
-    def _is_collected(self) -> bool:
-        """Whether a collection may have run in the bucket since our listing."""
-        return collected_since(self._bucket, self._listed_ns)
 
     def _are_there(self) -> bool:
         """Check what no record names yet, after waiting for collections to remove what they had listed as old."""

@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +29,7 @@ from layerstore.limits import (
     REMOTE_MOMENT_SECONDS,
     REMOTE_REQUESTS_MAX,
 )
-from layerstore.model import BlobRef, ObjectId, Part
+from layerstore.model import BlobRef, Commit, ObjectId, Part
 from layerstore.remote.bucket import Bucket, hours_on
 from layerstore.remote.identity import collected_since
 from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, RecordName, Repository, Staged, Trash
@@ -37,7 +37,7 @@ from layerstore.threads import Threads
 
 _YOUNG_SECONDS = REMOTE_GRACE_SECONDS / 2
 """An object so old is relied on only if a record names it."""
-_STILL_YOUNG_SECONDS = REMOTE_GRACE_SECONDS * 3 / 4
+_STILL_YOUNG_SECONDS = REMOTE_GRACE_SECONDS * 2 / 3
 """Likewise where a save took long, and looks at all that it relies on once more."""
 _WINDOW_SECONDS = REMOTE_GRACE_SECONDS / 8
 """What was looked at holds for so long until a part, and a part until the record."""
@@ -52,54 +52,51 @@ class Reliance:
         self._refresh = refresh
         self._guard = threading.RLock()
         self._refreshed_at = hours_on()
-        self._known = set[ObjectId]()
+        self._server_ahead_ns: int | None = None
+        self._version_of: dict[ObjectId, ObjectId] = {}
+        """By object, the version that named it when that was read."""
 
-    def know(self, object_id: ObjectId) -> None:
-        """Note an object of a version that a record named when it was read."""
-        self._known.add(object_id)
+    def know(self, objects: Iterable[ObjectId], version: ObjectId) -> None:
+        """Note that *version* names *objects*."""
+        self._version_of.update(dict.fromkeys(objects, version))
 
-    @cached_property
-    def _server_ahead_ns(self) -> int:
-        return self.bucket.now_ns() - int(hours_on() * 1e9)
+    def ask_time(self) -> None:
+        """Ask the server for its time: this host's clock may have stood still since."""
+        asked_at = hours_on()
+        self._server_ahead_ns = self.bucket.now_ns() - int(asked_at * 1e9)
 
     def server_ns(self, at: float) -> int:
         """Return by the server's clock the time *at*, which is one of `hours_on`."""
-        with self._guard:
-            return int(at * 1e9) + self._server_ahead_ns
+        if self._server_ahead_ns is None:
+            self.ask_time()
+        assert self._server_ahead_ns is not None, "it was asked"
+        return int(at * 1e9) + self._server_ahead_ns
 
     def has(self, ref: BlobRef, *, seconds: float = _YOUNG_SECONDS, counts_named: bool = True) -> bool:
         """Whether the bucket has *ref*, and it is younger than *seconds*, or a record names it if that counts."""
         listed = self.bucket.look(self._repo.layout.object_name(ref.id))
         if listed is None or listed.size_bytes != ref.size_bytes:
             return False
-        return listed.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref))
+        return listed.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref.id))
 
-    def names_version(self, ref: BlobRef) -> bool:
-        """Whether a record in the bucket names the layer version *ref*, so that all of it is there."""
+    def _is_named(self, object_id: ObjectId) -> bool:
         with self._guard:
-            self._look_again()
-            return ref.id in self._versions
-
-    def _is_named(self, ref: BlobRef) -> bool:
-        with self._guard:
-            self._look_again()
-            return ref.id in self._versions or ref.id in self._known or ref.id in self._needs
-
-    def _look_again(self) -> None:
-        """Read the bucket's records again if what was read may no longer hold."""
-        if hours_on() > self._refreshed_at + _YOUNG_SECONDS:
-            self._refreshed_at = hours_on()
-            self._refresh()
-            self._known.clear()
-            for name in ("_versions", "_needs"):
-                self.__dict__.pop(name, None)
+            if hours_on() > self._refreshed_at + _YOUNG_SECONDS:
+                began = hours_on()
+                self._refresh()
+                self._refreshed_at = began
+                for name in ("_blobs", "_needs"):
+                    self.__dict__.pop(name, None)
+            version = self._version_of.get(object_id)
+            return object_id in self._blobs or version in self._blobs or object_id in self._needs
 
     @cached_property
-    def _versions(self) -> set[ObjectId]:
-        """The layer versions that records name."""
-        catalog = self._repo.catalog
-        rows = (row for run in catalog.runs() for row in catalog.view(run).rows.values())
-        return {entry.version.id for row in rows for entry in row.entries().values()}
+    def _blobs(self) -> set[ObjectId]:
+        """The version and state blobs that records name. Pins do not count: who deletes one keeps nothing of it."""
+        records = self._repo.records
+        names = (name for run in records.runs() for name in records.names(run))
+        commits = (commit for _, commit in records.each(names) if isinstance(commit, Commit))
+        return {blob.id for commit in commits for blob in commit.record.blobs}
 
     @cached_property
     def _needs(self) -> Needs:
@@ -130,11 +127,15 @@ class _Room:
         self._size_bytes = size_bytes
         self._taken = 0
         self._changed = threading.Condition()
+        self._problem: Exception | None = None
 
     def take(self, size_bytes: int) -> None:
-        """Wait for room."""
+        """Wait for room; raises what went wrong."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + size_bytes <= self._size_bytes)
+            self._changed.wait_for(
+                lambda: self._problem or not self._taken or self._taken + size_bytes <= self._size_bytes
+            )
+            self.check()
             self._taken += size_bytes
 
     def give(self, size_bytes: int) -> None:
@@ -143,6 +144,22 @@ class _Room:
             self._taken -= size_bytes
             self._changed.notify_all()
 
+    def fail(self, problem: Exception | None) -> None:
+        """Let everybody who waits for room raise *problem*, as whoever asks from now on; None: nobody."""
+        with self._changed:
+            self._problem = problem
+            self._changed.notify_all()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something went wrong."""
+        return self._problem is not None
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._problem is not None:
+            raise self._problem
+
 
 class BucketWriter(ObjectWriter):
     """One commit's new objects: uploaded as they come, each unless the bucket has it already; blobs come last."""
@@ -150,12 +167,11 @@ class BucketWriter(ObjectWriter):
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, store: ObjectStore, **options: bool) -> None:
         super().__init__(layout, files, store, **options)
         self._reliance = reliance
+        reliance.ask_time()
         self._begun = self._looked_at = hours_on()
         self._room = _Room(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
         self._in_flight: list[Future[None]] = []
-        self._problem: Exception | None = None
-        """Why an upload failed: no other one begins after that."""
         self._taken = set[ObjectId]()
         """What was uploaded, or will be."""
         self._blobs: list[tuple[BlobRef, Bytes]] = []
@@ -179,27 +195,25 @@ class BucketWriter(ObjectWriter):
 
     def claim(self, ref: BlobRef) -> bool:
         """Claim everything that the version or state blob *ref* names, for a record that inherits it."""
-        if not self._reliance.names_version(ref) and not self._reliance.has(ref):
+        if not self._reliance.has(ref):
             return False
         with self._guard:
             self._claimed[ref.id] = ref
         return True
 
-    def spares_writing(self, ref: BlobRef) -> bool:
-        """Claim *ref* if the bucket already has it; with *reads_reused*, read it there, and replace a damaged one."""
-        with self._guard:
-            is_read = ref.id in self._reused or ref.id in self._staged or not self.reads_reused
-        if is_read:
-            return self.reuse(ref)
+    def unclaimed(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
+        """Claim *refs*, several at a time; return those that are gone."""
+        return [ref for ref, is_there in zip(refs, self._pool.map(self.claim, refs), strict=True) if not is_there]
+
+    def _is_sound(self, ref: BlobRef) -> bool | None:
+        """Whether *ref* is sound in the bucket, which is read there; None if it is not there."""
         if not self.put_back(ref):
-            return False
+            return None
         try:
             self.store.check_bytes(ref)
         except IntegrityError:
-            with self._guard:
-                self._damaged[ref.id] = ref
             return False
-        return self._claimed_as_reused(ref)
+        return True
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
@@ -231,21 +245,21 @@ class BucketWriter(ObjectWriter):
 
     def _submit(self, ref: BlobRef, data: Bytes) -> None:
         self._room.take(ref.size_bytes)
-        if self._problem is not None:
-            raise self._problem
         with self._guard:
+            if self._is_over:
+                self._room.give(ref.size_bytes)
+                return
             self._in_flight.append(self._pool.submit(self._send, ref, data))
 
     def _send(self, ref: BlobRef, data: Bytes) -> None:
         try:
-            if self._problem is None and not self.spares_writing(ref):
+            if not self._room.has_failed and not self.spares_writing(ref):
                 self._reliance.bucket.write(self._layout.object_name(ref.id), partial(_pieces, data))
                 with self._guard:
                     self._staged[ref.id] = ref, self._layout.object(ref.id)
                     self._bytes_new += ref.size_bytes
-        except Exception as exc:
-            self._problem = exc
-            raise
+        except Exception as exc:  # noqa: BLE001  # raised by whoever waits for this
+            self._room.fail(exc.with_traceback(None))  # a traceback would hold the data
         finally:
             self._room.give(ref.size_bytes)
 
@@ -253,8 +267,7 @@ class BucketWriter(ObjectWriter):
         with self._guard:
             awaited = [*self._in_flight]
         wait(awaited)
-        if self._problem is not None:
-            raise self._problem
+        self._room.check()
 
     @property
     def staged(self) -> Staged:
@@ -274,6 +287,7 @@ class BucketWriter(ObjectWriter):
             self._submit(ref, data)
         self._blobs.clear()
         self._wait()
+        self._reliance.ask_time()
         is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
         if is_collected:
             time.sleep(2 * REMOTE_MOMENT_SECONDS)  # until that collection has removed what it had listed as old
@@ -308,6 +322,8 @@ class BucketWriter(ObjectWriter):
         with self._guard:
             self._is_over = True
         self._pool.shutdown(cancel_futures=True)
+        self._in_flight.clear()
+        self._room.fail(None)  # an error that was raised holds the data
 
 
 def _pieces(data: Bytes) -> Iterator[memoryview]:
@@ -355,11 +371,17 @@ class BucketParts(PartStore):
         """Do nothing: no collection reads parts here, since what they name is young."""
 
     def confirm(self, part: Part) -> None:
-        """Make *part* visible."""
+        """Make *part* visible; raises Overtaken if that took so long that what it names may be about to go."""
+        began = hours_on()
         self.publish(part)
+        if hours_on() > began + _WINDOW_SECONDS / 6:
+            self._bucket.remove([part_name(part.session, part.save, part.rank)])
+            raise Overtaken("the process was suspended while it said what it had written", hint="save again")
 
     def publish(self, part: Part) -> None:
-        """Make *part* visible."""
+        """Make *part* visible; one that is there stands."""
+        if self._bucket.size(part_name(part.session, part.save, part.rank)) is not None:
+            return
         data = seal_part(part, store_id=self._store_id)
         self._bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
 
@@ -370,8 +392,7 @@ class BucketParts(PartStore):
         return None if data is None else unseal_part(data, name=name, store_id=self._store_id)
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
-        """Remove a part, if it exists."""
-        self._bucket.remove([part_name(session, save, rank)])
+        """Do nothing: there are no drafts."""
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of a save that was committed or given up."""

@@ -8,7 +8,7 @@ import contextlib
 import errno as errnos
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -124,20 +124,21 @@ class ObjectWriter:
                 return False
             if ref.id in self._reused or ref.id in self._staged:
                 return True
+        is_sound = self._is_sound(ref)
+        if is_sound is False:
+            with self._guard:
+                self._damaged[ref.id] = ref
+        return bool(is_sound) and self._claimed_as_reused(ref)
+
+    def _is_sound(self, ref: BlobRef) -> bool | None:
+        """Whether *ref*, which is read, is sound in the store; None if it is not there."""
         home = self._layout.object(ref.id)
         try:
-            if not self.put_back(ref):
-                return False
-            is_sound = self.store.is_sound(home, ref)
+            return self.store.is_sound(home, ref) if self.put_back(ref) else None
         except IntegrityError:
             if not self._files.is_file(home):
                 raise  # a link or a folder needs a person's attention
-            is_sound = False
-        if not is_sound:
-            with self._guard:
-                self._damaged[ref.id] = ref
             return False
-        return self._claimed_as_reused(ref)
 
     @property
     def _found(self) -> tuple[BlobRef, ...]:
@@ -164,6 +165,10 @@ class ObjectWriter:
         with self._guard:
             self._claimed[ref.id] = ref
         return True
+
+    def unclaimed(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
+        """Claim *refs*; return those that are gone."""
+        return [ref for ref in refs if not self.claim(ref)]
 
     def put_back(self, ref: BlobRef) -> bool:
         """Touch *ref*, linking it back if it lies aside; return whether it is in its place."""

@@ -166,8 +166,8 @@ class ObjectStore:
         """Yield the objects for one use of *refs*, in order: a remote fetches and verifies them ahead of the reader."""
         yield self
 
-    def know(self, objects: Iterable[StoredObject]) -> None:
-        """Note what a version says about *objects*: a remote can then verify stretches of them."""
+    def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
+        """Note what *version* says about *objects*: a remote can then verify stretches of them."""
 
     def close(self) -> None:
         """Cancel pending downloads."""

@@ -81,7 +81,7 @@ class Repository:
     def version(self, ref: BlobRef) -> LayerVersion:
         """Read and check a layer version, whose objects are not read."""
         version = decode_version(self.objects.read(ref), ref=ref)
-        self.objects.know(version.named)
+        self.objects.know(ref, version.named)
         return version
 
     def open_object(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:

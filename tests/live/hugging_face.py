@@ -74,6 +74,7 @@ def train_all(out: Path) -> None:
         mode = "async" if gather else "sync"
         job(out, f"stored-{gather}", gather=gather, store=out / "store", limit=1, mode=mode)
     job(out, "left", store=out / "store", leave_at=LEFT_AT)
+    job(out, "left-bucket", store=in_bucket(out), leave_at=LEFT_AT)
     job(out, "files-stage2", stage=2)
     job(out, "left-stage2", store=out / "store", leave_at=LEFT_AT, stage=2)
     job(out, "every", store=out / "store", every=1)
@@ -88,6 +89,7 @@ def resume_all(out: Path) -> None:
     """Go on with what was left."""
     store = out / "store"
     job(out, "left", store=store, resume=True, trace="left-resumed")
+    job(out, "left-bucket", store=in_bucket(out), resume=True, trace="left-bucket-resumed")
     job(out, "from-signal", store=store, run="terminated", resume=str(out / "terminated" / "checkpoint-3"))
     job(out, "terminated-in-step", store=store, resume=True, trace="terminated-in-step-resumed")
     # The best state so far is in a folder of stage 2, which the Trainer would load in the end.
@@ -160,7 +162,7 @@ def job(
     *,
     gather: bool = True,
     stage: int = 3,
-    store: Path | None = None,
+    store: Path | str | None = None,
     run: str | None = None,
     resume: str | bool | None = None,
     limit: int | None = None,
@@ -202,6 +204,12 @@ def job(
         note_end(out / (trace or name), trainer)
         cast(Any, trainer).model_wrapped.destroy()
     forget_state()
+
+
+def in_bucket(out: Path) -> str:
+    """Return the URL of a bucket, which each rank reads through a cache of its own."""
+    os.environ["LAYERSTORE_CACHE_DIR"] = str(out / f"cache-{os.environ['RANK']}")
+    return f"file://{out}/bucket"
 
 
 def arguments_of(

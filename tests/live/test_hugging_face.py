@@ -177,6 +177,7 @@ def test_a_job_that_was_left_goes_on_from_its_folder(
     assert trace(resumed, "left-resumed") == trace(resumed, "files-True")[2:]
     assert history(resumed, "left-resumed") == history(resumed, "files-True")
     assert weights(resumed, "left-resumed") == weights(resumed, "files-True")
+    assert trace(resumed, "left-bucket-resumed") == trace(resumed, "files-True")[2:]
     assert steps(store, "left") == SAVED
     assert {row.attempt for row in store.repo.catalog.view("left").visible} == {1}
 

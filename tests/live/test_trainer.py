@@ -78,7 +78,7 @@ def test_a_callback_looks_at_its_store_when_it_is_made(store: Path, tmp_path: Pa
     with pytest.raises(InvalidInput, match="is inside the store"):
         LayerstoreCallback(store / "new", run="sft")
     with pytest.raises(InvalidInput, match="is a URL"):
-        LayerstoreCallback("s3://bucket/prefix", run="sft")
+        LayerstoreCallback(Path("s3://bucket/prefix"), run="sft")
     with pytest.raises(InvalidInput, match="a/b"):
         LayerstoreCallback(new, run="a/b")
     with pytest.raises(NotFound, match="no remote 'nosuch': the store is yet to be made"):
@@ -88,4 +88,6 @@ def test_a_callback_looks_at_its_store_when_it_is_made(store: Path, tmp_path: Pa
     LayerstoreCallback(new, run="sft", every=fifty, keep=Keep(last=3), policy="parity", host_buffer="4GB")
     with layerstore.open(store) as opened:
         LayerstoreCallback(opened, run="sft")
+    LayerstoreCallback(f"file://{tmp_path}/bucket", run="sft")
     assert not new.exists()
+    assert not (tmp_path / "bucket").exists()

@@ -215,7 +215,7 @@ def test_a_push_beside_a_collection_looks_again(
 def test_a_grace_that_no_push_knows_is_refused(pushed: Store, bucket: Bucket, grace_seconds: float) -> None:
     """A push counts on a day; where nobody pushes, none is needed."""
     before = bucket.listed("commits")
-    with pytest.raises(InvalidInput, match="a push counts on 24 hours"):
+    with pytest.raises(InvalidInput, match="pushes and saves count on 24 hours"):
         pushed.gc(Keep(last=1), remote="origin", grace_seconds=grace_seconds)
     assert bucket.listed("commits") == before
 

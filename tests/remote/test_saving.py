@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,11 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import AlreadyExists, IntegrityError, Overtaken, StorageIO, Unsupported
+from layerstore.format import ref_of
 from layerstore.limits import REMOTE_MOMENT_SECONDS
 from layerstore.remote import Bucket, RemoteNotice, saving
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks, hours_on
+from layerstore.storage import ObjectWriter
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
 
@@ -159,6 +164,108 @@ def test_what_a_record_names_is_relied_on_however_old(
     assert max(kinds) < 20_000  # what describes the save, and no weights
 
 
+def test_what_the_bucket_has_lost_is_not_inherited(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """A record is no proof: a save asks for each blob that it inherits, whatever the cache still has."""
+    saved.into(in_a_folder, 2, policy="parity")
+    in_a_folder.compose("r").write(tmp_path / "out")  # now the cache has them
+    for entry in _record(in_a_folder).layers:
+        (tmp_path / "remote" / in_a_folder.repo.layout.object_name(entry.version.id)).unlink()
+
+    try:
+        saved.into(in_a_folder, 4, policy="parity")
+    except Overtaken:
+        assert [of.step for of in in_a_folder.log("r")] == [2]
+    costs = {cost.holder for damage in in_a_folder.verify().damaged for cost in damage.costs}
+    assert costs == {"r@2"}
+
+
+def test_an_old_commit_can_be_pinned(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """Its record names everything, however old, also where it is not the newest; and the pin can be deleted."""
+    saved.into(in_a_folder, 2, 4)
+    old(tmp_path / "remote" / "objects")
+
+    in_a_folder.pin("early", "r@2")
+
+    assert [pin.name for pin in in_a_folder.pins()] == ["early"]
+    assert in_a_folder.delete_pin("early")
+    assert in_a_folder.pins() == []
+
+
+def test_a_refresh_that_fails_makes_nothing_valid(
+    in_a_folder: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read half a day ago is not relied on because the server did not answer meanwhile."""
+    saved.into(in_a_folder, 2, policy="parity")
+    old(tmp_path / "remote" / "objects")
+    reliance = in_a_folder.repo.objects.reliance  # type: ignore[attr-defined] # of a mirror
+    version = _record(in_a_folder).layers[0].version
+    assert reliance.has(version)
+    clock = hours_on
+    monkeypatch.setattr(saving, "hours_on", lambda: clock() + HALF_A_DAY + 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reliance, "_refresh", _fails)
+        with pytest.raises(StorageIO):
+            reliance.has(version)
+    next((tmp_path / "remote" / "commits" / "r").iterdir()).unlink()
+
+    assert not reliance.has(version)
+
+
+def _fails() -> None:
+    raise StorageIO("it does not answer", errno=None, filename="the bucket")
+
+
+def test_another_hosts_commits_are_seen(
+    in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was opened long ago reads the records again before it saves."""
+    saved.into(in_a_folder, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAYERSTORE_CACHE_DIR", f"{saved.folder}/other-cache")
+        with layerstore.open(in_a_folder.repo.name) as other:
+            saved.into(other, 4, 6)
+
+    saved.into(in_a_folder, 8)
+
+    rows = in_a_folder.repo.catalog.view("r").rows.values()
+    assert sorted((of.step, of.save_number) for of in rows) == [(2, 0), (4, 1), (6, 2), (8, 3)]
+
+
+@pytest.mark.timeout(60)
+def test_a_failed_upload_ends_all_that_wait(
+    in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for room is told."""
+    monkeypatch.setattr(saving, "REMOTE_FLIGHT_BYTES", 20_000)
+    _fail_at(monkeypatch, "objects/")
+    with pytest.raises(StorageIO, match="the server is full"):
+        in_a_folder.ingest(saved(2, hidden=64, layers=8), run="r")
+
+
+def test_a_failed_upload_leaves_nothing_in_memory(in_a_folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training may go on for days without a collection of garbage."""
+    _fail_at(monkeypatch, "objects/")
+    gc.collect()
+    gc.disable()
+    try:
+        writer = _failed(in_a_folder)
+        assert writer() is None
+    finally:
+        gc.enable()
+
+
+def _failed(store: Store) -> weakref.ref[ObjectWriter]:
+    """Return a writer whose uploads have failed, if it is still there."""
+    with store.repo.writer() as writer:
+        for number in range(9):
+            data = bytes([number]) * 100_000
+            with suppress(StorageIO):
+                writer.put(data, ref_of(data))
+        with suppress(StorageIO):
+            writer.publish()
+        return weakref.ref(writer)
+
+
 def test_a_collection_at_work_is_waited_for(
     in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -189,6 +296,7 @@ def test_a_save_that_was_suspended_looks_again(
     clock, asleep = hours_on, [0.0]
     saved.into(in_a_folder, 2, run="earlier")  # the server's clock is known
     monkeypatch.setattr(saving, "hours_on", lambda: clock() + asleep[0])
+    monkeypatch.setattr(Bucket, "now_ns", lambda _: time.time_ns() + int(asleep[0] * 1e9))
     watch_writes(monkeypatch, after=lambda _, name: asleep.__setitem__(0, 3600.0 * hours * name.startswith(at)))
 
     if is_saved:

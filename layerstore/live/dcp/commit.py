@@ -145,11 +145,10 @@ class SaveInProgress:
             for entry in record.layers:
                 if entry.layer not in self.due:
                     tx.inherit(entry)
-            for ref in (stored.ref for part in parts for of in part.parts for stored in of.named):
-                if not tx.objects.claim(ref):
-                    raise Overtaken(
-                        f"object {ref.id}, which a rank had written, is gone; nothing was saved", hint="save again"
-                    )
+            for ref in tx.objects.unclaimed([stored.ref for part in parts for of in part.parts for stored in of.named]):
+                raise Overtaken(
+                    f"object {ref.id}, which a rank had written, is gone; nothing was saved", hint="save again"
+                )
             seen = tx.observed()
             observed = replace(
                 seen,

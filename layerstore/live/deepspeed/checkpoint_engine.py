@@ -169,7 +169,7 @@ class StoreCheckpointEngine:
         optimizer = loaded.optimizer()
         self._load = None  # the engine asks for the optimizer's state last, and is now its only owner
         self._binding().fill(loaded.store, loaded.composition)
-        self._known_engine().say("loaded %s from %s", loaded.name, loaded.store.path)
+        self._known_engine().say("loaded %s from %s", loaded.name, loaded.store.repo.name)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from layerstore.disk import Files
-from layerstore.errors import AlreadyExists, NoStore
+from layerstore.errors import AlreadyExists, Conflict, NoStore
 from layerstore.layout import is_url, layout_at
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
@@ -49,7 +49,7 @@ def make_together(exchange: Exchange, path: StrPath) -> Store:
 def _make(path: StrPath) -> None:
     try:
         init(path).close()
-    except AlreadyExists:
+    except (AlreadyExists, Conflict):
         try:
             as_store(path).close()  # another job has made it meanwhile
         except NoStore:
@@ -74,7 +74,7 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
     if not isinstance(store, Store):
         LOG.info("there is no store at %s yet: training begins from nothing", store)
     elif not store.runs():
-        LOG.info("%s has no commit yet: training begins from nothing", store.path)
+        LOG.info("%s has no commit yet: training begins from nothing", store.repo.name)
     else:
         LOG.warning("run %r has no commit yet: training begins from nothing; %s%s", run, runs_here(store, run), refusal)
 
