@@ -57,12 +57,6 @@ def full(fast_module_path: Path) -> Path:
             store.ingest(tiny_checkpoint(folder / f"step{step}", step=step, layout="hf"), run="run", precision="delta8")
         store.pin("kept", "run@6")
         store.ingest(tiny_checkpoint(folder / "other", step=6, seed=1), run="run", replace=True)
-        part = Part(
-            session=SESSION, save=0, rank=0, agreement="a", layers=(), state=None, bytes_new=1, bytes_reused=1,
-            failure="",
-        )  # fmt: skip
-        store.repo.parts.open_session(SESSION)
-        store.repo.parts.publish(part)
         timing = SaveTiming(
             run="run", attempt=1, step=4, save_number=0, blocked_seconds=0.1, durable_seconds=1.0, visible_seconds=None,
             copied_bytes=1, written_bytes=1, layers_saved=1, layers=2, queued=0, failure="",
@@ -71,6 +65,13 @@ def full(fast_module_path: Path) -> Path:
         store.log()
     with Store(path, hook=_stop_aside) as stopped, pytest.raises(_Stop):
         stopped.gc(Keep(last=1), grace_seconds=0)
+    with Store(path) as store:  # that collection has taken all idle parts
+        part = Part(
+            session=SESSION, save=0, rank=0, agreement="a", layers=(), state=None, bytes_new=1, bytes_reused=1,
+            failure="",
+        )  # fmt: skip
+        store.repo.parts.open_session(SESSION)
+        store.repo.parts.publish(part)
     (path / "pointer").mkdir()
     (path / "pointer" / "states.pt").write_bytes(pointer_bytes(POINTER, Path("states.pt")))
     return path

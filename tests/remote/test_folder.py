@@ -261,7 +261,7 @@ def test_a_record_in_the_trash_under_another_run_stops_a_collection(pushed: Stor
 
     before = content(remote / "objects")
 
-    with pytest.raises(IntegrityError, match=r"^trash/commits/r \(copy\)/2\..*; no object was removed"):
+    with pytest.raises(IntegrityError, match=r"^trash/commits/r \(copy\)/2\..*; nothing was removed"):
         pushed.gc(Keep(last=1), remote="origin")
 
     assert content(remote / "objects") == before
