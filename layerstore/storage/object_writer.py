@@ -8,6 +8,7 @@ import contextlib
 import errno as errnos
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,14 @@ from layerstore.hashing import Bytes, NameHasher
 from layerstore.layout import Layout
 from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.objects import ObjectStore, check_hash, check_size, read_chunks
+
+_FRESH_SECONDS = 60.0
+"""A file that was written so lately need not be touched: it is young for minutes."""
+
+
+def _now() -> float:
+    """Return a clock that keeps running while the machine is asleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,7 @@ class ObjectWriter:
         self._guard = threading.Lock()
         self._syncing = Syncing()
         self._staged: dict[ObjectId, tuple[BlobRef, Path]] = {}
+        self._written_at: dict[ObjectId, float] = {}
         self._damaged: dict[ObjectId, BlobRef] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
         self._referred: dict[ObjectId, BlobRef] = {}
@@ -172,8 +182,11 @@ class ObjectWriter:
 
     def put_back(self, ref: BlobRef) -> bool:
         """Touch *ref*, linking it back if it lies aside; return whether it is in its place."""
-        home, aside = self._layout.object(ref.id), self._layout.aside / ref.id
-        if not self._files.touch(home) and self._files.touch(aside):
+        home = self._layout.object(ref.id)
+        if not self._files.touch(home):
+            aside = self._layout.aside / ref.id
+            if not self._files.touch(aside):
+                return False
             self._files.make_directory(home.parent)
             try:
                 self._link(aside, ref)
@@ -235,6 +248,7 @@ class ObjectWriter:
             if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
+            self._written_at[ref.id] = _now()
             self._bytes_new += ref.size_bytes
             draft.is_kept = True
         self._syncing.add([draft.file])
@@ -295,10 +309,12 @@ class ObjectWriter:
             {self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused, *self._referred)}
         )
         for folder in folders:
-            self._files.make_directory(folder, durable=False)
+            if not self._files.is_directory(folder):
+                self._files.make_directory(folder, durable=False)
         self._files.sync_directory(self._layout.objects)
         for ref, path in self._staged.values():
-            self._files.touch(path)  # it may have been written long ago
+            if _now() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
+                self._files.touch(path)
             if ref.id in self._damaged:
                 self._files.rename(path, self._layout.object(ref.id))
             else:
@@ -325,7 +341,7 @@ class ObjectWriter:
         """
         lost = [ref for ref in self._found if not self.put_back(ref)]
         for ref, path in self._staged.values():
-            if self.put_back(ref):
+            if self._files.touch(self._layout.object(ref.id)) or self.put_back(ref):
                 continue
             if self._files.exists(path):
                 self._link(path, ref)
@@ -350,5 +366,4 @@ class ObjectWriter:
             self._is_over = True
         self._syncing.close()
         for _, path in self._staged.values():
-            if self._files.exists(path):
-                self._files.discard(path)
+            self._files.discard(path)

@@ -66,10 +66,10 @@ POLICIES: Mapping[str, Policy] = {
 
 COUNTED: Mapping[str, Mapping[str, int]] = {
     # On the rank that writes it.
-    "object": {"create": 1, "fsync": 1, "utime": 4, "lstat": 3, "link": 1, "unlink": 1},
-    "blob": {"create": 1, "fsync": 1, "utime": 4, "lstat": 3, "link": 1, "unlink": 1},
+    "object": {"create": 1, "fsync": 1, "utime": 3, "link": 1, "unlink": 1},
+    "blob": {"create": 1, "fsync": 1, "utime": 3, "link": 1, "unlink": 1},
     # For each of the 256 folders that new objects of a writer fall into, once for all of them, and for its part.
-    "folder": {"mkdir": 1, "lstat": 1, "open": 1, "fsync": 1},
+    "folder": {"lstat": 1, "open": 1, "fsync": 1},
     "folders": {"open": 1, "fsync": 1},
     "part": {"create": 1, "fsync": 2, "link": 1, "rename": 1, "unlink": 1, "lstat": 1, "open": 1},
     # On rank 0: for each version that is inherited, each part, and once.

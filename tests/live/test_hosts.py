@@ -39,7 +39,6 @@ SHARE = (
     "touch gc/*/*",
     "mkdir objects/*",
     "fsync objects",
-    "touch tmp/*",
     "link objects/*/*",
     "fsync objects/*",
     "link parts/*/*",
