@@ -72,6 +72,10 @@ class RemoteNotice(UserWarning):
     """A request to a remote failed and is retried."""
 
 
+class NoBucket(NoStore):
+    """There is no bucket in which a store could be."""
+
+
 class _Download:
     """A download of a byte range; after an error it resumes where the old stream was cut."""
 
@@ -351,8 +355,8 @@ class Bucket:
             hint="repeat the command once the server answers: what has arrived is not sent again",
         )
 
-    def _no_bucket(self) -> NoStore:
-        return NoStore(
+    def _no_bucket(self) -> NoBucket:
+        return NoBucket(
             f"{self.url}: there is no such bucket", hint="make it with your cloud's own tool, or check its name"
         )
 

@@ -14,9 +14,10 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import AlreadyExists, IntegrityError, Overtaken, StorageIO, Unsupported
+from layerstore.errors import AlreadyExists, IntegrityError, NoStore, Overtaken, StorageIO, Unsupported
 from layerstore.format import ref_of
 from layerstore.limits import REMOTE_MOMENT_SECONDS
+from layerstore.live.ranks import store_if_there
 from layerstore.remote import Bucket, RemoteNotice, saving
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks, hours_on
 from layerstore.storage import ObjectWriter
@@ -343,6 +344,13 @@ def test_another_store_in_its_place_is_noticed(in_a_folder: Store, saved: Checkp
         saved.into(in_a_folder, 2)
 
     assert list((tmp_path / "remote" / "commits").rglob("2.*")) == []
+
+
+def test_a_missing_bucket_is_not_an_empty_one(s3: str) -> None:
+    """A mistyped bucket is no place where training begins from nothing."""
+    assert store_if_there(s3) is None
+    with pytest.raises(NoStore, match="there is no such bucket"):
+        store_if_there(s3.replace("bucket-", "typo-"))
 
 
 def test_it_is_made_once(there: Store, url: str) -> None:

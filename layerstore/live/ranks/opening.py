@@ -14,10 +14,12 @@ _RUNS_SHOWN_MAX = 10
 
 
 def store_if_there(store: Store | StrPath) -> Store | None:
-    """Return *store*, opened; None if it is a path or a URL without a store."""
+    """Return *store*, opened; None if it is a path or a URL without a store. Raises NoStore for a missing bucket."""
     try:
         return as_store(store)
-    except NoStore:
+    except NoStore as exc:
+        if type(exc) is not NoStore:
+            raise
         return None
 
 

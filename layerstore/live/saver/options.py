@@ -81,7 +81,10 @@ class SaverOptions:
         compile_pattern(self.layer_pattern)
         _buffer_bytes(self.host_buffer)
         if self.durable == "remote" and self.push is None:
-            raise InvalidInput('durable is "remote", but there is no push', hint='push="s3://BUCKET/PREFIX" names one')
+            raise InvalidInput(
+                'durable is "remote", but there is no push',
+                hint='push="s3://BUCKET/PREFIX" names one; leave durable out if the store is itself in a bucket',
+            )
 
     @property
     def excludes_frozen(self) -> bool:
