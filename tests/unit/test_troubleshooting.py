@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pytest
 
 from layerstore import errors
+from layerstore.remote.bucket import NoBucket
 from layerstore.storage.index import IndexUnusable
 from tests.unit.test_architecture import MODULES, ROOT
 
@@ -27,7 +28,7 @@ WARNINGS = {
 }
 CLASSES = {
     value.__name__
-    for value in [*vars(errors).values(), IndexUnusable]
+    for value in [*vars(errors).values(), IndexUnusable, NoBucket]
     if isinstance(value, type) and issubclass(value, errors.LayerstoreError)
 }
 HOLE = "…"
