@@ -100,6 +100,11 @@ _PAUSE_SECONDS = 0.02
 _PAUSE_SECONDS_MAX = 1.0
 
 
+def hours_on() -> float:
+    """Return a clock in seconds that keeps running while the process is stopped or the machine asleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def pauses() -> Iterator[None]:
     """Yield after each of several growing pauses, `LATE_SECONDS` in all."""
     deadline = time.monotonic() + LATE_SECONDS

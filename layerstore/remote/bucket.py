@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from layerstore.disk import hours_on
 from layerstore.errors import (
     IntegrityError,
     Internal,
@@ -379,11 +380,6 @@ def _interruptible(ask: Callable[[], Answer]) -> Answer:
 
     start(threading.Thread(target=work, name="request", daemon=True))
     return answer.result()
-
-
-def hours_on() -> float:
-    """Return a clock in seconds that keeps running while the process is stopped or the machine asleep."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[Item]) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
+from layerstore.disk import hours_on
 from layerstore.errors import IntegrityError, InvalidInput, Overtaken, Unsupported
 from layerstore.format import stated_store
 from layerstore.gc import (
@@ -32,7 +33,7 @@ from layerstore.layout import OBJECT_ID
 from layerstore.limits import RECORD_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_MOMENT_SECONDS, REMOTE_REQUESTS_MAX
 from layerstore.model import Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
-from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket, hours_on
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket
 from layerstore.remote.mirror import Remote, is_stranger
 from layerstore.remote.saving import to_trash
 from layerstore.storage import RecordName, name_in

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
+from layerstore.disk import hours_on
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked, NotFound, StorageIO
 from layerstore.format import unseal_pin
 from layerstore.hashing import NameHasher
@@ -31,7 +32,7 @@ from layerstore.limits import (
 )
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Pin
 from layerstore.progress import Progress
-from layerstore.remote.bucket import Bucket, RemoteNotice, hours_on, in_parallel
+from layerstore.remote.bucket import Bucket, RemoteNotice, in_parallel
 from layerstore.remote.identity import Inventory, claim, collected_since, pushed_records
 from layerstore.shares import cut
 from layerstore.storage import RecordName, Repository, check_hash, read_chunks

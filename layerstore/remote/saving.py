@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from functools import cached_property, partial
 from typing import Any
 
-from layerstore.disk import Files
+from layerstore.disk import Files, hours_on
 from layerstore.errors import IntegrityError, Overtaken
 from layerstore.format import STATE_MAGIC, VERSION_MAGIC, part_name, seal_part, unseal_part
 from layerstore.hashing import Bytes
@@ -30,7 +30,7 @@ from layerstore.limits import (
     REMOTE_REQUESTS_MAX,
 )
 from layerstore.model import BlobRef, Commit, ObjectId, Part
-from layerstore.remote.bucket import Bucket, hours_on
+from layerstore.remote.bucket import Bucket
 from layerstore.remote.identity import collected_since
 from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, RecordName, Repository, Staged, Trash
 from layerstore.threads import Threads

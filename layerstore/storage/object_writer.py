@@ -8,13 +8,12 @@ import contextlib
 import errno as errnos
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from layerstore.disk import Files, Stream, Syncing
+from layerstore.disk import Files, Stream, Syncing, hours_on
 from layerstore.errors import IntegrityError, Overtaken, StorageIO
 from layerstore.hashing import Bytes, NameHasher
 from layerstore.layout import Layout
@@ -23,11 +22,6 @@ from layerstore.storage.objects import ObjectStore, check_hash, check_size, read
 
 _FRESH_SECONDS = 60.0
 """A file that was written so lately need not be touched: it is young for minutes."""
-
-
-def _now() -> float:
-    """Return a clock that keeps running while the machine is asleep."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +242,7 @@ class ObjectWriter:
             if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
-            self._written_at[ref.id] = _now()
+            self._written_at[ref.id] = hours_on()
             self._bytes_new += ref.size_bytes
             draft.is_kept = True
         self._syncing.add([draft.file])
@@ -313,7 +307,7 @@ class ObjectWriter:
                 self._files.make_directory(folder, durable=False)
         self._files.sync_directory(self._layout.objects)
         for ref, path in self._staged.values():
-            if _now() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
+            if hours_on() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
                 self._files.touch(path)
             if ref.id in self._damaged:
                 self._files.rename(path, self._layout.object(ref.id))

@@ -14,12 +14,13 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.disk import hours_on
 from layerstore.errors import AlreadyExists, IntegrityError, NoStore, Overtaken, StorageIO, Unsupported
 from layerstore.format import ref_of
 from layerstore.limits import REMOTE_MOMENT_SECONDS
 from layerstore.live.ranks import store_if_there
 from layerstore.remote import Bucket, RemoteNotice, saving
-from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks, hours_on
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
 from layerstore.storage import ObjectWriter
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints

@@ -9,10 +9,10 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.disk import hours_on
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, StorageIO
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.remote import Bucket
-from layerstore.remote.bucket import hours_on
 from layerstore.remote.identity import identity_of
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
