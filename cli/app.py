@@ -36,7 +36,7 @@ from layerstore.cli.exits import (
 )
 from layerstore.cli.help import Command, write_commands, write_options
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
+from layerstore.cli.render import be_quiet, mark_as_answer, name_store, say, say_error, say_json, say_warning, speak_up
 from layerstore.cli.shares import follow, is_follower, leave, led
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
@@ -183,21 +183,21 @@ def layerstore_(
       layerstore compose sft@200 -o resume
     """
     if version:
-        let_through()
+        mark_as_answer()
         say_json({"version": layerstore.__version__}) if as_json else say(f"layerstore {layerstore.__version__}")
         raise typer.Exit
     if show_completion is not None:
-        let_through()
+        mark_as_answer()
         say(script_for(show_completion, context.command))
         raise typer.Exit
     if context.invoked_subcommand is None:
         if as_json:
             context.fail("Missing command.")
-        let_through()
+        mark_as_answer()
         say(context.get_help())
         raise typer.Exit(EXIT_USAGE)
     if about(context.invoked_subcommand).answers:
-        let_through()
+        mark_as_answer()
     if cache is not None:
         size_in_bytes(cache)
         os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # it is only read from there
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     name_store(store_in(words))
     if not ANSWERING_OPTIONS.isdisjoint(_options(words)):
-        let_through()
+        mark_as_answer()
     try:
         return _main(words)
     finally:

@@ -15,7 +15,7 @@ from layerstore.cli.render import (
     Column,
     age,
     counted,
-    let_through,
+    mark_as_answer,
     say,
     say_json,
     say_paragraph,
@@ -122,7 +122,7 @@ def _is_confirmed(plan: "GcOutcome") -> bool:
     """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
-    let_through()  # the user must see the plan before answering, even with --quiet
+    mark_as_answer()  # the user must see the plan before answering, even with --quiet
     _tell(plan, is_done=False)
     sys.stdout.write("Remove them for good? [y/N]: ")
     sys.stdout.flush()

@@ -7,7 +7,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.complete import remote_to_remove
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import Column, let_through, say, say_json, say_note, say_rows, shown, with_store
+from layerstore.cli.render import Column, mark_as_answer, say, say_json, say_note, say_rows, shown, with_store
 from layerstore.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def remote(
 
 def _say_remotes(store: "Store", *, as_json: bool) -> None:
     found = store.remotes.urls()
-    let_through()
+    mark_as_answer()
     if as_json:
         say_json({"remotes": [{"name": name, "url": url} for name, url in found.items()]})
     elif found:

@@ -165,7 +165,7 @@ def is_quiet() -> bool:
     return _voice.is_quiet
 
 
-def let_through() -> None:
+def mark_as_answer() -> None:
     """Treat what `say` prints from now on as the answer, so that ``--quiet`` does not silence it."""
     _voice.answers = True
 

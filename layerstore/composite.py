@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Unpack
 from layerstore.arguments import checked
 from layerstore.arrays import TensorKind, Tensors, make_state_dict, open_tensors
 from layerstore.assemble import Exported, Force, Writing
-from layerstore.compose import Composition, check_members, check_whole, losses_told
+from layerstore.compose import Composition, check_splittable, load_versions, naming_damage
 from layerstore.delta import is_delta
 from layerstore.dtypes import DTypeName
 from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
@@ -185,20 +185,20 @@ class Composite:
             raise InvalidInput("an average has saves of several ages", hint="leave the largest staleness out")
         if max_staleness is not None:
             self.staleness.check(self._composition.base, steps_max=max_staleness)
-        with losses_told(self._repo, self._composition):
-            check_members(self._repo, self._composition)
+        with naming_damage(self._repo, self._composition):
+            load_versions(self._repo, self._composition)
 
     def pin(self, name: str) -> Pin:
         """Keep this composite under *name*: it outlives the commits that it was made from."""
         self._check_stored("keep it with write() or export()")
         self.check()
-        with losses_told(self._repo, self._composition):
-            check_whole(self._repo, self._composition)
+        with naming_damage(self._repo, self._composition):
+            check_splittable(self._repo, self._composition)
         return make_pin(self._repo, name, self._composition.as_resolved())
 
     def ls(self) -> Table[LayerLine]:
         """Return every layer with its sizes."""
-        with losses_told(self._repo, self._composition):
+        with naming_damage(self._repo, self._composition):
             return Table(layer_lines(self._repo, self._composition.layers))
 
     def _check_stored(self, hint: str) -> None:
@@ -208,7 +208,7 @@ class Composite:
 
     def plan(self, format: str | Format = "shards", **options: Unpack[FormatKeywords]) -> Plan:  # noqa: A002  # as the option is called
         """Return what `export` would write in *format*; its ``notes`` say what would not carry over."""
-        with losses_told(self._repo, self._composition):
+        with naming_damage(self._repo, self._composition):
             return chosen_format(format, options).plan(self._repo, self._composition)
 
     def write(
@@ -272,7 +272,7 @@ class Composite:
     def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
         if into.name != "delta" and os.path.lexists(out) and is_delta(Path(out)):
             raise AlreadyExists(f"{out} is a delta, which only another delta replaces", hint="choose another -o")
-        with losses_told(self._repo, self._composition):
+        with naming_damage(self._repo, self._composition):
             return into.write(self._repo, self._composition, Path(out), how, progress or Silent())
 
     def tensors(self, kind: TensorKind = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
@@ -284,7 +284,7 @@ class Composite:
         as ``exp_avg/NAME``. A tensor is read only on access, and verified first.
         """
         self._check_stored("state_dict() has its weights")
-        with losses_told(self._repo, self._composition):
+        with naming_damage(self._repo, self._composition):
             versions = [self._repo.version_of(entry) for entry in self._composition.layers]
         return open_tensors(self._repo, versions, kind=kind, state=state, verify=verify)
 
@@ -296,7 +296,7 @@ class Composite:
         are those of `export`, under the names of the model that was trained. Every tensor is a copy that may be written
         to; tied names share one. Frozen parameters are missing if the checkpoint was saved without them.
         """
-        with losses_told(self._repo, self._composition):
-            versions = check_members(self._repo, self._composition)
+        with naming_damage(self._repo, self._composition):
+            versions = load_versions(self._repo, self._composition)
             slices = self._composition.slices(self._repo, versions)
         return make_state_dict(self._repo, versions, slices, dtype=dtype, verify=verify)

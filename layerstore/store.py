@@ -307,20 +307,20 @@ class Store:
 
     def show(self, ref: str | None = None) -> "CommitView":
         """Return everything about one commit."""
-        from layerstore.compose import compose_latest, losses_told
+        from layerstore.compose import compose_latest, naming_damage
         from layerstore.inspect import describe_commit
 
         resolved = self._resolved(ref)
-        with losses_told(self._repo, compose_latest(resolved)):
+        with naming_damage(self._repo, compose_latest(resolved)):
             return describe_commit(self._repo, resolved)
 
     def ls(self, ref: str | None = None, *, layer: str | None = None) -> "Table[LayerLine]":
         """Return the layers of one commit with their sizes, or only *layer*."""
-        from layerstore.compose import compose_latest, losses_told
+        from layerstore.compose import compose_latest, naming_damage
         from layerstore.inspect import layer_lines
 
         resolved = self._resolved(ref)
-        with losses_told(self._repo, compose_latest(resolved)):
+        with naming_damage(self._repo, compose_latest(resolved)):
             return Table(layer_lines(self._repo, resolved.record.layers, layer=layer))
 
     def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> "Diff":

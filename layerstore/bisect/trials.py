@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from layerstore.assemble import Exported, ExportPlan, WeightTensor, Writing, execute_export
-from layerstore.compose import Composition, losses_told
+from layerstore.compose import Composition, naming_damage
 from layerstore.filenames import SUMMARY
 from layerstore.hashing import digest
 from layerstore.hf import plan_export
@@ -35,7 +35,7 @@ class Trials:
 
     def plan(self, composition: Composition) -> ExportPlan:
         """Return what *composition* is as a folder; raises as an export does."""
-        with losses_told(self._repo, composition):
+        with naming_damage(self._repo, composition):
             versions = [self._repo.version_of(entry) for entry in composition.layers]
             file_of = _files_by_layer(composition, versions)
             return plan_export(self._repo, composition, dtype=self._dtype, file_of=file_of)
@@ -47,7 +47,7 @@ class Trials:
                 self._repo.files.discard(self._files / name)
                 del self._stamps[name]
         self._repo.files.remove_tree(self.folder)
-        with losses_told(self._repo, plan.composition):
+        with naming_damage(self._repo, plan.composition):
             return execute_export(
                 self._repo, plan, self.folder, Writing(durable=False), reuse=self._files, progress=Silent()
             )

@@ -1,7 +1,7 @@
 """Verify, repair and doctor."""
 
+from layerstore.check.damage import Cost, Damage, Hurt
 from layerstore.check.doctor import Diagnosis, diagnose
-from layerstore.check.losses import Cost, Damage, Hurt
 from layerstore.check.probes import write_speed
 from layerstore.check.repair import (
     Fetched,

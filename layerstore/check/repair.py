@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from layerstore.check.losses import Cost, Costs, Damage, holders_of
+from layerstore.check.damage import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
 from layerstore.disk import Files
 from layerstore.errors import (

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, hurt_by, newest_whole
+from layerstore.check.damage import Cost, Costs, Damage, Holder, Standing, holders_of, hurt_by, newest_whole
 from layerstore.errors import (
     PERMISSION_ERRNOS,
     PROCESS_ERRNOS,
@@ -339,7 +339,7 @@ def _check_objects(
         ([ref for at in range(rank, NumberedRefs.PARTS, count) for ref in checked(at)], reads)
         for rank in range(1, count)
     ]
-    with repo.shares.asked(repo, check_share, parts) as answers:
+    with repo.shares.scatter_work(repo, check_share, parts) as answers:
         lost = list(_lost(repo, map(checked, range(0, NumberedRefs.PARTS, count)), reads, progress))
         for of_another in answers():
             lost += of_another

@@ -8,13 +8,13 @@ from layerstore.compose.choose import (
     Composition,
     as_newest_exact,
     cautions,
-    check_members,
-    check_whole,
+    check_splittable,
     compose_by_policy,
     compose_exact,
     compose_latest,
-    losses_told,
+    load_versions,
     mismatch,
+    naming_damage,
 )
 from layerstore.compose.damage import without_damaged
 from layerstore.compose.means import average, base_of_mean
@@ -26,13 +26,13 @@ __all__ = [
     "average",
     "base_of_mean",
     "cautions",
-    "check_members",
-    "check_whole",
+    "check_splittable",
     "compose_by_policy",
     "compose_by_recipe",
     "compose_exact",
     "compose_latest",
-    "losses_told",
+    "load_versions",
     "mismatch",
+    "naming_damage",
     "without_damaged",
 ]

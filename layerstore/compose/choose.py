@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from layerstore.compose.exactness import earlier_exact, inexact
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayoutMismatch, NotFound
 from layerstore.history import (
-    Past,
     Resolved,
+    SaveHistory,
     Staleness,
     named_by,
     others_in,
@@ -286,7 +286,7 @@ def compose_by_policy(
     base, latest = resolved.record, compose_latest(resolved)
     if isinstance(policy, Latest):
         return latest
-    past = Past(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
+    past = SaveHistory(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
@@ -309,7 +309,7 @@ def compose_by_policy(
 # -- whether the layers fit together -------------------------------------------------------------------------------
 
 
-def check_members(repo: Repository, composition: Composition, *, states: bool = True) -> list[LayerVersion]:
+def load_versions(repo: Repository, composition: Composition, *, states: bool = True) -> list[LayerVersion]:
     """
     Return the chosen version of every layer; without *states*, optimizers may differ.
 
@@ -344,7 +344,7 @@ def check_members(repo: Repository, composition: Composition, *, states: bool = 
     return versions
 
 
-def check_whole(
+def check_splittable(
     repo: Repository, composition: Composition, *, world_size: int | None = None, is_converted: bool = False
 ) -> None:
     """
@@ -434,7 +434,7 @@ def _facts(item: Parameter | Buffer) -> str:
 
 
 @contextmanager
-def losses_told(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
+def naming_damage(repo: Repository, composition: Composition, *, resumes: bool = False) -> Iterator[None]:
     """
     Name the layer in errors of the body, which reads the parts of *composition*; what *resumes* has no checkpoint.
 

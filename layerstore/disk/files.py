@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.disk.handles import (
+from layerstore.disk.open_files import (
     LOG,
     READ_FLAGS,
     Hook,

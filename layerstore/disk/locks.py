@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from layerstore.disk.files import network_filesystem
-from layerstore.disk.handles import mapped_errors
+from layerstore.disk.open_files import mapped_errors
 from layerstore.errors import InvalidInput, Locked
 from layerstore.json_text import parse_json
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS

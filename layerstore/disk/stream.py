@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 
-from layerstore.disk.handles import NewFile
+from layerstore.disk.open_files import NewFile
 from layerstore.errors import StorageIO
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
 

@@ -2,7 +2,7 @@
 Ingest a PyTorch distributed checkpoint onto a base commit of the same model.
 
 It holds masters and moments. All else that DeepSpeed needs is the base's, counted on by the updates since (see
-``counted_on``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
+``advance``). Slices are cut for as many ranks as the base has, from whatever chunks the folder has.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,8 +20,8 @@ from layerstore.format import WITHOUT_MOMENTS
 from layerstore.framing import canonical_order
 from layerstore.handover import (
     PARAM_GROUPS,
-    Since,
-    counted_on,
+    UpdatesSince,
+    advance,
     group_settings,
     is_stale,
     plain_setting,
@@ -70,7 +70,7 @@ class DcpCheckpoint:
     _wanted: Mapping[Path, Wanted]
     _files: Mapping[str, Path]
     """Files of the folder that take the place of the base's, by their path there."""
-    _done: Since
+    _done: UpdatesSince
     _base: CommitRecord
     _world_sizes: Mapping[str, int]
     """By layer: how many ranks it is cut for, as in the base."""
@@ -129,7 +129,7 @@ class DcpCheckpoint:
             )
             for name, path in self._files.items()
         }
-        moved = counted_on(state, self._done, files)
+        moved = advance(state, self._done, files)
         for ref in objects_of_state(moved):
             writer.reuse(ref)  # the base's own: a collection must not take them meanwhile
         return staging.whole_state(moved)
@@ -225,7 +225,7 @@ class _Reading:
             return found != of.content
         return (len(found), crc32(found)) != (of.content.size_bytes, of.content.crc32)
 
-    def _notes(self, done: Since, paths: set[str]) -> Iterator[str]:
+    def _notes(self, done: UpdatesSince, paths: set[str]) -> Iterator[str]:
         if done.updates:
             yield (
                 f"everything but weights and moments is of {self._called}, such as random states and the loss scale; "

@@ -17,7 +17,7 @@ from layerstore.assemble import (
     literal_file,
     plan_source_file,
 )
-from layerstore.compose import Composition, cautions, check_members
+from layerstore.compose import Composition, cautions, load_versions
 from layerstore.distcp.metadata import Chunk, Entry, metadata_bytes
 from layerstore.distcp.names import Named, names_of
 from layerstore.dtypes import by_code, dtype_name
@@ -50,7 +50,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     """
     started = time.monotonic()
     base = composition.base
-    versions = check_members(repo, composition)
+    versions = load_versions(repo, composition)
     slices, state = composition.slices(repo, versions), repo.state(base.states[0])
     named, found = names_of(repo, composition, versions, slices, adam_step=adam_step)
     notes = [*cautions(repo, composition), *found]

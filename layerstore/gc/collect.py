@@ -161,7 +161,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         if fate.loses_moments:
             with named(f"{fate.run}@{fate.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.name))
-            marks.check_whole(add_needs(marks.needs, planned), of=fate)
+            marks.check_splittable(add_needs(marks.needs, planned), of=fate)
     # If no commit goes, no possible replacement for a lost object goes either, so nothing has to be whole.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     old, young = _tally(repo, fates, marks)

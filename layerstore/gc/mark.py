@@ -68,10 +68,10 @@ class Marks:
             with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
             if has_to_be_whole:
-                self.check_whole(new, of=pin)
+                self.check_splittable(new, of=pin)
         self._mark_trash(without)
 
-    def check_whole(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
+    def check_splittable(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
         """
         Make sure that *refs*, which *of* needs and nothing before, exist at their place or aside.
 
@@ -123,7 +123,7 @@ class Marks:
                     raise commit
                 new = self.needs.add_record(commit.record)
             if has_to_be_whole:
-                self.check_whole(new, of=commit.record)
+                self.check_splittable(new, of=commit.record)
             self._seen.add(name)
             progress.advance(1)
 
@@ -142,14 +142,14 @@ class Marks:
         """Yield the unneeded objects at their places; those that a young blob names count as young."""
         for each in self._loose():  # two passes: an object may come before the blob that names it
             if each.is_young:
-                self.spare(each.ref)
+                self.protect_named(each.ref)
         yield from self._loose()
 
-    def doomed(self) -> Iterator[UnneededObject]:
+    def unmarked_old(self) -> Iterator[UnneededObject]:
         """Yield the old ones; one that was touched since it was listed is young by now."""
         for each in self._loose():
             if each.is_young:
-                self.spare(each.ref)
+                self.protect_named(each.ref)
             else:
                 yield each
 
@@ -177,7 +177,7 @@ class Marks:
             is_young=state.st_mtime_ns >= self.old_before_ns or object_id in self.needs,
         )
 
-    def spare(self, ref: BlobRef) -> None:
+    def protect_named(self, ref: BlobRef) -> None:
         """
         Add what *ref* names, if it is a version or state blob.
 

@@ -34,7 +34,7 @@ class Gone:
 def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
     """Move old unneeded objects aside; on a full disk return the error, since unlinking those aside makes room."""
     try:
-        for each in marks.doomed():
+        for each in marks.unmarked_old():
             repo.aside.take(each.ref.id)
             progress.advance(each.ref.size_bytes)
     except StorageIO as exc:
@@ -57,7 +57,7 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
     old: list[BlobRef] = []
     for each in marks.aside(listed):
         if each.is_young:
-            marks.spare(each.ref)
+            marks.protect_named(each.ref)
             back.append(each.ref)
         else:
             old.append(each.ref)
@@ -73,7 +73,7 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
             sums[_remove(repo, marks, found.path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
             # A writer has put it back, and a blob at its place promises that everything it names is there.
-            marks.spare(ref)
+            marks.protect_named(ref)
             _put_back(repo, _named_by(repo, ref) or ())
     for each in marks.aside(ref.id for ref in old if ref.id not in blobs):
         if not each.is_young:

@@ -2,7 +2,7 @@
 What one trainer's commit lacks for another: a distributed state beside its layers, and DeepSpeed's trees counted on.
 """
 
-from layerstore.handover.counted_on import Since, counted_on, is_stale, since
+from layerstore.handover.advance import UpdatesSince, advance, is_stale, since
 from layerstore.handover.dcp_state import (
     CLIENT_STATE,
     PARAM_GROUPS,
@@ -24,8 +24,8 @@ __all__ = [
     "KeyPath",
     "SavedTensor",
     "SavedValue",
-    "Since",
-    "counted_on",
+    "UpdatesSince",
+    "advance",
     "group_settings",
     "is_stale",
     "plain_setting",

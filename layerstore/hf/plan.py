@@ -22,7 +22,7 @@ from layerstore.assemble import (
     plan_source_file,
     weights_files,
 )
-from layerstore.compose import Composition, cautions, check_members
+from layerstore.compose import Composition, cautions, load_versions
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
 from layerstore.filenames import SUMMARY, WEIGHTS, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -66,7 +66,7 @@ def plan_export(
     started = time.monotonic()
     wanted, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
-    versions = check_members(repo, composition, states=False)
+    versions = load_versions(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]

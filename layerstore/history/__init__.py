@@ -7,17 +7,7 @@ from layerstore.history.needs import (
     named_by,
     objects_of_state,
 )
-from layerstore.history.past import (
-    Past,
-    Staleness,
-    has_shrunk,
-    newest_exact,
-    others_in,
-    saved_at,
-    saves_below,
-    view_read_again,
-)
-from layerstore.history.place import Place, reserve, saved_now
+from layerstore.history.next_commit import NextCommit, reserve, saved_now
 from layerstore.history.pushed import PushedNotice, note_pushed, pushed_to
 from layerstore.history.references import (
     Resolved,
@@ -29,15 +19,25 @@ from layerstore.history.references import (
     references_to,
     resolve,
 )
+from layerstore.history.save_history import (
+    SaveHistory,
+    Staleness,
+    has_shrunk,
+    newest_exact,
+    others_in,
+    saved_at,
+    saves_below,
+    view_read_again,
+)
 
 __all__ = [
     "METRICS",
     "Needs",
+    "NextCommit",
     "NumberedRefs",
-    "Past",
-    "Place",
     "PushedNotice",
     "Resolved",
+    "SaveHistory",
     "Staleness",
     "ambiguous_id",
     "begins_id",

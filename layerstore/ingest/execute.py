@@ -24,7 +24,7 @@ from layerstore.errors import (
 )
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
-    Place,
+    NextCommit,
     has_shrunk,
     reserve,
     resolve,
@@ -175,10 +175,10 @@ class _Ingest:
 
     def stored(self) -> Ingested:
         """Store the checkpoint, unless it was saved before."""
-        rival = self._rival()
+        rival = self._existing_commit()
         replaced_rows = self._replaced(rival)
         is_ambiguous = len(replaced_rows) > 1  # then even a commit with this content is replaced
-        done = None if rival is None or is_ambiguous else self._beside(rival)
+        done = None if rival is None or is_ambiguous else self._heal_existing(rival)
         return done or self._as_new(replaced_rows, known_before=rival is not None)
 
     def _replaced(self, rival: RecordRow | None) -> list[RecordRow]:
@@ -188,7 +188,7 @@ class _Ingest:
         assert self.view is not None, "the rival is of the view"
         return [row for row in self.view.of_attempt(rival.attempt) if row.step == rival.step]
 
-    def _rival(self) -> RecordRow | None:
+    def _existing_commit(self) -> RecordRow | None:
         """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
         if self.view is None:
             return None
@@ -205,11 +205,11 @@ class _Ingest:
             each.id == row.id for each in view.history(view.newest_attempt, step=self.checkpoint.step)
         )
 
-    def _beside(self, rival: RecordRow) -> Ingested | None:
+    def _heal_existing(self, rival: RecordRow) -> Ingested | None:
         """Restore what the store has lost of *rival*, if the content is the same; return None if it is not."""
         asked = self.asked
         old = self.repo.catalog.commit(rival.name)
-        place, trimmed = Place.of(old.record), WITHOUT_MOMENTS in old.record.flags
+        place, trimmed = NextCommit.of(old.record), WITHOUT_MOMENTS in old.record.flags
         as_saved = (old.record.policy.name, old.record.precision)
         if asked.replace and (trimmed or as_saved != (asked.policy.name, asked.precision)):
             return None  # the user wants its moments back, more of its layers, or them in another precision
@@ -317,7 +317,7 @@ class _Ingest:
                 object_id=damaged,
             ) from exc
 
-    def _compact(self, place: Place, due: frozenset[str]) -> CompactLayers:
+    def _compact(self, place: NextCommit, due: frozenset[str]) -> CompactLayers:
         """Return those of the layers *due* that need not be exact this time, and have something to refer to."""
         wanted, older = self.asked.keyframes, {}
         for layer in self.checkpoint.layers:
@@ -331,8 +331,8 @@ class _Ingest:
                 self.kept_exactly.append(layer.layer)
         return CompactLayers(wanted.precision, older)
 
-    def _place(self, view: RunView | None, rivals: list[RecordRow]) -> Place:
-        return Place.at_step(
+    def _place(self, view: RunView | None, rivals: list[RecordRow]) -> NextCommit:
+        return NextCommit.at_step(
             self.repo,
             view,
             self.checkpoint.step,
@@ -356,7 +356,7 @@ class _Ingest:
 
     def _record(
         self,
-        place: Place,
+        place: NextCommit,
         policy: PolicyUse,
         content: Content,
         due: frozenset[str],

@@ -8,7 +8,7 @@ from math import prod
 
 from layerstore.compose import mismatch
 from layerstore.dtypes import by_code
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.numbers import (
     SECOND_MOMENT,
@@ -140,7 +140,7 @@ def sample_weight(elements: int) -> float:
 
 
 def layers_due(
-    repo: Repository, layers: tuple[LayerSource, ...], place: Place, policy: Policy, *, run: str
+    repo: Repository, layers: tuple[LayerSource, ...], place: NextCommit, policy: Policy, *, run: str
 ) -> tuple[frozenset[str], dict[Tree, Tree]]:
     """
     Return which of *layers* to store, and the decisions that the record keeps.

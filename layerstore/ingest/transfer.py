@@ -240,7 +240,7 @@ class _Transfer:
         mine, *theirs = (sources[of.start : of.stop] for of in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
-        with self.repo.shares.asked(self.repo, stage_share, parts) as answers:
+        with self.repo.shares.scatter_work(self.repo, stage_share, parts) as answers:
             stored = self.readers.objects(mine)
             for done in answers():
                 stored += done.objects

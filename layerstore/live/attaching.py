@@ -93,7 +93,7 @@ def _agreed(
 ) -> tuple[Store, Composition | None]:
     """Return the store and what *trained* continues from; raise on every rank unless all want the same."""
     opened = open_together(exchange, store)
-    with exchange.together():
+    with exchange.raise_on_all():
         check_run(opened, run)
         if opened is None and not options.create:
             as_store(store)  # raises
@@ -102,7 +102,7 @@ def _agreed(
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         check_push(opened, options.push)
     trained.meet(exchange)
-    with exchange.together():  # by itself: DeepSpeed's part of it may need all ranks
+    with exchange.raise_on_all():  # by itself: DeepSpeed's part of it may need all ranks
         _check_saves(trained.engine, options)
     wishes = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(wishes):
@@ -110,7 +110,7 @@ def _agreed(
             raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
     if opened is None:
         opened = make_together(exchange, str(store))
-    with exchange.together():
+    with exchange.raise_on_all():
         resumed = trained.binding.composition_in(opened)
         opened.repo.prepare_saving()
         keep = options.keep

@@ -40,7 +40,7 @@ class Binding:
         """Note that a load has failed half-way: nothing is saved until another one succeeds."""
         self.composition, self.is_half_loaded = None, True
 
-    def check_whole(self) -> None:
+    def check_splittable(self) -> None:
         """Raise Conflict if the last load has failed half-way."""
         if self.is_half_loaded:
             raise Conflict(

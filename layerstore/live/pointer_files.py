@@ -188,9 +188,9 @@ def checkpoint(
     import torch.distributed as dist
 
     exchange = Exchange() if dist.is_initialized() else None
-    together = nullcontext if exchange is None else exchange.together
+    raise_on_all = nullcontext if exchange is None else exchange.raise_on_all
     try:
-        with together():
+        with raise_on_all():
             opened = store_if_there(store)
             found = None if opened is None else _found(opened, ref, policy)
         if exchange is not None and not exchange.is_same("" if found is None else found[0].commit):
@@ -199,7 +199,7 @@ def checkpoint(
             if exchange is None or exchange.rank == 0:
                 log_nothing_yet(opened or store, ref)
             return None
-        with together():
+        with raise_on_all():
             return _written(opened, *found, folder)
     finally:
         if exchange is not None:

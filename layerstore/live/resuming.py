@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from layerstore.arguments import checked
-from layerstore.compose import losses_told
+from layerstore.compose import naming_damage
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
@@ -82,7 +82,7 @@ def resume(
     trained.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
         opened = open_together(exchange, wanted)
-        with exchange.together():
+        with exchange.raise_on_all():
             check_run(opened, run)
             if opened is None and must_exist:
                 as_store(wanted)  # raises
@@ -92,7 +92,7 @@ def resume(
             if exchange.rank == 0:
                 log_nothing_yet(wanted, run)
             return None
-        composite, said = exchange.looked(
+        composite, said = exchange.agree_on(
             partial(_composite, opened, run, step=step, policy=policy, exact=exact, must_exist=must_exist),
             _commit_of,
             may_be_late=opened.repo.aside.is_on_network,
@@ -106,7 +106,7 @@ def resume(
                 log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) refuses to begin")
             return None
         composition = composite.composition
-        with exchange.together(), losses_told(opened.repo, composition, resumes=True):
+        with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
             loading = trained.read(opened, composition, adam_step=adam_step, like=like)
         trained.fill(loading.fill, exchange)
     return _resumed(trained, composite, loading)

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from layerstore.compose import Composition, losses_told
+from layerstore.compose import Composition, naming_damage
 from layerstore.filenames import FSDP_MODEL
 from layerstore.live.binding import binding_of, wait_for_saves
 from layerstore.live.module import AttachableModule
@@ -73,7 +73,7 @@ def _save(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
         return real()
     pointer = pointer_to_next(saver)
     saver.take(None, client_state={}, folder=folder, tag=_TAG)
-    with saver.exchange.together():
+    with saver.exchange.raise_on_all():
         if accelerator.is_local_main_process:
             write_fsdp_pointers(saver.store.repo.files, folder, pointer)
     return None
@@ -110,7 +110,7 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
         found = _found(exchange, folder, saver)
         if found is not None:
             pointer, store, composition = found
-            with exchange.together(), losses_told(store.repo, composition):
+            with exchange.raise_on_all(), naming_damage(store.repo, composition):
                 loading = trained.read_part(store, composition, optimizer=optimizer)
             trained.fill(loading.fill, exchange)
     if found is None:
@@ -122,11 +122,11 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
 
 def _found(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Pointer, Store, Composition] | None:
     """Return where the pointers in *folder* lead to, the same on all ranks; None if it has none."""
-    with exchange.together():
+    with exchange.raise_on_all():
         pointer = read_pointer(folder / FSDP_MODEL)
         if pointer is not None:
             wait_for_saves(pointer.store_id, pointer.run)
-    with exchange.together():
+    with exchange.raise_on_all():
         store = None if pointer is None else store_of(pointer, saver)
         found = None if pointer is None or store is None else (pointer, store, composition_of(store, pointer))
     check_same(exchange, folder, "no pointer" if found is None else f"a pointer to {found[2].commit}")

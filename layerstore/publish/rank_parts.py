@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Mut
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.model import (
     DCP,
     BlobRef,
@@ -51,7 +51,7 @@ class JointCommit:
     mark: Callable[[ObjectSource], Hashable]
     """Identifies an object of frozen weights without reading it."""
     run: str
-    place: Place
+    place: NextCommit
     """Where the attempt began; this save's number is *save_number*."""
     step: int
     save_number: int

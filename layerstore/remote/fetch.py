@@ -269,7 +269,7 @@ class _Expected(ObjectStore):
         self._verified: dict[BlobRef, Future[None]] = {}
         self._ahead: set[BlobRef] = set()
         """Those that nobody has asked for yet."""
-        self._set_out()
+        self._start_prefetch()
 
     def close(self) -> None:
         """Cancel what nobody has asked for."""
@@ -281,7 +281,7 @@ class _Expected(ObjectStore):
         with self._guard:
             verified = self._start(ref)
             self._ahead.discard(ref)
-            self._set_out()
+            self._start_prefetch()
         self._objects.wait(verified)
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
@@ -289,7 +289,7 @@ class _Expected(ObjectStore):
         self.verify(ref)
         return self._objects.open(ref, stretches)
 
-    def _set_out(self) -> None:
+    def _start_prefetch(self) -> None:
         while self._expected and len(self._ahead) < _AHEAD_MAX:
             ref = self._expected.popleft()
             if ref not in self._verified:

@@ -126,11 +126,14 @@ class _Pull:
         commits, pins = self._asked(refs, left)
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
-                with _told_later(left, f"{commit.record.run}@{commit.record.step}"), Transaction(self._repo) as tx:
+                with (
+                    _deferring_errors(left, f"{commit.record.run}@{commit.record.step}"),
+                    Transaction(self._repo) as tx,
+                ):
                     self._fetch(pool, tx.objects, commit.record)
                     tx.commit(commit.record, observed=commit.observed)
             for pin in pins:
-                with _told_later(left, f"pin {pin.name}"), Transaction(self._repo) as tx:
+                with _deferring_errors(left, f"pin {pin.name}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, pin.record)
                     tx.objects.publish()  # before a pin names them
                     tx.pin(pin)
@@ -171,7 +174,7 @@ class _Pull:
         missing = []
         for name in pins:
             pin = theirs.records.read_pin(name)
-            with _told_later(left, f"pin {name}"):
+            with _deferring_errors(left, f"pin {name}"):
                 check_pin_means(self._repo, name, pin.base)
             if name not in self._repo.records.pin_names():
                 missing.append(pin)
@@ -196,7 +199,7 @@ class _Pull:
         mine, *theirs = (
             lacking[of.start : of.stop] for of in cut([ref.size_bytes for ref in lacking], count=shares.count)
         )
-        with shares.asked(self._repo, fetch_share, [(self._remote.url, part) for part in theirs]) as answers:
+        with shares.scatter_work(self._repo, fetch_share, [(self._remote.url, part) for part in theirs]) as answers:
             self._stage_all(pool, objects, mine)
             for staged in answers():
                 objects.join(staged)
@@ -229,7 +232,7 @@ class _Pull:
 
 
 @contextmanager
-def _told_later(left: Left, name: str) -> Iterator[None]:
+def _deferring_errors(left: Left, name: str) -> Iterator[None]:
     """Note damage, or a conflicting pin, in *left* under *name* instead of raising: the rest can still be fetched."""
     try:
         yield

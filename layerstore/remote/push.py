@@ -227,7 +227,7 @@ class _Push:
             if self._is_stale():
                 self._list()
             wanted, seen = list[BlobRef](), set(self._sent)
-            waiting = deque(self._still_here(waiting, lambda _, record: wanted.extend(self._missing(record, seen))))
+            waiting = deque(self._process_each(waiting, lambda _, record: wanted.extend(self._missing(record, seen))))
             self._progress.start("push", sum(ref.size_bytes for ref in wanted))
         sent = set[Path]()
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="push") as pool:
@@ -366,7 +366,7 @@ class _Push:
         while group:
             if self._is_stale():
                 self._list()
-            group = self._still_here(group, lambda _, record: self._send_objects(pool, record))
+            group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
             if self._is_stale():
                 continue
             if collected_since(self._bucket, self._listed_ns):
@@ -380,13 +380,13 @@ class _Push:
             if self._made:
                 claim(self._bucket, self._repo.identity)
                 self._made = False
-            group = self._still_here(group, self._send_record)
+            group = self._process_each(group, self._send_record)
             if not self._is_stale():  # else we were suspended before a record, and its objects may be gone
                 self._unnamed.clear()  # these records name it
                 break
         return group
 
-    def _still_here(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
+    def _process_each(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
         """*Do* something with each of *group*; return those that were neither damaged nor collected here meanwhile."""
         found = []
         for path, record in group:
@@ -435,7 +435,7 @@ class _Push:
         """Send *refs*, split among the processes."""
         shares = self._repo.shares
         mine, *theirs = (refs[of.start : of.stop] for of in cut([ref.size_bytes for ref in refs], count=shares.count))
-        with shares.asked(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
+        with shares.scatter_work(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
             in_parallel(pool, self._send_object, mine)
             answers()
         for part in theirs:

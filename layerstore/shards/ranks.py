@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from layerstore.assemble import OutputFile, plan_source_file
-from layerstore.compose import Composition, cautions, check_members, check_whole
+from layerstore.compose import Composition, cautions, check_splittable, load_versions
 from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
@@ -139,8 +139,8 @@ def plan_ranks(
         raise InvalidInput(f"{called} was saved by DeepSpeed, and has a state of its own", hint="leave --like out")
     count = base.world_size if asked.world_size is None else asked.world_size
     is_converted = asked.as_zero3 and base.stage != STAGE_3
-    check_whole(repo, composition, world_size=asked.world_size, is_converted=is_converted)
-    versions = check_members(repo, composition)
+    check_splittable(repo, composition, world_size=asked.world_size, is_converted=is_converted)
+    versions = load_versions(repo, composition)
     slices = composition.slices(repo, versions)
     first = _first_state(repo, base)
     if following is not None:

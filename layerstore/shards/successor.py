@@ -13,8 +13,8 @@ from layerstore.handover import (
     CLIENT_STATE,
     PARAM_GROUPS,
     DcpState,
-    Since,
-    counted_on,
+    UpdatesSince,
+    advance,
     group_settings,
     plain_setting,
     since,
@@ -34,7 +34,7 @@ class Successor:
 
     before: CommitRecord
     notes: tuple[str, ...]
-    _done: Since
+    _done: UpdatesSince
     _files: Mapping[str, SourceFile]
     """Files of the later commit, in the place of those of the same name."""
     _client_states: Sequence[Mapping[Tree, Tree]]
@@ -42,7 +42,7 @@ class Successor:
 
     def state(self, state: RankState) -> RankState:
         """Return *state*, of a rank of the commit before, as it would be now."""
-        moved = counted_on(state, self._done, self._files)
+        moved = advance(state, self._done, self._files)
         kept = self._client_states[state.rank if state.rank < len(self._client_states) else 0]
         tree: dict[Tree, Tree] = {
             key: value for key, value in TreeView.of(moved.model).mapping().items() if key in ENGINE_KEYS
@@ -111,7 +111,7 @@ def _client_state(own: DcpState) -> Mapping[Tree, Tree]:
 
 
 def _notes(
-    first: RankState, done: Since, files: Mapping[str, SourceFile], kept: Mapping[Tree, Tree], *, named: str
+    first: RankState, done: UpdatesSince, files: Mapping[str, SourceFile], kept: Mapping[Tree, Tree], *, named: str
 ) -> Iterator[str]:
     yield f"what is DeepSpeed's own is that of {named}, counted on by {done.updates} updates"
     stale = [of.path for of in first.files if of.path.rpartition("/")[2] in SCHEDULES and of.path not in files]

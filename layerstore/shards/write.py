@@ -112,7 +112,7 @@ def execute_compose(
     ):
         work = _Work(composition=composition, folder=partial, asked=asked, how=how)
         mine, *theirs = _shares(ranks, count=repo.shares.count)
-        with repo.shares.asked(repo, write_share, [(work, part) for part in theirs]) as answers:
+        with repo.shares.scatter_work(repo, write_share, [(work, part) for part in theirs]) as answers:
             _assemble(assembly, ranks, mine, own=composition.own_parameters(ranks.versions), is_lead=True)
             assembly.bytes_written += sum(answers())
     return Written(

@@ -34,7 +34,9 @@ class Shares:
     """The number of processes that share the work."""
 
     @contextmanager
-    def asked(self, repo: Repository, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
+    def scatter_work(
+        self, repo: Repository, work: Work[Answer], parts: Sequence[Any]
+    ) -> Iterator[Callable[[], list[Answer]]]:
         """
         Have every other process do *work* on one of *parts*, in the store of *repo*, while the lead does its own share.
 

@@ -71,7 +71,9 @@ class Led(Shares):
         self._line = _Line(0, count)
 
     @contextmanager
-    def asked(self, repo: Repository, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
+    def scatter_work(
+        self, repo: Repository, work: Work[Answer], parts: Sequence[Any]
+    ) -> Iterator[Callable[[], list[Answer]]]:
         """Have every other process do *work* on one of *parts*; yield a function that waits for the answers."""
         cache_size = os.environ.get("LAYERSTORE_CACHE_SIZE")
         with _seen_by_all(repo) as session:

@@ -12,7 +12,7 @@ from layerstore.coding import BLOCK, CODINGS, Coded, Error, NotCodable
 from layerstore.errors import LayerstoreError, Unsupported
 from layerstore.framing import coded_frame, frame
 from layerstore.hashing import crc32
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
 from layerstore.precision import PRECISIONS, Precision
 from layerstore.storage import Hashing, ObjectStore, Repository
@@ -80,7 +80,7 @@ class CompactLayers:
 
 
 def referable(
-    repo: Repository, place: Place, *, shard: int | None, world_size: int
+    repo: Repository, place: NextCommit, *, shard: int | None, world_size: int
 ) -> tuple[dict[str, LayerVersion], list[str]]:
     """
     Return what differences can refer to of the layers inherited at *place*, and the layers cut otherwise.

@@ -68,7 +68,7 @@ class KeptFile:
     size_bytes: int
 
 
-Place = tuple[Path, int, memoryview]
+NextCommit = tuple[Path, int, memoryview]
 """A file of a source, an offset in it, and the buffer for the bytes there."""
 
 
@@ -78,7 +78,7 @@ class Reader(Protocol):
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of *path* in order; each chunk is valid until the next one is asked for."""
 
-    def read_into(self, places: Sequence[Place]) -> None:
+    def read_into(self, places: Sequence[NextCommit]) -> None:
         """Fill each buffer with the bytes of its place."""
 
 
@@ -99,7 +99,7 @@ class SourceReader:
             yield chunk
             offset += len(chunk)
 
-    def read_into(self, places: Sequence[Place]) -> None:
+    def read_into(self, places: Sequence[NextCommit]) -> None:
         """Fill each buffer with the bytes of its place; adjacent ones are read in one call."""
         together: list[memoryview] = []
         before, begin, end = None, 0, 0

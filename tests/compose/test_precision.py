@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
-from layerstore.compose import losses_told
+from layerstore.compose import naming_damage
 from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.shards import RankLoad
 from tests.faults.harness import flip
@@ -62,11 +62,11 @@ def test_a_damaged_exact_save_leads_to_an_earlier_one(saved: Store, tmp_path: Pa
 
     with pytest.raises(IntegrityError) as caught:
         composite.write(tmp_path / "out")
-    with pytest.raises(IntegrityError) as live, losses_told(saved.repo, composite.composition, resumes=True):
+    with pytest.raises(IntegrityError) as live, naming_damage(saved.repo, composite.composition, resumes=True):
         saved.repo.objects.verify(version.objects[0].ref)
     with (
         pytest.raises(IntegrityError) as plain,
-        losses_told(saved.repo, saved.compose("r@4").composition, resumes=True),
+        naming_damage(saved.repo, saved.compose("r@4").composition, resumes=True),
     ):
         saved.repo.objects.verify(version.objects[0].ref)
 

@@ -28,7 +28,7 @@ INTERNAL = {
         "take",
         "captured",
         "pointer",
-        "went_to",
+        "rebase_on",
     ),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
     *("reset", "set_up_storage_writer", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan"),

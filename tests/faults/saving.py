@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from layerstore.history import Place, resolve
+from layerstore.history import NextCommit, resolve
 from layerstore.model import Commit, LayerVersion, Part, PolicyUse, SourceLayout
 from layerstore.precision import PRECISIONS
 from layerstore.publish.rank_parts import JointCommit, join, parts_of, write_share
@@ -70,7 +70,7 @@ def begun(
     checkpoint: Path,
     *,
     session: str,
-    place: Place,
+    place: NextCommit,
     run: str = "run",
     step: int,
     save: int = 0,
@@ -112,6 +112,6 @@ def begun_after(store: Store, checkpoint: Path, *, session: str | None = None, *
     """Begin a session that goes on from the newest commit of ``run``, two steps later."""
     base = resolve(store.repo, "run")
     view = store.repo.catalog.find("run")
-    place = Place.resumed(view, base.record, of_commit=base.commit, is_as_it_stands=True)
+    place = NextCommit.resumed(view, base.record, of_commit=base.commit, is_as_it_stands=True)
     session = session or secrets.token_hex(16)
     return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, **options)

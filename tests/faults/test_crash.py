@@ -137,7 +137,7 @@ def test_a_kill_without_hard_links_loses_nothing(fast_path: Path, scene: Path, n
 _DRIVER = """
 import sys
 from pathlib import Path
-from layerstore.disk.handles import no_hook
+from layerstore.disk.open_files import no_hook
 from tests.faults.verbs import VERBS
 VERBS[sys.argv[1]](Path(sys.argv[2]), no_hook)
 """

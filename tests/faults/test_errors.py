@@ -166,7 +166,7 @@ _DRIVER = """
 import os, sys, warnings
 from pathlib import Path
 from layerstore.errors import LayerstoreError
-from layerstore.disk.handles import no_hook
+from layerstore.disk.open_files import no_hook
 from tests.faults.verbs import VERBS
 warnings.simplefilter("ignore")
 os.close(os.open(sys.argv[2], os.O_RDONLY))  # the calls from here on are the verb's

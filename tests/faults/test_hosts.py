@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Keep
-from layerstore.disk import handles, locks
+from layerstore.disk import locks, open_files
 from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
 from layerstore.storage import IndexNotice
 from layerstore.store import Store, init
@@ -245,7 +245,7 @@ def test_what_a_host_has_looked_for_too_early_is_found(
             store.ingest(sources / "step1", run="run")
             expected = composed(store, "run", fast_path)
         for late_seconds in (0.0, 10.0):
-            monkeypatch.setattr(handles, "LATE_SECONDS", late_seconds)
+            monkeypatch.setattr(open_files, "LATE_SECONDS", late_seconds)
             (one / "store" / "objects").rename(one / "hidden")
             time.sleep(3.1)  # until the second host has forgotten what it saw
             assert not any((two / "store" / "objects" / f"{prefix:02x}").exists() for prefix in range(256))

@@ -11,7 +11,7 @@ import pytest
 
 import layerstore
 from layerstore.gc.mark import Marks
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.limits import GC_UNFINISHED_GRACE_SECONDS
 from layerstore.model import Commit, Part
 from layerstore.publish.rank_parts import GivenUp, join
@@ -27,7 +27,7 @@ DAYS_AGO = time.time() - 2 * GC_UNFINISHED_GRACE_SECONDS
 def saving(store: Store, folder: Path) -> Save:
     """Begin a save of two ranks."""
     checkpoint = generate(folder / "checkpoint", layers=1, hidden=8, vocab=16, step=1)
-    return begun(store, checkpoint, session="0" * 32, place=Place.begun(None), step=1)
+    return begun(store, checkpoint, session="0" * 32, place=NextCommit.begun(None), step=1)
 
 
 def grow_idle(store: Store) -> None:

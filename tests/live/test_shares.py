@@ -9,7 +9,7 @@ import pytest
 import layerstore
 from layerstore.disk import stream
 from layerstore.errors import Conflict
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId
 from layerstore.publish.rank_parts import GivenUp, fail_share, join, parts_of
@@ -35,7 +35,7 @@ class Saves:
     def begun(self, number: int) -> Save:
         """Begin the save *number*."""
         return begun(
-            self.store, self._checkpoint, session="0" * 32, place=Place.begun(None), step=1 + number, save=number
+            self.store, self._checkpoint, session="0" * 32, place=NextCommit.begun(None), step=1 + number, save=number
         )
 
     def path(self, object_id: ObjectId) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.errors import IntegrityError, LayerstoreError
-from layerstore.history import Place, resolve
+from layerstore.history import NextCommit, resolve
 from layerstore.model import Kind, StoredObject
 from layerstore.staging import referable
 from tests.precision.twins import counts, path_of, tensors_in, versions
@@ -91,7 +91,7 @@ def test_what_lost_its_keyframe_is_referred_to_by_no_rank(five: Store) -> None:
     """Whoever had the lost masters: all ranks of a saver that continues from there keep the layer exactly."""
     path_of(five, object_of(five, "r@8", Kind.MASTER)).unlink()
     base, ranks = resolve(five.repo, "r"), versions(five, "r@10")[LAYER].world_size
-    place = Place.resumed(five.repo.catalog.find("r"), base.record, of_commit=base.commit, is_as_it_stands=True)
+    place = NextCommit.resumed(five.repo.catalog.find("r"), base.record, of_commit=base.commit, is_as_it_stands=True)
 
     for rank in range(ranks):
         found, others = referable(five.repo, place, shard=rank, world_size=ranks)

@@ -28,7 +28,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints", world_size=4, layout="hf")
 
 
-def together(store: Store, job: Rehearsal) -> Store:
+def raise_on_all(store: Store, job: Rehearsal) -> Store:
     """Return *store*, opened by the first process of *job*."""
     return Store(store.path, shares=job)
 
@@ -38,7 +38,7 @@ def test_an_ingest_stores_what_one_process_stores(
 ) -> None:
     """Objects, commits and what is told of them, also where a part is there already, and where all of it is."""
     other = layerstore.init(tmp_path / "other")
-    with other, together(other, job) as shared:
+    with other, raise_on_all(other, job) as shared:
         for step, policy in ((10, "full"), (20, "parity"), (30, "parity"), (30, "parity")):
             alone = store.ingest(checkpoints(step), run="r", policy=policy)
             found = shared.ingest(checkpoints(step), run="r", policy=policy)
@@ -61,7 +61,7 @@ def test_a_damaged_object_is_written_again(store: Store, checkpoints: Checkpoint
     sizes = {path: path.stat().st_size for path in store.path.glob("objects/*/*")}
     for path in sorted(sizes, key=lambda each: sizes[each])[-8:]:
         path.write_bytes(bytes(sizes[path]))
-    with together(store, job) as shared:
+    with raise_on_all(store, job) as shared:
         assert shared.ingest(checkpoints(10), run="r").objects_healed == 8
     assert store.verify(read_data=True).ok
 
@@ -73,7 +73,7 @@ def test_a_damaged_source_is_refused(store: Store, checkpoints: Checkpoints, job
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    with together(store, job) as shared, pytest.raises(SourceCheckpoint, match="is damaged"):
+    with raise_on_all(store, job) as shared, pytest.raises(SourceCheckpoint, match="is damaged"):
         shared.ingest(source, run="r")
     job.__exit__()
     assert not list((store.path / "tmp").iterdir())
@@ -87,7 +87,7 @@ def test_a_compose_writes_what_one_process_writes(
     """Every byte of every file, for as many ranks and for others."""
     checkpoints.into(store, 10, 20)
     alone = store.compose("r@20", policy="parity").write(tmp_path / "alone", world_size=world_size)
-    with together(store, job) as shared:
+    with raise_on_all(store, job) as shared:
         found = shared.compose("r@20", policy="parity").write(tmp_path / "shared", world_size=world_size)
     assert job.asked_for == ["write_share"]
     assert digests(tmp_path / "shared") == digests(tmp_path / "alone")
@@ -101,7 +101,7 @@ def test_a_compose_that_one_process_refuses_leaves_nothing(
     checkpoints.into(store, 10)
     for path in sorted(store.path.glob("objects/*/*"), key=lambda each: each.stat().st_size)[-12:]:
         path.write_bytes(bytes(path.stat().st_size))
-    with together(store, job) as shared, pytest.raises(IntegrityError, match="hash to"):
+    with raise_on_all(store, job) as shared, pytest.raises(IntegrityError, match="hash to"):
         shared.compose("r@10").write(tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 
@@ -115,7 +115,7 @@ def test_a_verify_finds_what_one_process_finds(store: Store, checkpoints: Checkp
         path.write_bytes(bytes(path.stat().st_size))
     for options in ({}, {"read_data": True}, {"read_data_subset": "1/3"}, {"ref": "r@20", "read_data": True}):
         alone = store.verify(**options)
-        with together(store, job) as shared:
+        with raise_on_all(store, job) as shared:
             found = shared.verify(**options)
         assert sorted(found.damaged, key=str) == sorted(alone.damaged, key=str)
         for name in ("standing", "orphans", "records", "objects", "objects_read", "bytes_read"):
@@ -129,7 +129,7 @@ def test_a_push_sends_and_a_pull_fetches_what_one_process_does(
     pytest.importorskip("obstore")
     url = (tmp_path / "bucket").as_uri()
     checkpoints.into(store, 10, 20)
-    with together(store, job) as shared:
+    with raise_on_all(store, job) as shared:
         first = shared.push(url)
         assert (len(first.commits), shared.push(url).commits) == (2, ())
     alone = store.push((tmp_path / "alone").as_uri())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layerstore.disk import Files, files, handles
+from layerstore.disk import Files, files, open_files
 from layerstore.errors import IntegrityError, NotFound, StorageIO
 from layerstore.hashing import object_id
 from layerstore.layout import layout_at
@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     listing = tmp_path / "mountinfo"
     listing.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n33 22 0:42 / {tmp_path} rw - {request.param} x rw\n")
     monkeypatch.setattr(files, "_MOUNTS", listing)
-    monkeypatch.setattr(handles, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(open_files, "LATE_SECONDS", 0.5)
     return str(request.param)
 
 
@@ -196,7 +196,7 @@ def test_a_hook_may_say_that_a_handle_is_stale(tmp_path: Path) -> None:
 
 def test_a_handle_that_stays_stale_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, as the error that it is."""
-    monkeypatch.setattr(handles, "LATE_SECONDS", 0.2)
+    monkeypatch.setattr(open_files, "LATE_SECONDS", 0.2)
 
     def refuse(*_: object, **__: object) -> object:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

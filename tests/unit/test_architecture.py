@@ -233,7 +233,7 @@ WHY_NO_PICKLE = "a pickle can execute anything: zero3/pt reads .pt files itself,
 # Modules that touch files themselves, and why each may. All others go through disk/files.py.
 OWN_FILES = {
     "layerstore.disk.files": "it is the seam",
-    "layerstore.disk.handles": "its open files",
+    "layerstore.disk.open_files": "its open files",
     "layerstore.disk.stream": "its way past the page cache",
     "layerstore.disk.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.lmdb_file": "it looks at LMDB's files, and gives them blocks, before LMDB has them",

@@ -7,7 +7,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from tests.bench import scale_model
 from tests.bench.counted import Call, calls
 from tests.bench.scale_model import CASES, COUNTED, Save
@@ -30,7 +30,7 @@ def test_the_calls_are_those_that_a_real_save_makes(tmp_path: Path, monkeypatch:
     with layerstore.init(tmp_path / "store") as store:
         for at in range(256):  # as they are in a store that is a day old
             (store.path / "objects" / f"{at:02x}").mkdir(exist_ok=True)
-        first = begun(store, sources[0], session="0" * 32, place=Place.begun(None), step=1)
+        first = begun(store, sources[0], session="0" * 32, place=NextCommit.begun(None), step=1)
         first.write_all()
         first.finish()
         save = begun_after(store, sources[1], half=True)

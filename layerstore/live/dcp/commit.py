@@ -8,7 +8,7 @@ from pathlib import Path
 
 from layerstore.distcp import PlannedSave, common_step
 from layerstore.errors import Conflict, IntegrityError, Overtaken, SourceCheckpoint, Unsupported
-from layerstore.history import Place, view_read_again
+from layerstore.history import NextCommit, view_read_again
 from layerstore.ingest import layers_due
 from layerstore.layers import typed
 from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PolicyUse, SourceLayout, StoredObject
@@ -55,11 +55,11 @@ class SaveInProgress:
     plan: PlannedSave
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> NextCommit:
         """Its place in the run."""
         return self._place_in(view_read_again(self.repo, self.options.run, self.options.step))
 
-    def _place_in(self, view: RunView | None) -> Place:
+    def _place_in(self, view: RunView | None) -> NextCommit:
         """
         Return its place in the run as *view* shows it.
 
@@ -77,7 +77,7 @@ class SaveInProgress:
                     else f"step {options.step} is before {run}@{tip.step}, the newest save of its run",
                     hint=f'resumed_from="{options.run}@STEP" says where training went on; another run= keeps both',
                 )
-        return Place.at_step(
+        return NextCommit.at_step(
             self.repo, view, options.step, rivals=[], rollback=False, resumed_from=options.resumed_from
         )
 

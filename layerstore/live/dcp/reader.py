@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from layerstore.arguments import checked
-from layerstore.compose import check_members, losses_told
+from layerstore.compose import load_versions, naming_damage
 from layerstore.composite import Composite
 from layerstore.distcp import Boxes, Named, names_of
 from layerstore.dtypes import by_code
@@ -97,8 +97,8 @@ class StoreReader(StorageReader):
         for said in filter(None, (composite.mixture, composite.inexact)):
             warnings.warn(f"{composite.name}: {said}", stacklevel=4)
         composition, repo = composite.composition, self._store.repo
-        with losses_told(repo, composition):
-            versions = check_members(repo, composition)
+        with naming_damage(repo, composition):
+            versions = load_versions(repo, composition)
             slices = composition.slices(repo, versions)
             named, notes = names_of(repo, composition, versions, slices, adam_step=self._adam_step)
             for note in notes:
@@ -151,7 +151,7 @@ class StoreReader(StorageReader):
         opened = self._loaded
         composition, repo = opened.composite.composition, self._store.repo
         landings = []
-        with losses_told(repo, composition):
+        with naming_damage(repo, composition):
             for item in plan.items:
                 of = opened.named[item.storage_index.fqn]
                 if item.type is LoadItemType.BYTE_IO:

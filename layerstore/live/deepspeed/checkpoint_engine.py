@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerstore.compose import losses_told
+from layerstore.compose import naming_damage
 from layerstore.errors import Unsupported
 from layerstore.live.binding import Binding, binding_of, wait_for_saves
 from layerstore.live.deepspeed.capture import SavedStates, capture
@@ -101,7 +101,7 @@ class StoreCheckpointEngine:
                 saver,
                 SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
             )
-            with saver.exchange.together():
+            with saver.exchange.raise_on_all():
                 # Under another name too: what stages 1 and 2 have saved goes on under stage 3.
                 for_stage_3 = model_path.with_name(first_shard_of(self._known_engine().rank))
                 for path in {model_path, for_stage_3, optimizer_path}:
@@ -146,7 +146,7 @@ class StoreCheckpointEngine:
             if note and self._load is not None:
                 self._known_engine().warn(self._load[1].name, note)
             if self._has_begun and self.saver is not None:
-                self.saver.went_to(self._binding().composition_in(self.saver.store))
+                self.saver.rebase_on(self._binding().composition_in(self.saver.store))
         except BaseException:
             if self._has_begun:
                 self._binding().fail_load()
@@ -185,8 +185,8 @@ class StoreCheckpointEngine:
             )
         with (
             closing(Exchange()) as exchange,
-            exchange.together(),
-            losses_told(loaded.store.repo, loaded.composition),
+            exchange.raise_on_all(),
+            naming_damage(loaded.store.repo, loaded.composition),
         ):
             return whole_weights(loaded.store, loaded.composition)
 
@@ -197,11 +197,11 @@ class StoreCheckpointEngine:
         Raises on every rank if one rank cannot load it, before the engine changes.
         """
         with closing(Exchange()) as exchange:
-            with exchange.together():
+            with exchange.raise_on_all():
                 pointer = read_pointer(path)
                 if pointer is not None:
                     wait_for_saves(pointer.store_id, pointer.run)
-            with exchange.together():
+            with exchange.raise_on_all():
                 found = self._found(path, pointer)
             what = "shards" if found is None else f"a pointer to {found[1].composition.commit}"
             check_same(exchange, path.parent, what)
@@ -220,7 +220,7 @@ class StoreCheckpointEngine:
             )
         store = store_of(pointer, self.saver)
         composition = composition_of(store, pointer)
-        with losses_told(store.repo, composition):
+        with naming_damage(store.repo, composition):
             loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, stage=engine.stage)
             notes = loaded.check_fits(engine, is_whole=self._is_whole)
         engine.warn(pointer.name, *notes)

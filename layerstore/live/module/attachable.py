@@ -52,7 +52,7 @@ class AttachableModule:
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
         """Let all ranks *fill* it with what was read; if one fails, none saves what it holds. Collective."""
         try:
-            with exchange.together():
+            with exchange.raise_on_all():
                 fill()
         except BaseException:
             self.binding.fail_load()
@@ -61,7 +61,7 @@ class AttachableModule:
         if held is not None and self.engine.rank == 0:
             LOG.info("loaded %s@%d", held.base.run, held.base.step)
         if saver is not None:
-            saver.went_to(self.binding.composition_in(saver.store))
+            saver.rebase_on(self.binding.composition_in(saver.store))
 
     def warn(self, what: str, *notes: str) -> None:
         """Log *notes* on *what*, on one of all ranks."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layerstore.compose import Composition, cautions, check_members
+from layerstore.compose import Composition, cautions, load_versions
 from layerstore.distcp import Boxes, Named, names_of, splits
 from layerstore.dtypes import by_code, dtype_name
 from layerstore.errors import InvalidInput, LayoutMismatch
@@ -66,7 +66,7 @@ class ModuleLoad:
         self._has_optimizer, self._trained = optimizer, engine.trained
         self._base = composition.base
         self._called = f"{self._base.run}@{self._base.step}"
-        versions = check_members(repo, composition)
+        versions = load_versions(repo, composition)
         slices = composition.slices(repo, versions)
         named, notes = names_of(repo, composition, versions, slices, adam_step=adam_step)
         self._boxes = Boxes(repo, versions, slices)

@@ -11,24 +11,24 @@ from functools import partial
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict
-from layerstore.history import Place, reserve
+from layerstore.history import NextCommit, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
-PlaceFinder = Callable[[RunView | None], Place]
+PlaceFinder = Callable[[RunView | None], NextCommit]
 """Returns a job's place, given the commits of its run, before checking whether another job holds that attempt."""
 
 _TRIES = 10
 
 
-def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
+def place_resumed(view: RunView | None, composition: Composition | None) -> NextCommit:
     """Return the place of saves after an engine was filled with *composition*; None means from no commit."""
     if composition is None:
-        return Place.begun(view)
+        return NextCommit.begun(view)
     base = composition.base
     record = composition.as_resolved().record
-    return Place.resumed(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
+    return NextCommit.resumed(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
 
 
 class AttemptLock:
@@ -42,7 +42,7 @@ class AttemptLock:
         self._held = 0
         """The locked attempt; 0 for none."""
 
-    def acquire(self, wish: PlaceFinder) -> Place:
+    def acquire(self, wish: PlaceFinder) -> NextCommit:
         """
         Return the place where all ranks save from now on: the wished one, or the next free one; log it once.
 
@@ -53,11 +53,11 @@ class AttemptLock:
         """
         for _ in range(_TRIES):
             with ExitStack() as unless_agreed:
-                with self._exchange.together():
+                with self._exchange.raise_on_all():
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
                 # Look it up again: the attempt's last holder may have committed just before releasing its lock.
-                place, said = self._exchange.looked(
+                place, said = self._exchange.agree_on(
                     partial(self._place_at, wish, attempt),
                     lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
                     may_be_late=self._repo.aside.is_on_network,
@@ -70,18 +70,18 @@ class AttemptLock:
                         hint="does every host see the same store?",
                     )
                 self._hold(attempt, unless_agreed.pop_all())
-                with self._exchange.together():
+                with self._exchange.raise_on_all():
                     if self._exchange.rank == 0:
                         self._log_place(place)
                 return place
         raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
 
-    def _place_at(self, wish: PlaceFinder, attempt: int) -> Place | None:
+    def _place_at(self, wish: PlaceFinder, attempt: int) -> NextCommit | None:
         self._repo.records.refresh()  # rank 0 alone notes its commits in its mirror of a bucket
         view = self._repo.catalog.find(self._run)
         return wish(view).moved_to(view, attempt)
 
-    def _log_place(self, place: Place) -> None:
+    def _log_place(self, place: NextCommit) -> None:
         view = self._repo.catalog.find(self._run)
         root = self._repo.name
         if view is None or not view.visible:
@@ -116,7 +116,7 @@ class AttemptLock:
     def _reserved(self, wish: PlaceFinder, lock: ExitStack) -> int:
         """Lock the wished attempt, or the next free one, until *lock* closes; return its number."""
 
-        def placed(taken: Collection[int]) -> Place:
+        def placed(taken: Collection[int]) -> NextCommit:
             view = self._repo.catalog.find(self._run)
             return wish(view).beside(view, taken)
 

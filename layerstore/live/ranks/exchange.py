@@ -49,7 +49,7 @@ class Exchange:
         self.size = 1 if self._is_alone else dist.get_world_size()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Run a block on every rank; if one fails, all raise an error of the same class."""
         problem: Exception | None = None
         try:
@@ -71,7 +71,7 @@ class Exchange:
         found = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [each.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for each in found]
 
-    def looked(
+    def agree_on(
         self, look: Callable[[], Found], words: Callable[[Found], str], *, may_be_late: bool
     ) -> tuple[Found, list[str]]:
         """
@@ -81,7 +81,7 @@ class Exchange:
         """
         again = pauses()
         while True:
-            with self.together():
+            with self.raise_on_all():
                 found = look()
             texts = self.texts(f"{may_be_late:d}{words(found)}")
             said = [text[1:] for text in texts]
@@ -233,7 +233,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     """
     if is_ours(policy):
         return due()
-    with exchange.together():
+    with exchange.raise_on_all():
         found = due()
     if not exchange.is_same(object_id("\n".join(sorted(found)).encode())):
         raise Conflict(
@@ -246,10 +246,10 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
 def open_session(exchange: Exchange, repo: Repository) -> str:
     """Agree on a session, the name under which the ranks leave their parts; check that all see the same store."""
     session = exchange.first(secrets.token_hex(16) if exchange.rank == 0 else "")
-    with exchange.together():
+    with exchange.raise_on_all():
         if exchange.rank == 0:
             repo.parts.open_session(session)
-    with exchange.together():
+    with exchange.raise_on_all():
         if not repo.parts.sees_session(session):
             raise InvalidInput(f"{repo.layout.root} is not the store that rank 0 has under this path")
     return session

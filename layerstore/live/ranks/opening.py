@@ -30,21 +30,21 @@ def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
     Raises:
         NoStore: Some ranks find one and others do not.
     """
-    with exchange.together():
+    with exchange.raise_on_all():
         opened = store_if_there(store)
     if not any(exchange.texts("" if opened is None else "there")):
         return None
-    with exchange.together():
+    with exchange.raise_on_all():
         return opened or as_store(store)  # raises where others have found one
 
 
 def make_together(exchange: Exchange, path: StrPath) -> Store:
     """Make *path* a store, on the first rank, and open it on every rank."""
-    with exchange.together():
+    with exchange.raise_on_all():
         if exchange.rank == 0:
             _make(path)
             LOG.info("made a new store: %s", path)
-    with exchange.together():
+    with exchange.raise_on_all():
         return _opened_late(path)
 
 

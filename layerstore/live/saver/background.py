@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from layerstore.errors import LayerstoreError
-from layerstore.history import Place, Resolved
+from layerstore.history import NextCommit, Resolved
 from layerstore.live.log import LOG, words_of
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import Job
@@ -118,7 +118,7 @@ class Background:
         if self._committing is not None:
             self._committing.add(job)
 
-    def begin_at(self, place: Place) -> Collection[str]:
+    def begin_at(self, place: NextCommit) -> Collection[str]:
         """
         Continue from *place*, with no pending saves; frozen weights are read again.
 

@@ -26,7 +26,7 @@ from types import TracebackType
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, LayoutMismatch, Locked, StorageIO
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.live.engine import Captured, Engine, NotPlain, check_client_state
 from layerstore.live.log import LOG
 from layerstore.live.ranks import (
@@ -73,7 +73,7 @@ class Saver:
         *,
         run: str,
         attempt: AttemptLock,
-        place: Place,
+        place: NextCommit,
         release: Callable[[int | None], None],
     ) -> None:
         self._engine = engine
@@ -88,7 +88,7 @@ class Saver:
         self.exchange = exchange
         is_cuda, self._is_first = engine.device.type == "cuda", engine.rank == 0
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
-        with exchange.together():
+        with exchange.raise_on_all():
             self._pool = Pool(pool_bytes(engine, options.host_buffer), pinned=is_cuda)
         self._is_closed = False
         self._session = open_session(exchange, self._repo)
@@ -182,7 +182,7 @@ class Saver:
         if self._is_closed:
             raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
         try:
-            captured, files, sample = self._take_stock(read, capture)
+            captured, files, sample = self._capture_state(read, capture)
         except Exception as exc:
             # This raises on all ranks: no rank saves what another one cannot.
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
@@ -192,7 +192,7 @@ class Saver:
         agreed = agree_on_save(
             self.exchange, self._report(step=step, copied_bytes=changing_bytes(captured), precision=precision)
         )
-        self._learn(agreed)
+        self._apply_reports(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
         repeated = self._last.same(
             step, updates=self._updates, pin=request.pin, has_extras=has_extras, precision=precision
@@ -248,7 +248,7 @@ class Saver:
         self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
         self._tight.clear()
         # Tell rank 0 first who has failed: until then, it waits for a part that will never come.
-        self._learn(exchange_reports(self.exchange, self._report()))
+        self._apply_reports(exchange_reports(self.exchange, self._report()))
         self.exchange.wait(
             lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
         )
@@ -257,9 +257,9 @@ class Saver:
             if behind is not None:
                 behind.retry()
             self.exchange.wait(lambda seconds: behind is None or behind.wait(seconds))
-        self._learn(exchange_reports(self.exchange, self._report()))
+        self._apply_reports(exchange_reports(self.exchange, self._report()))
         if self.options.durable == "remote":
-            with self.exchange.together():
+            with self.exchange.raise_on_all():
                 if self._collector is not None and self._collector.push_error:
                     raise StorageIO(self._collector.push_error, errno=None, filename=str(self.options.push))
 
@@ -355,7 +355,7 @@ class Saver:
         resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
         return {job.joint.save_number: job.commit is not None for job in resolved if job.is_visible is None}
 
-    def _learn(self, agreed: RankReport) -> None:
+    def _apply_reports(self, agreed: RankReport) -> None:
         for job in self._jobs:
             if job.joint.save_number in agreed.failed:
                 job.is_given_up = True  # the failed rank may not have been able to leave a failed part
@@ -378,7 +378,7 @@ class Saver:
 
     # -- one save ------------------------------------------------------------------------------------------------
 
-    def _take_stock(
+    def _capture_state(
         self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]
     ) -> tuple[Captured, SaveFiles, Sample | None]:
         """Return this rank's state to save and, if the policy uses movements, the sample to measure them by."""
@@ -386,7 +386,7 @@ class Saver:
         check_client_state(request.client_state)
         captured = capture(request)
         self._check_cuttable(captured.undivided)
-        self._engine.check_whole()
+        self._engine.check_splittable()
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample
@@ -438,7 +438,7 @@ class Saver:
     def _finish(self, job: Job) -> None:
         """Wait for *job*, and raise its failure, on every rank."""
         self.wait()
-        with self.exchange.together():
+        with self.exchange.raise_on_all():
             if job.failure:
                 raise StorageIO(job.failure, errno=None, filename=self._repo.name)
 
@@ -460,7 +460,7 @@ class Saver:
                     hint="wait() of its saver returns once it is there; then load it",
                 )
 
-    def went_to(self, composition: Composition | None) -> None:
+    def rebase_on(self, composition: Composition | None) -> None:
         """Continue from *composition*, which the engine was filled with; None if that came from no store."""
         self._place = place = self._attempt_lock.acquire(partial(place_resumed, composition=composition))
         referable = self._background.begin_at(place)

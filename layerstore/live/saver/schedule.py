@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Self
 
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.model import PolicyUse
 from layerstore.numbers import Movements
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
@@ -41,7 +41,7 @@ class Schedule:
     """How many compact versions in a row each layer's newest visible one ends; none if the next one is exact."""
 
     @classmethod
-    def after(cls, place: Place, policy: Policy, *, run: str, referable: Collection[str] = ()) -> Self:
+    def after(cls, place: NextCommit, policy: Policy, *, run: str, referable: Collection[str] = ()) -> Self:
         """Return the schedule of saves of *run* that begin at *place*, where *referable* layers can be referred to."""
         own = place.own_numbers(run)
         return cls(

@@ -109,7 +109,7 @@ def test_what_one_rank_cannot_keep_stops_all() -> None:
 def test_an_error_of_one_rank_is_an_error_of_its_class_on_all() -> None:
     """The other ranks' message names the rank."""
     ranks = Heard()
-    with pytest.raises(StorageIO, match="disk"), ranks.together():
+    with pytest.raises(StorageIO, match="disk"), ranks.raise_on_all():
         raise StorageIO("the disk is gone", errno=5, filename="store")
-    with pytest.raises(StorageIO, match=r"rank 0: .*the disk is gone"), ranks.together():
+    with pytest.raises(StorageIO, match=r"rank 0: .*the disk is gone"), ranks.raise_on_all():
         pass

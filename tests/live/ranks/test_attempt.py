@@ -12,9 +12,9 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.compose import Composition
-from layerstore.disk import handles
+from layerstore.disk import open_files
 from layerstore.errors import Conflict, StorageIO
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.live.ranks.attempt import AttemptLock, place_resumed
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
@@ -32,7 +32,7 @@ class OneRank(Exchange):
         self.rank, self.size = 0, 1
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Do it."""
         yield
 
@@ -113,7 +113,7 @@ def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -
     """The holder may commit just before it releases the lock, so the next one looks again under the lock."""
     wish = partial(place_resumed, composition=tip(store))
 
-    def late(view: RunView | None) -> Place:
+    def late(view: RunView | None) -> NextCommit:
         found = wish(view)
         if found.attempt == 1:
             save(store, 6)  # between the look and the lock
@@ -130,7 +130,7 @@ def test_a_failed_move_keeps_the_attempt(store: Store) -> None:
     first, second = attempt_of(store), attempt_of(store)
     first.acquire(partial(place_resumed, composition=tip(store)))
 
-    def fails(view: RunView | None) -> Place:
+    def fails(view: RunView | None) -> NextCommit:
         raise StorageIO("made up", errno=errno.EIO, filename="store")
 
     with pytest.raises(StorageIO, match="made up"):
@@ -172,19 +172,19 @@ def test_ranks_whose_hosts_see_an_old_state_look_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a network, for a while, with a word in the log; on a disk of one host there is nothing to wait for."""
-    monkeypatch.setattr(handles, "LATE_SECONDS", 0.2)
+    monkeypatch.setattr(open_files, "LATE_SECONDS", 0.2)
     looks: list[int] = []
 
     def look() -> int:
         looks.append(len(looks))
         return looks[-1]
 
-    assert OneIsLate(2).looked(look, str, may_be_late=True) == (2, ["2", "2"])
+    assert OneIsLate(2).agree_on(look, str, may_be_late=True) == (2, ["2", "2"])
     assert "the hosts do not see the same yet, and look again: 1; old" in caplog.text
-    assert OneIsLate(1000).looked(look, str, may_be_late=True)[1][1] == "old"
+    assert OneIsLate(1000).agree_on(look, str, may_be_late=True)[1][1] == "old"
     assert len(looks) > 5
     before = len(looks)
-    assert OneIsLate(1000).looked(look, str, may_be_late=False)[1][1] == "old"
+    assert OneIsLate(1000).agree_on(look, str, may_be_late=False)[1][1] == "old"
     assert len(looks) == before + 1
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.history import Place
+from layerstore.history import NextCommit
 from layerstore.live.saver.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
 from layerstore.numbers.distance import Movements
@@ -118,7 +118,7 @@ def test_saves_of_another_run_are_no_ages() -> None:
 
     # One layer is of this run, but of a number that it has not come to again since it was begun anew.
     inherited = {layer: entry("other", 50) for layer in LAYERS} | {"head": entry("own", 1), "embed": entry("own", 9)}
-    place = Place(attempt=2, lineage=(), save_number=4, inherited=inherited)
+    place = NextCommit(attempt=2, lineage=(), save_number=4, inherited=inherited)
 
     of = Schedule.after(place, Looking(), run="own")
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_referred_to_is_exact_after_a_resume() -> None:
     inherited = {
         layer: LayerEntry(layer=layer, version=version, origin=origin, optimizer_step=1, compact=1) for layer in LAYERS
     }
-    place = Place(attempt=1, lineage=(), save_number=2, inherited=inherited)
+    place = NextCommit(attempt=1, lineage=(), save_number=2, inherited=inherited)
 
     of = Schedule.after(place, Latest(), run="run", referable=ALL - {"head"})
 

@@ -98,7 +98,7 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     return Resolved.of_commit(repo.catalog.commit(found.name))
 
 
-class Past:
+class SaveHistory:
     """The saves up to a base, newest first and read lazily; the base is at position 0."""
 
     def __init__(self, repo: Repository, resolved: Resolved, *, view: RunView | None) -> None:

@@ -32,7 +32,7 @@ _STALE_PREFIXES = ("pytorch_model",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Since:
+class UpdatesSince:
     """What happened since the base."""
 
     updates: int
@@ -54,7 +54,7 @@ def since(
     *,
     later: str,
     earlier: str,
-) -> Since:
+) -> UpdatesSince:
     """
     Compare *state*, which is of *earlier*, with the counts of updates and the settings of each parameter in *later*.
 
@@ -96,7 +96,7 @@ def since(
         }
     steps, tag = TreeView.of(state.model)["global_steps"].integer(), _tag(state)
     is_counted = tag == f"global_step{steps}"
-    return Since(
+    return UpdatesSince(
         updates=max(updates),
         tag=f"global_step{steps + max(updates)}" if is_counted else tag,
         counts=counts,
@@ -123,7 +123,7 @@ def _agreed(values: Mapping[str, Any], what: str) -> Any:
     return value
 
 
-def counted_on(state: RankState, done: Since, files: Mapping[str, SourceFile]) -> RankState:
+def advance(state: RankState, done: UpdatesSince, files: Mapping[str, SourceFile]) -> RankState:
     """Return *state* after what was *done* since; *files* take the place of its own of the same names."""
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     states: dict[Tree, Tree] = {

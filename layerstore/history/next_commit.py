@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Self
 
 from layerstore.errors import InvalidInput, Locked, StorageIO
-from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
+from layerstore.history.save_history import saves_below
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse, SourceLayout
 from layerstore.precision import flagged, stated
 from layerstore.storage import RecordRow, Repository, RunView
@@ -21,7 +21,7 @@ from layerstore.zero3 import LayerSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NextCommit:
     """The place of a commit in its run."""
 
     attempt: int
@@ -55,7 +55,9 @@ class Place:
         return cls(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited={})
 
     @classmethod
-    def resumed(cls, view: RunView | None, record: CommitRecord, *, of_commit: str, is_as_it_stands: bool) -> "Place":
+    def resumed(
+        cls, view: RunView | None, record: CommitRecord, *, of_commit: str, is_as_it_stands: bool
+    ) -> "NextCommit":
         """
         Return the position of a run resumed from *record*: the commit *of_commit*, or a composite based on it.
 
@@ -82,7 +84,7 @@ class Place:
         rivals: list[RecordRow],
         rollback: bool,
         resumed_from: str | None,
-    ) -> "Place":
+    ) -> "NextCommit":
         """
         Return the place of a new commit at *step*: in the newest attempt, or in one that it opens.
 
@@ -112,7 +114,7 @@ class Place:
             supersedes=tuple(sorted(row.id for row in rivals)),
         )
 
-    def moved_to(self, view: RunView | None, attempt: int) -> "Place | None":
+    def moved_to(self, view: RunView | None, attempt: int) -> "NextCommit | None":
         """Return this place in *attempt*; None if that attempt, or a later one, has commits."""
         if self.attempt == attempt:
             return self
@@ -124,7 +126,7 @@ class Place:
         fork = Fork(attempt=self.attempt, step=self.after)
         return replace(self, attempt=attempt, lineage=(fork, *self.lineage))
 
-    def beside(self, view: RunView | None, taken: Collection[int]) -> "Place":
+    def beside(self, view: RunView | None, taken: Collection[int]) -> "NextCommit":
         """Return this place, or the same in the next free attempt if another job has *taken* its attempt."""
         if self.attempt not in taken:
             return self
@@ -194,7 +196,7 @@ def _newest_number(view: RunView | None) -> int:
     return 0 if view is None else view.newest_number
 
 
-def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> Place:
+def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> NextCommit:
     """Open an attempt that inherits the layers of what training was resumed from, a commit or a composite."""
     record = resolve(repo, ref).record
     is_of_run = view is not None and record.run == view.run
@@ -211,13 +213,13 @@ def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> 
     return _fork(view, record)
 
 
-def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> Place:
+def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> NextCommit:
     """Open the attempt that continues from *record*, which may be of another run."""
     if view is None or record.run != view.run:
-        return Place(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
+        return NextCommit(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
     attempt = record.attempt if left is None else left
     lineage = record.lineage if attempt == record.attempt else view.lineage_of(attempt)
-    return Place(
+    return NextCommit(
         attempt=1 + _newest_number(view),
         lineage=(Fork(attempt=attempt, step=record.step), *lineage),
         save_number=record.save_number + 1,
@@ -237,7 +239,7 @@ def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
 class Reserved:
     """An attempt that no other job saves, as far as locks can tell."""
 
-    place: Place
+    place: NextCommit
     lock: ExitStack
     """Holds the attempt."""
     passed: tuple[Locked, ...]
@@ -246,7 +248,7 @@ class Reserved:
     """Why it could not be locked; another job may save it too. None if it is locked."""
 
 
-def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Place], *, held: int = 0) -> Reserved:
+def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], NextCommit], *, held: int = 0) -> Reserved:
     """Lock an attempt: *placed* picks a place, given the attempts that others hold. *held* is ours already."""
     taken: dict[int, Locked] = {}
     while True:
