@@ -1,5 +1,8 @@
 """
-Large matrices: of a test that is marked ``sample(n)`` the usual run takes n cases at random, the full one all.
+Matrices: of a test with many cases the usual run takes one at random, and the full one the others.
+
+``sample(n)`` is for matrices that are too large for both: they take n cases, and the exhaustive run takes all. A test
+that is marked ``every_case`` has none left out.
 
 What no other test looks at is named, by the cases' ids, and always taken besides: ``sample(n, always=("init",))``.
 Where tests of a file share what takes long, they share the sample: ``sample(n, by="scenario")`` takes n values of that
@@ -15,13 +18,16 @@ from itertools import chain
 
 import pytest
 
+USUAL = 1
+"""The usual run takes so many cases of a test."""
+
 Cases = dict[str, list[pytest.Item]]
 """By the name that a mark knows a case by."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as exhaustive what is left out, before pytest deselects by marks; in the full run, all of it."""
+    """Mark what is left out, before pytest deselects by marks."""
     wanted = config.getoption("markexpr")
     is_full = "exhaustive" in wanted and "not exhaustive" not in wanted
     seed = config.getoption("randomly_seed", default=0)
@@ -31,6 +37,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = set(cases) if is_full else _left_out(mark, cases, f"{sampled}/{seed}")
         for item in chain.from_iterable(cases[name] for name in left):
             item.add_marker(pytest.mark.exhaustive)
+    for test, many in _matrices(asked).items():
+        for name in _chosen_out(many, USUAL, f"{test}/{seed}"):
+            for item in many[name]:
+                item.add_marker(pytest.mark.full)
+
+
+def _matrices(items: list[pytest.Item]) -> dict[str, Cases]:
+    """Return the cases of each test that says nothing else of how many are taken."""
+    found: dict[str, Cases] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        if case and not any(item.get_closest_marker(name) for name in ("sample", "every_case", "full", "exhaustive")):
+            found[test][case].append(item)
+    return found
 
 
 def _sampled(items: list[pytest.Item]) -> dict[str, tuple[pytest.Mark, Cases]]:
@@ -56,5 +76,10 @@ def _marked(item: pytest.Item) -> Iterator[tuple[pytest.Mark, str, str]]:
 
 def _left_out(mark: pytest.Mark, cases: Collection[str], seed: str) -> set[str]:
     [size] = mark.args
-    others = sorted(set(cases) - set(mark.kwargs.get("always", ())))
+    return _chosen_out(set(cases) - set(mark.kwargs.get("always", ())), size, seed)
+
+
+def _chosen_out(cases: Collection[str], size: int, seed: str) -> set[str]:
+    """Return all but *size* of the *cases*."""
+    others = sorted(cases)
     return set(others) - set(random.Random(seed).sample(others, min(size, len(others))))

@@ -1,22 +1,26 @@
 """
-Three tiers of tests: ``pytest`` in under four minutes, ``pytest -m full`` for the rest, and ``pytest -m exhaustive``.
+Three tiers of tests: ``pytest`` for a slow laptop, ``pytest -m full`` for the rest, and ``pytest -m exhaustive``.
 
 The usual run has one real training, saved, composed and resumed, and a sample of everything else. What takes longer is
 marked ``full``: by itself, or here, where whole files do.
 """
 
+import resource
 from pathlib import Path
 
 import pytest
 
 # Below tests/: files and folders whose tests are full.
 FULL = (
+    "bisect/test_bisect.py",
+    "cli/test_process.py",
     "deepspeed",
     "demo/test_demo.py",
     "hf/test_meta_model.py",
     "hf/test_saved_names.py",
     "inspect/test_browser.py",
     "live/dcp/test_meshes.py",
+    "live/deepspeed/test_engines.py",
     "live/module/test_every_mesh.py",
     "live/module/test_kills.py",
     "live/ranks/test_attempt.py",
@@ -35,6 +39,9 @@ FULL = (
     "live/test_matrix.py",
     "live/test_parallel.py",
     "live/test_resume.py",
+    "unit/test_one_file.py",
+    "unit/test_packaging.py",
+    "unit/test_quality.py",
 )
 
 
@@ -51,3 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(each) for each in folders):
             item.add_marker("full")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say what the run took of a processor, whatever else the machine did: its own processes, and all of theirs."""
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        used = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        print(f"processor time: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s")

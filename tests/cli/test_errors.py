@@ -367,6 +367,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("left_bytes", [MIB, 4 * MIB, 16 * MIB])
 def test_too_little_memory_is_said_in_one_line(store: Path, checkpoints: Path, left_bytes: int) -> None:
     """It is nobody's fault that has to be reported; what to do is said, and nothing half-done is left."""

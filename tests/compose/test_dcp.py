@@ -111,6 +111,7 @@ def test_a_mixture_is_a_distributed_checkpoint_too(stored: Store, tmp_path: Path
     assert len(steps[1]) == 2
 
 
+@pytest.mark.full
 def test_large_tensors_lie_in_chunks_of_rows(stored: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no rank has to take more into memory than it needs."""
     whole = loaded(stored.compose("sft").export(tmp_path / "whole", format="dcp").out)
@@ -160,6 +161,7 @@ def test_it_comes_back_as_the_same_commit(stored: Store, folder: Path) -> None:
     assert snapshot(stored) == before
 
 
+@pytest.mark.full
 def test_other_chunks_are_the_same_tensors(stored: Store, folder: Path, tmp_path: Path) -> None:
     """Columns, as tensor parallelism cuts, and in any order."""
     columns = tmp_path / "columns"

@@ -206,6 +206,7 @@ def test_arrays_outlive_the_store_and_its_files(tmp_path: Path) -> None:
     assert same_bytes(expected["lm_head.weight"]["master"], late)
 
 
+@pytest.mark.full
 def test_descriptors_are_given_back_with_the_last_array(store: Store, tmp_path: Path) -> None:
     """A look at every tensor of many slices costs none for long."""
     store.ingest(checkpoint(tmp_path, world_size=20))

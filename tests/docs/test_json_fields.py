@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from layerstore.cli.app import main
 from layerstore.cli.commands import COMMANDS
 from tests.docs.pages import DOCS
@@ -124,6 +126,7 @@ def printed(value: object) -> Iterator[str]:
             yield from printed(list(each.values()) if is_mapping else each)
 
 
+@pytest.mark.full
 def test_the_fields_are_the_documented_ones(furnished: Path, disk_path: Path) -> None:
     """A program's author finds on the page whatever a program may see, and a program sees whatever is on the page."""
     wrong: dict[str, set[str]] = {}

@@ -5,6 +5,7 @@ import pytest
 from tests.docs.sizing import EVERY, LAST, PAGE, POLICIES, RULES, SIZES, Size, written
 
 
+@pytest.mark.full
 def test_the_page_is_the_generated_one() -> None:
     """Whoever changes the estimate or the policies writes it anew: python -m tests.docs.sizing."""
     assert PAGE.read_text() == written(PAGE.read_text())

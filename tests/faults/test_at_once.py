@@ -356,6 +356,7 @@ def _suspended(path: Path, arena: Arena, deed: str, call: Call) -> Iterator[int]
         wait_for(path.parent / "finished")
 
 
+@pytest.mark.full
 @pytest.mark.fault(47, 54, 55)
 def test_a_suspended_ingest_is_named_and_holds_up_nobody_else(fast_path: Path, arena: Arena) -> None:
     """Another ingest of its run is told at its deadline; other runs and a collection go on, and so does it at last."""

@@ -96,6 +96,7 @@ def test_the_bytes_are_those_that_a_real_run_stores(policy: str, checkpoints: Pa
     assert max(new[1:]) == pytest.approx(line["largest_bytes"], rel=BESIDE_SHARE_MAX)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("policy", "precision", "every"), [("full", "delta4", None), ("parity", "delta8", 3)])
 def test_the_bytes_of_compact_saves_are_those_that_a_real_run_stores(
     policy: str, precision: PrecisionName, every: int | None, checkpoints: Path, tmp_path: Path

@@ -76,6 +76,7 @@ def test_what_a_policy_would_have_stored_is_what_it_stores(tmp_path: Path, optio
     full.close()
 
 
+@pytest.mark.full
 def test_layers_that_nobody_saved_are_estimated(tmp_path: Path) -> None:
     """Of saves by filter, parity would have had others; its own would have been these."""
     full, by_filter = stored_under(tmp_path, "full"), stored_under(tmp_path, "filter")

@@ -167,6 +167,7 @@ def test_a_page_stays_below_its_bound(tmp_path: Path, runs: int, saves: int, lay
     assert shown["is_sampled"] == (len(shown["runs"][0]["saves"]["step"]) < saves)
 
 
+@pytest.mark.full
 def test_what_is_too_large_all_the_same_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the saves go, and again, until it fits; a page that cannot fit is refused with what would."""
     out = tmp_path / "report.html"

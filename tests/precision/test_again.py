@@ -106,6 +106,7 @@ def test_other_content_is_refused_in_any_precision(store: Store, saved: Checkpoi
         store.ingest(saved(4, seed=77), run="r")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [3, pytest.param(7, marks=pytest.mark.full)])
 def test_several_processes_store_what_one_does(store: Store, tmp_path: Path, count: int) -> None:
     """Objects, commits, references and measured losses, under a policy that takes turns as well."""

@@ -160,6 +160,7 @@ def test_downloads_that_were_killed_are_removed(
     assert (old.exists(), young.exists()) == (False, True)
 
 
+@pytest.mark.full
 def test_no_thread_is_left_behind(pushed: Store, url: str) -> None:
     """Each verb closes the remote that it opened: a process that is cut off from its job waits for all threads."""
     pushed.drop("r@2")

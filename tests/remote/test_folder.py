@@ -271,6 +271,7 @@ def test_a_record_in_the_trash_under_another_run_stops_a_collection(pushed: Stor
     assert pushed.gc(Keep(last=1), remote="origin", grace_seconds=0).objects.count == 27
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [".nfs0000000000e1a2c300000007", ".fuse_hidden0000001200000003"])
 def test_a_removed_file_that_somebody_has_open_stops_nothing(
     pushed: Store, remote: Path, url: str, tmp_path: Path, name: str

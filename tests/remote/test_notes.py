@@ -51,6 +51,7 @@ def at_once(store: Store, programs: Iterable[str]) -> None:
         assert process.returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.fault(120)
 def test_remotes_that_are_added_and_removed_at_once_are_all_right(store: Store) -> None:
     """Eight processes add a remote each, several times over, and then each removes some of its own."""
@@ -67,6 +68,7 @@ def test_remotes_that_are_added_and_removed_at_once_are_all_right(store: Store) 
     assert store.remotes.urls() == {f"r{number}-4": f"s3://b/{number}" for number in numbers}
 
 
+@pytest.mark.full
 @pytest.mark.fault(120)
 def test_what_several_pushes_note_at_once_is_all_noted(store: Store) -> None:
     """To remotes of their own, and to the same one."""

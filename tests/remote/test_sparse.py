@@ -129,6 +129,7 @@ def test_four_ranks_then_six_then_one(store: Store, saved: Checkpoints, url: str
         ends[name] = start + size_bytes
 
 
+@pytest.mark.full
 def test_a_flipped_bit_in_a_chunk_is_found(pushed: Store, url: str, bucket: Bucket, read: Reads) -> None:
     """In the bucket it is refused, and in the mirror the chunk is fetched again."""
     with layerstore.open(url) as remote:

@@ -1,4 +1,4 @@
-"""The mark that samples a matrix leaves out what it says, by the seed, and nothing where all is asked for."""
+"""What a run takes of a matrix: by the seed, as the mark says, and all where all is asked for."""
 
 import json
 import subprocess
@@ -26,6 +26,13 @@ def test_both(digit, letter):
 @pytest.mark.sample(2, by="digit", always=("7",))
 def test_digit(digit):
     pass
+
+@pytest.mark.parametrize("colour", "rgbcmyk")
+def test_colour(colour): pass
+
+@pytest.mark.parametrize("colour", "rgbcmyk")
+@pytest.mark.every_case
+def test_each_colour(colour): pass
 
 @pytest.mark.exhaustive
 def test_all(): pass
@@ -94,7 +101,19 @@ def test_tests_of_a_file_share_what_they_sample_a_parameter_of(tmp_path: Path) -
         assert len({letter for _, letter in both}) == 1
 
 
-def test_the_full_run_has_all(tmp_path: Path) -> None:
+def test_one_case_is_usual_and_the_full_run_has_the_others(tmp_path: Path) -> None:
+    """Given one seed, each case is in one of the two runs."""
+    usual, full = collected(
+        tmp_path, ["-m", "not full and not exhaustive", "test_matrix.py"], ["-m", "full", "test_matrix.py"]
+    )
+
+    assert len([name for name in usual if name.startswith("test_colour")]) == 1
+    assert len([name for name in usual if name.startswith("test_each_colour")]) == 7
+    assert len(full) == 6
+    assert all(name.startswith("test_colour") for name in full)
+
+
+def test_the_exhaustive_run_has_all_of_a_sample(tmp_path: Path) -> None:
     """However it is asked for; and who names a case has that one."""
     several = [f"test_matrix.py::test_number[{number}]" for number in range(5)]
     full, narrow, every, one, five = collected(
@@ -106,6 +125,6 @@ def test_the_full_run_has_all(tmp_path: Path) -> None:
         ["-m", "not exhaustive", *several],
     )
 
-    assert (len(full), len(narrow), len(every)) == (50, 50, 51)
+    assert (len(full), len(narrow), len(every)) == (50, 50, 65)
     assert one == {"test_number[5]"}
     assert len(five) == 5

@@ -53,6 +53,7 @@ def records(path: Path, storages: Sequence[Storage]) -> dict[str, Located]:
     }
 
 
+@pytest.mark.full
 @given(tree=trees())
 def test_equal_pickles_are_read_and_written_once(tree: Tree) -> None:
     """What the files of two ranks share is one tree: each has its own storages, and the same bytes are written."""
@@ -99,6 +100,7 @@ def refusal(payload: bytes, **options: Any) -> LayerstoreError:
     return caught.value
 
 
+@pytest.mark.full
 @given(tree=trees())
 def test_every_tree_survives_the_round_trip(tree: Tree) -> None:
     """Types, order, float bits, surrogates, sharing of storages all come back, and are written to the same bytes."""

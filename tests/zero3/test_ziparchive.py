@@ -160,6 +160,7 @@ def test_a_refusal_of_the_disk_keeps_its_errno(tmp_path: Path, monkeypatch: pyte
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
 
+@pytest.mark.full
 def test_a_small_file_is_read_within_its_bound(tmp_path: Path) -> None:
     """A small file comes back whole; one above the bound is refused unread."""
     path = tmp_path / "latest"

@@ -237,6 +237,7 @@ def everything(reader: StoreReader) -> State:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["one save", "a mixture"])
 def test_a_commit_of_deepspeed_is_loaded_as_its_exported_folder_is(
     store: Store, tmp_path: Path, is_mixed: bool

@@ -100,6 +100,7 @@ def test_a_policy_takes_each_layer_from_its_own_save(store: Path, policy: str, k
     assert train(again, its, 6, 8)
 
 
+@pytest.mark.full
 def test_a_layer_is_due_once_the_optimizer_keeps_more_of_it(store: Path) -> None:
     """A parameter's first gradient may come late, as an expert's; what was saved before has no moments of it."""
     model, optimizers = new()
@@ -127,6 +128,7 @@ def names_by_layer(store: Path) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["moments8", "delta8", "delta4"])
 def test_a_precision_keeps_exact_versions_in_between(store: Path, precision: Any) -> None:
@@ -149,6 +151,7 @@ def test_a_precision_keeps_exact_versions_in_between(store: Path, precision: Any
         assert torch.allclose(value.float(), states[6]["model"][name].float(), atol=2e-2), name
 
 
+@pytest.mark.full
 def test_retention_names_and_measures_are_those_of_any_saver(store: Path, tmp_path: Path) -> None:
     """Keep, pin, metrics, files and the user's state; what is shown says what was saved."""
     model, optimizers = new()
@@ -229,6 +232,7 @@ def test_the_generators_go_on_where_they_were(store: Path) -> None:
     assert (random.random(), float(np.random.rand()), torch.rand(3).tolist()) == expected
 
 
+@pytest.mark.full
 def test_steps_are_counted_by_updates(store: Path) -> None:
     """From the commit that was resumed on, through the end of a saver, also between two of them."""
     model, optimizers = new()
