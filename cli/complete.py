@@ -202,7 +202,7 @@ def _layers(asked: Asked) -> list[str]:
     from layerstore.history import resolve
 
     with layerstore.open(asked.store) as opened:
-        record = resolve(opened.repo, asked.given.get("ref")).record
+        record = resolve(opened.repo, asked.given.get("ref") or asked.given.get("a")).record
         return [entry.layer for entry in record.layers if _is_plain(entry.layer)]
 
 

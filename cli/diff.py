@@ -18,11 +18,12 @@ from layerstore.cli.render import (
     say_warning,
     shown,
 )
+from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
 from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
-    from layerstore.inspect import Diff, DiffSide, LayerDiff
+    from layerstore.inspect import Diff, DiffSide, LayerDiff, ParameterDiff, ParametersDiff, StateDiff
     from layerstore.numbers import Distance
 
 ABOUT = About("Look", store="anywhere", answers=True)
@@ -33,25 +34,46 @@ _REF_HELP = "RUN@STEP, RUN, RUN~1 or a pin."
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=_REF_HELP)],
     b: Annotated[str, typer.Argument(metavar="B", help=_REF_HELP)],
+    layer: Annotated[
+        str | None,
+        typer.Argument(metavar="LAYER", help="Only this layer, by parameter: masters and optimizer states, measured."),
+    ] = None,
     *,
     stat: Annotated[
         bool, typer.Option("--stat", help="Also measure how far B's masters are from A's, and at what angle.")
     ] = False,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            "--sort",
+            metavar="COLUMN",
+            help="With LAYER: largest first by master, a state such as exp_avg, or elements. [default: name]",
+            show_default=False,
+        ),
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Compare two commits, layer by layer and kind by kind.
+    Compare two commits, layer by layer and kind by kind, or one layer of them, parameter by parameter.
 
     They may belong to different runs. The exit code is 0 whether or not they differ.
     REL L2 is the norm of B - A over that of A, COSINE that of the angle between A and B.
+    With LAYER, each parameter has that norm of its masters and of each optimizer state, or is identical bit for bit.
 
     \b
     Examples:
       layerstore diff sft@100 sft@200
       layerstore diff best sft --stat
+      layerstore diff sft@100 sft@200 model.layers.0 --sort master
     """
+    if sort is not None and layer is None:
+        raise InvalidInput("--sort sorts the parameters of one layer", hint="name the layer after B")
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+        if layer is not None:
+            of_layer = opened_store.diff_layer(a, b, layer, sort=sort or "name", progress=progress)
+            _show_layer(of_layer, as_json=as_json)
+            return
         found = opened_store.diff(a, b, stat=stat, progress=progress)
     _warn(found)
     if as_json:
@@ -158,3 +180,74 @@ def _fields(found: "Diff", *, stat: bool) -> dict[str, object]:
             for layer in found.layers
         ]
     return fields
+
+
+# -- one layer -----------------------------------------------------------------------------------------------------
+
+
+def _show_layer(found: "ParametersDiff", *, as_json: bool) -> None:
+    _warn_of_layer(found)
+    if as_json:
+        say_json(json_fields(found))
+    else:
+        _tell_layer(found)
+
+
+def _warn_of_layer(found: "ParametersDiff") -> None:
+    for parameter in found.parameters:
+        for state, of in parameter.states.items():
+            for side, count in ((found.a, of.nonfinite_a), (found.b, of.nonfinite_b)):
+                if count:
+                    numbers = counted(count, "number")
+                    say_warning(f"{state} of {parameter.parameter} in {side.name} has NaN or infinity in {numbers}")
+        if any(of.status == "not comparable" for of in parameter.states.values()):
+            shape_a, shape_b = (list(shape or ()) for shape in (parameter.shape_a, parameter.shape_b))
+            why = "they are not numbers" if shape_a == shape_b else f"shape {shape_a} in a, {shape_b} in b"
+            say_warning(f"{parameter.parameter} is not comparable: {why}")
+
+
+def _tell_layer(found: "ParametersDiff") -> None:
+    layer = found.layer
+    columns = [
+        Column("PARAMETER", folds=True),
+        Column("ELEMENTS", "right", drops=2),
+        *(Column(state.upper(), "right") for state in found.totals),
+        Column("COSINE", "right", drops=1),
+    ]
+    rows = [
+        [_name(parameter, layer.layer), f"{parameter.elements:,}", *_cells(parameter.states, list(found.totals))]
+        for parameter in found.parameters
+    ]
+    total = ["total", f"{sum(parameter.elements for parameter in found.parameters):,}"]
+    say(f"a  {_side(found.a)}")
+    say(f"b  {_side(found.b)}")
+    say()
+    say_table(columns, rows, total=[*total, *_cells(found.totals, list(found.totals))] if len(rows) > 1 else None)
+    say()
+    kinds = ", ".join(f"{name} {kind.status}" for name, kind in layer.kinds.items())
+    if layer.is_same:
+        text = f"{layer.layer}: same, one version in both; nothing was read"
+    else:
+        text = f"{layer.layer}: {kinds}; {size(layer.bytes_changed)} only in b"
+    say_paragraph(shown(text), indent=2)
+
+
+def _name(parameter: "ParameterDiff", layer: str) -> str:
+    """Return its name inside the layer, and what is special about it."""
+    name = parameter.parameter.removeprefix(f"{layer}.")
+    tied = f"tied to {', '.join(parameter.tied)}" if parameter.tied else ""
+    about = ", ".join(filter(None, ["frozen" if parameter.frozen else "", tied]))
+    return f"{name} ({about})" if about else name
+
+
+def _cells(states: "dict[str, StateDiff]", columns: list[str]) -> list[str]:
+    """Return a cell for each state of *columns*, and the cosine of the masters."""
+    cosine = states["master"].cosine if "master" in states else None
+    return [
+        *(_apart(states[state]) if state in states else "-" for state in columns),
+        "-" if cosine is None or math.isnan(cosine) else f"{cosine:.6f}",
+    ]
+
+
+def _apart(state: "StateDiff") -> str:
+    return state.status if state.status != "changed" or state.relative_l2 is None else _in_column(state.relative_l2)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Staleness
     from layerstore.ingest import Ingested
-    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, ParametersDiff, Stats
     from layerstore.live import Resumed, Saved, Saver, SaverOptions, Status, attach, resume
     from layerstore.model import Commit, Pin
     from layerstore.policy import Best, Drift, Filter, Keep, Latest, Parity, Policy, Save
@@ -80,6 +80,7 @@ __all__ = [
     "NoStore",
     "NotFound",
     "Overtaken",
+    "ParametersDiff",
     "Parity",
     "Pin",
     "Policy",
@@ -129,7 +130,7 @@ _ROOMS = {
     "gc": "Dropped DroppedCommit GcOutcome",
     "history": "Staleness",
     "ingest": "Ingested",
-    "inspect": "CommitView Diff LayerLine LogEntry LogPage Stats",
+    "inspect": "CommitView Diff LayerLine LogEntry LogPage ParametersDiff Stats",
     "live": "Resumed Saved Saver SaverOptions Status attach resume",
     "model": "Commit Pin",
     "policy": "Best Drift Filter Keep Latest Parity Policy Save",

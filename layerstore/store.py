@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Resolved
     from layerstore.ingest import Ingested
-    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, ParametersDiff, Stats
     from layerstore.policy import Keep, Policy
     from layerstore.publish import SaveTiming
     from layerstore.remote import Pulled, Pushed, Remote, Remotes
@@ -333,6 +333,23 @@ class Store:
 
         sides = self._resolved(a), self._resolved(b)
         return compare(self._repo, *sides, stat=stat, progress=progress or Silent())
+
+    def diff_layer(
+        self, a: str, b: str, layer: str, *, sort: str = "name", progress: Progress | None = None
+    ) -> "ParametersDiff":
+        """
+        Compare *layer* of the commits *a* and *b*, parameter by parameter: masters, and each state of the optimizer.
+
+        Objects are verified before they are measured; if both have the same version of the layer, none is read.
+        Parameters come by name, or largest first, *sort* being ``elements``, ``master`` or a state of the optimizer.
+
+        Raises:
+            NotFound: Neither commit has such a layer.
+        """
+        from layerstore.inspect import compare_layer
+
+        sides = self._resolved(a), self._resolved(b)
+        return compare_layer(self._repo, *sides, layer, sort=sort, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
         """Return the unambiguous reference of each of *saves*: ``RUN~1@STEP`` for one in an abandoned attempt."""

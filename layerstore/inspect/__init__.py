@@ -1,7 +1,16 @@
 """Read-only views of a store, for people and for programs: log, show, ls, diff, stats, report and estimate."""
 
 from layerstore.inspect.cost import Prices
-from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare
+from layerstore.inspect.diff import (
+    Diff,
+    DiffSide,
+    LayerDiff,
+    ParameterDiff,
+    ParametersDiff,
+    StateDiff,
+    compare,
+    compare_layer,
+)
 from layerstore.inspect.estimate import Training, estimate_saves
 from layerstore.inspect.log import LogEntry, LogLine, LogPage, log_fields, read_log
 from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_commit
@@ -19,10 +28,14 @@ __all__ = [
     "LogLine",
     "LogPage",
     "Model",
+    "ParameterDiff",
+    "ParametersDiff",
     "Prices",
+    "StateDiff",
     "Stats",
     "Training",
     "compare",
+    "compare_layer",
     "count_bytes",
     "describe_commit",
     "estimate_saves",

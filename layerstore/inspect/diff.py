@@ -6,14 +6,18 @@ moved.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, isnan, prod
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+from layerstore.errors import InvalidInput, NotFound
 from layerstore.history import Resolved, reference_to
-from layerstore.inspect.measure import distance_between
+from layerstore.inspect.measure import MASTER, Tally, distance_between, places_in, tallies_between
+from layerstore.inspect.show import unknown_layer
+from layerstore.layers import layer_of
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, StoredObject
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.numbers import Distance, nothing_between
 from layerstore.progress import Progress
 from layerstore.storage import Repository
@@ -25,6 +29,12 @@ if TYPE_CHECKING:
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
 """``re-sliced``: cut for another world size or stage, so ids say nothing about equality."""
+
+StateStatus: TypeAlias = Literal["identical", "changed", "only in a", "only in b", "not comparable"]
+"""``identical``: bit for bit. ``not comparable``: of another shape, or not numbers."""
+
+
+_NAME, _ELEMENTS = "name", "elements"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +169,78 @@ class Diff:
         return sum(layer.bytes_b for layer in self.layers if layer.status == "only in b")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDiff:
+    """How far the masters, or one state of the optimizer, are apart."""
+
+    status: StateStatus
+    elements: int = 0
+    """How many were compared."""
+    relative_l2: float | None = None
+    """L2 norm of the difference over that of A's; None if there is nothing to compare."""
+    cosine: float | None = None
+    """Cosine of the angle between the two; None likewise."""
+    nonfinite_a: int | None = None
+    """NaNs and infinities in A; None if they were not read."""
+    nonfinite_b: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterDiff:
+    """One parameter of a layer."""
+
+    parameter: str
+    shape_a: tuple[int, ...] | None
+    """None if A has no such parameter."""
+    shape_b: tuple[int, ...] | None
+    frozen: bool
+    """Whether no side trains it; then its weights are compared in place of masters."""
+    tied: tuple[str, ...]
+    """Other names of the same numbers."""
+    states: dict[str, StateDiff]
+    """``master``, and each state of the optimizer that at least one side has: ``exp_avg``, ``exp_avg_sq``."""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has, in A if it is there."""
+        shape = self.shape_b if self.shape_a is None else self.shape_a
+        return prod(shape or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersDiff:
+    """One layer of two commits, compared parameter by parameter."""
+
+    a: DiffSide
+    b: DiffSide
+    layer: LayerDiff
+    parameters: tuple[ParameterDiff, ...]
+    """As sorted; by default in A's order, then those that only B has."""
+    totals: dict[str, StateDiff]
+    """Each state over all parameters that were compared."""
+
+    def __repr__(self) -> str:
+        head = f"<ParametersDiff {self.a.name} -> {self.b.name}: {self.layer.layer} {self.layer.status}"
+        apart = ", ".join(
+            state if of.relative_l2 is None else f"{state} {of.relative_l2:.2g}" for state, of in self.totals.items()
+        )
+        return f"{head}, parameters {len(self.parameters)}; {apart or 'nothing to compare'}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), caption=repr(self))
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a frame with a line for each parameter; raises Unsupported if pandas is not installed."""
+        return frame(self._rows())
+
+    def _rows(self) -> Iterator[dict[str, object]]:
+        for parameter in self.parameters:
+            found: dict[str, object] = {"parameter": parameter.parameter, "elements": parameter.elements}
+            for state, of in parameter.states.items():
+                found |= {state: of.status, f"{state}_relative_l2": of.relative_l2}
+            yield found
+
+
 def compare(repo: Repository, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
     """
     Compare *a* with *b*; with *stat*, also measure how far B's masters are from A's.
@@ -187,6 +269,48 @@ def _side(repo: Repository, resolved: Resolved) -> DiffSide:
         world_size=record.world_size,
         stage=record.stage,
     )
+
+
+def compare_layer(
+    repo: Repository, a: Resolved, b: Resolved, layer: str, *, sort: str, progress: Progress
+) -> ParametersDiff:
+    """
+    Compare *layer* of *a* with that of *b*, parameter by parameter; nothing is read if both have the same version.
+
+    Raises:
+        NotFound: Neither has such a layer.
+        InvalidInput: There is nothing to *sort* by.
+        IntegrityError: A version or an object to measure is damaged or missing.
+        LayoutMismatch: A version lists slices that its shapes do not have.
+    """
+    sides = _side(repo, a), _side(repo, b)
+    before, after = (next((entry for entry in side.record.layers if entry.layer == layer), None) for side in (a, b))
+    if before is None and after is None:
+        raise _no_layer(repo, layer, [*a.record.layers, *b.record.layers], where=f"{sides[0].name} or {sides[1].name}")
+    found = _layer(repo, before, after)
+    version_a, version_b = (None if entry is None else repo.version_of(entry) for entry in (before, after))
+    _check_sort(sort, [version for version in (version_a, version_b) if version is not None])
+    tallies = {}
+    if version_a is not None and version_b is not None and found.status != "same":
+        tallies = tallies_between(repo, version_a, version_b, progress)
+    parameters = _parameters(version_a, version_b, tallies, is_same=found.status == "same")
+    return ParametersDiff(
+        a=sides[0],
+        b=sides[1],
+        layer=found,
+        parameters=_sorted(parameters, sort),
+        totals=_totals(parameters, tallies),
+    )
+
+
+def _no_layer(repo: Repository, layer: str, entries: list[LayerEntry], *, where: str) -> NotFound:
+    """Return the error for a *layer* of neither side; that of tied weights has another name."""
+    problem = unknown_layer(layer, list(dict.fromkeys(entry.layer for entry in entries)), where=where)
+    for entry in entries:
+        for parameter in repo.version_of(entry).parameters:
+            if layer in {layer_of(alias) for alias in parameter.aliases}:
+                return NotFound(problem.message, hint=f"its weights are tied to {parameter.name}: see {entry.layer}")
+    return problem
 
 
 # -- by ids --------------------------------------------------------------------------------------------------------
@@ -266,3 +390,107 @@ def _measured(
 def _size_to_read(layer: LayerDiff) -> int:
     masters = layer.kinds.get(Kind.MASTER.value) or layer.kinds.get(Kind.WEIGHTS.value)
     return masters.bytes_a + masters.bytes_b if masters else 0
+
+
+# -- by parameter --------------------------------------------------------------------------------------------------
+
+
+def _parameters(
+    a: LayerVersion | None,
+    b: LayerVersion | None,
+    tallies: Mapping[tuple[str, str], Tally],
+    *,
+    is_same: bool,
+) -> tuple[ParameterDiff, ...]:
+    ours, theirs = ({} if side is None else {of.name: of for of in side.parameters} for side in (a, b))
+    places_a, places_b = ({} if side is None else places_in(side) for side in (a, b))
+    found = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        sides = [of for of in (ours.get(name), theirs.get(name)) if of is not None]
+        in_a, in_b = places_a.get(name, {}), places_b.get(name, {})
+        states = {}
+        for state in sorted(in_a.keys() | in_b.keys(), key=_column):
+            if is_same:
+                states[state] = _unread(prod(sides[0].shape))
+            elif state in in_a and state in in_b:
+                states[state] = _state(tallies.get((name, state)))
+            else:
+                states[state] = StateDiff(status="only in a" if state in in_a else "only in b")
+        found.append(
+            ParameterDiff(
+                parameter=name,
+                shape_a=ours[name].shape if name in ours else None,
+                shape_b=theirs[name].shape if name in theirs else None,
+                frozen=all(of.frozen for of in sides),
+                tied=tuple(dict.fromkeys(alias for of in sides for alias in of.aliases)),
+                states=states,
+            )
+        )
+    return tuple(found)
+
+
+def _totals(parameters: Iterable[ParameterDiff], tallies: Mapping[tuple[str, str], Tally]) -> dict[str, StateDiff]:
+    """Return each state of *parameters* together, that of the masters first."""
+    by_state: dict[str, list[tuple[str, StateDiff]]] = {}
+    for parameter in parameters:
+        for state, of in parameter.states.items():
+            by_state.setdefault(state, []).append((parameter.parameter, of))
+    totals = {}
+    for state, parts in sorted(by_state.items(), key=lambda item: _column(item[0])):
+        statuses = {of.status for _, of in parts}
+        status: StateStatus = statuses.pop() if len(statuses) == 1 else "changed"
+        read = [tallies[name, state] for name, _ in parts if (name, state) in tallies]
+        if read:
+            whole = Tally()
+            for tally in read:
+                whole.meter.include(tally.meter)
+            totals[state] = replace(_state(whole), status=status)
+        elif status == "identical":
+            totals[state] = _unread(sum(of.elements for _, of in parts))
+        else:
+            totals[state] = StateDiff(status=status)
+    return totals
+
+
+def _check_sort(column: str, versions: Iterable[LayerVersion]) -> None:
+    """Raise InvalidInput if parameters have no such *column*, before anything is read."""
+    states = {state for version in versions for places in places_in(version).values() for state in places}
+    columns = [_NAME, _ELEMENTS, *sorted(states, key=_column)]
+    if column not in columns:
+        hint = did_you_mean(nearest(column, columns), else_=f"choose one of {', '.join(columns)}")
+        raise InvalidInput(f"parameters of this layer cannot be sorted by {column!r}", hint=hint)
+
+
+def _column(state: str) -> tuple[bool, str]:
+    """Return the key that sorts *state* where its column is: masters first."""
+    return state != MASTER, state
+
+
+def _sorted(parameters: tuple[ParameterDiff, ...], column: str) -> tuple[ParameterDiff, ...]:
+    """Return *parameters*, the largest first; NaN is the largest, and what has no number is last."""
+
+    def rank(parameter: ParameterDiff) -> float:
+        state = parameter.states.get(column)
+        number = parameter.elements if column == _ELEMENTS else None if state is None else state.relative_l2
+        return -1.0 if number is None else inf if isnan(number) else number
+
+    return parameters if column == _NAME else tuple(sorted(parameters, key=rank, reverse=True))
+
+
+def _unread(elements: int) -> StateDiff:
+    """Return what is known of numbers in one and the same object."""
+    return StateDiff(status="identical", elements=elements, relative_l2=0.0, cosine=1.0)
+
+
+def _state(tally: Tally | None) -> StateDiff:
+    if tally is None:
+        return StateDiff(status="not comparable")
+    distance = tally.meter.distance()
+    return StateDiff(
+        status="identical" if tally.is_identical else "changed",
+        elements=distance.elements,
+        relative_l2=distance.relative_l2,
+        cosine=distance.cosine,
+        nonfinite_a=distance.nonfinite_a,
+        nonfinite_b=distance.nonfinite_b,
+    )

@@ -4,30 +4,61 @@ Measure how far two versions of a layer are apart, in memory that does not grow 
 They are compared by position in the whole parameter, so any two world sizes can be compared.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
-from layerstore.numbers import Distance, Meter, can_measure
+from layerstore.numbers import Distance, Meter, can_measure, equal_bytes
 from layerstore.progress import Progress
 from layerstore.slices import Slices, StoredSlice
 from layerstore.storage import Repository
 from layerstore.threads import Threads
+
+MASTER = "master"
+"""What a parameter's own numbers are called beside the states of the optimizer."""
+
+Place = tuple[Kind, str]
+"""Where numbers are: their kind, and which of the optimizer's states they are."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up how far numbers are apart."""
+
+    meter: Meter = field(default_factory=Meter)
+    is_identical: bool = True
+    """Whether every bit so far is equal."""
+
+    def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
+        """Add the next numbers of both."""
+        self.meter.add(a, b, dtype_a=dtype_a, dtype_b=dtype_b)
+        # Numbers that compare equal may have other bits, as zeros have, and NaNs of equal bits do not compare equal.
+        self.is_identical = self.is_identical and dtype_a == dtype_b and equal_bytes(a, b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
     """Elements that are contiguous in one slice of each side."""
 
+    tally: Tally
+    """What adds them up."""
     a: StoredSlice
     b: StoredSlice
     start_a: int
     start_b: int
     elements: int
+
+
+class _Side:
+    """A version, and where its numbers are."""
+
+    def __init__(self, version: LayerVersion) -> None:
+        self.slices = Slices([version])
+        self.places = places_in(version)
 
 
 def distance_between(
@@ -39,18 +70,62 @@ def distance_between(
     A frozen parameter has no master, so its weights are compared. Objects are verified once, before they are measured;
     *verified* holds those that were.
     """
-    left, right = Slices([a]), Slices([b])
+    ours, theirs, tally = _Side(a), _Side(b), Tally()
     found: list[_Stretch] = []
     left_out: list[str] = []
-    for name in sorted(left.parameters.keys() | right.parameters.keys()):
-        of_parameter = _stretches_of(name, left, right)
+    for name in sorted(ours.places.keys() | theirs.places.keys()):
+        of_parameter = _stretches(name, MASTER, ours, theirs, tally)
         if of_parameter is None:
             left_out.append(name)
         else:
             found += of_parameter
     if not found and not left_out:
         return None
-    refs = {side.object.ref for each in found for side in (each.a, each.b)} - verified
+    _verify(repo, found, verified, progress)
+    _read_in_step(repo, found)
+    return tally.meter.distance(left_out=tuple(left_out))
+
+
+def tallies_between(
+    repo: Repository, a: LayerVersion, b: LayerVersion, progress: Progress
+) -> dict[tuple[str, str], Tally]:
+    """Measure each parameter's masters and optimizer states, by both names, as far as both versions have numbers."""
+    ours, theirs = _Side(a), _Side(b)
+    tallies: dict[tuple[str, str], Tally] = {}
+    found: list[_Stretch] = []
+    for name in ours.places.keys() & theirs.places.keys():
+        for state in ours.places[name].keys() & theirs.places[name].keys():
+            tally = Tally()
+            stretches = _stretches(name, state, ours, theirs, tally)
+            if stretches is not None:
+                tallies[name, state] = tally
+                found += stretches
+    progress.start("compare", sum(ref.size_bytes for ref in _refs(found)))
+    _verify(repo, found, set(), progress)
+    _read_in_step(repo, found)
+    return tallies
+
+
+def places_in(version: LayerVersion) -> Mapping[str, Mapping[str, Place]]:
+    """Return where the numbers of each parameter are; under ``master`` its weights, if it has nothing else."""
+    found: dict[str, dict[str, Place]] = {parameter.name: {} for parameter in version.parameters}
+    for stored in version.objects:
+        for tensor in stored.tensors:
+            places = found.get(tensor.name, {})
+            if stored.kind is Kind.OPTIMIZER:
+                places[tensor.state] = stored.kind, tensor.state
+            elif stored.kind is Kind.MASTER or (stored.kind is Kind.WEIGHTS and MASTER not in places):
+                places[MASTER] = stored.kind, ""
+    return found
+
+
+def _refs(stretches: Iterable[_Stretch]) -> set[BlobRef]:
+    return {side.object.ref for each in stretches for side in (each.a, each.b)}
+
+
+def _verify(repo: Repository, stretches: list[_Stretch], verified: set[BlobRef], progress: Progress) -> None:
+    """Verify the objects of *stretches* that are not among the *verified*, and add them there."""
+    refs = _refs(stretches) - verified
 
     def check(ref: BlobRef) -> None:
         repo.verify_object(ref)
@@ -59,40 +134,34 @@ def distance_between(
     with Threads(WORKERS_MAX) as pool:
         list(pool.map(check, refs))
     verified |= refs
-    return _read_in_step(repo, found).distance(left_out=tuple(left_out))
 
 
-def _stretches_of(name: str, a: Slices, b: Slices) -> list[_Stretch] | None:
-    """Return where the elements of the parameter *name* are on both sides; None if they cannot be compared."""
-    ours, theirs = a.parameters.get(name), b.parameters.get(name)
+def _stretches(name: str, state: str, a: _Side, b: _Side, tally: Tally) -> list[_Stretch] | None:
+    """Return where these numbers of a parameter are on both sides; None if they cannot be compared."""
+    ours, theirs = a.slices.parameters.get(name), b.slices.parameters.get(name)
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return None
-    kind_a, kind_b = _numbers_of(a, ours), _numbers_of(b, theirs)
-    if kind_a is None or kind_b is None:
+    if state not in a.places[name] or state not in b.places[name]:
         return None if prod(ours.shape) else []
-    found = list(_stretches(a, b, ours, kind_a, kind_b))
+    found = list(_unsplit(ours, state, a, b, tally))
     return found if all(can_measure(side.tensor.dtype) for each in found for side in (each.a, each.b)) else None
 
 
-def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
-    """Return the kind that holds the parameter's numbers: its master, or its weights if it is frozen."""
-    return next((kind for kind in (Kind.MASTER, Kind.WEIGHTS) if slices.shards(kind, parameter.name)), None)
-
-
-def _stretches(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b: Kind) -> Iterator[_Stretch]:
+def _unsplit(parameter: Parameter, state: str, a: _Side, b: _Side, tally: Tally) -> Iterator[_Stretch]:
     """Yield the pieces of *parameter* that no slice boundary of either side splits."""
     name, begin = parameter.name, 0
-    for slice_a, start_a, count in a.stretches(kind_a, name, begin=0, end=prod(parameter.shape)):
+    (kind_a, state_a), (kind_b, state_b) = a.places[name][state], b.places[name][state]
+    whole = a.slices.stretches(kind_a, name, state=state_a, begin=0, end=prod(parameter.shape))
+    for slice_a, start_a, count in whole:
         end, at = begin + count, start_a
-        for slice_b, start_b, elements in b.stretches(kind_b, name, begin=begin, end=end):
-            yield _Stretch(a=slice_a, b=slice_b, start_a=at, start_b=start_b, elements=elements)
+        for slice_b, start_b, elements in b.slices.stretches(kind_b, name, state=state_b, begin=begin, end=end):
+            yield _Stretch(tally=tally, a=slice_a, b=slice_b, start_a=at, start_b=start_b, elements=elements)
             at += elements
         begin = end
 
 
-def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
+def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> None:
     """Measure all *stretches*, chunk by chunk, in sorted order, so that each object is opened about once."""
-    meter = Meter()
     buffer_a, buffer_b = (memoryview(bytearray(IO_CHUNK_BYTES)) for _ in range(2))
     stretches = sorted(stretches, key=lambda each: (each.a.object.id, each.b.object.id, each.a.offset, each.start_a))
     for (ref_a, ref_b), group in groupby(stretches, key=lambda each: (each.a.object.ref, each.b.object.ref)):
@@ -106,5 +175,4 @@ def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
                     data_a, data_b = buffer_a[: count * bytes_a], buffer_b[: count * bytes_b]
                     file_a.read_into(data_a, each.a.offset + (each.start_a + done) * bytes_a)
                     file_b.read_into(data_b, each.b.offset + (each.start_b + done) * bytes_b)
-                    meter.add(data_a, data_b, dtype_a=dtype_a, dtype_b=dtype_b)
-    return meter
+                    each.tally.add(data_a, data_b, dtype_a=dtype_a, dtype_b=dtype_b)

@@ -195,12 +195,17 @@ def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str |
     """Return the layers of *entries* with their sizes, or only *layer*; raises NotFound if that is not one of them."""
     found = [entry for entry in entries if layer in {None, entry.layer}]
     if layer is not None and not found:
-        names = [entry.layer for entry in entries]
-        shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
-        hint = did_you_mean(nearest(layer, names), else_=f"layers: {shown}")
-        raise NotFound(f"there is no layer {layer!r} in this commit", hint=hint)
+        raise unknown_layer(layer, [entry.layer for entry in entries], where="this commit")
     losses, references = _losses(repo, found), _references(repo, found)
     return [_layer_line(repo, entry, losses, references) for entry in found]
+
+
+def unknown_layer(layer: str, names: Sequence[str], *, where: str) -> NotFound:
+    """Return the error for a *layer* that is not among the *names*; its hint has those that are like it."""
+    shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
+    owners = [name for name in names if layer.startswith(f"{name}.")]  # of a parameter
+    hint = did_you_mean(owners or nearest(layer, names), else_=f"layers: {shown}")
+    return NotFound(f"there is no layer {layer!r} in {where}", hint=hint)
 
 
 def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[CodingLoss]]:

@@ -8,7 +8,7 @@ chunk, since most commands need none.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from layerstore.tree import Tree
 
@@ -86,6 +86,16 @@ class Meter:
         # A sum of squares is finite only if all its terms are, so most chunks need no second pass.
         self._nonfinite_a += 0 if math.isfinite(aa) else int(np.count_nonzero(~np.isfinite(first)))
         self._nonfinite_b += 0 if math.isfinite(bb) else int(np.count_nonzero(~np.isfinite(second)))
+
+    def include(self, other: Self) -> None:
+        """Add everything that *other* has added up."""
+        self._elements += other._elements
+        self._aa += other._aa
+        self._bb += other._bb
+        self._ab += other._ab
+        self._dd += other._dd
+        self._nonfinite_a += other._nonfinite_a
+        self._nonfinite_b += other._nonfinite_b
 
     def distance(self, *, left_out: tuple[str, ...] = ()) -> Distance:
         """Return the distance of everything added so far."""

@@ -69,7 +69,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ("layerstore show 'sft@2'", ["sft@2"]),
         ("layerstore show nope@", []),
         ("layerstore diff best s", ["sft", "sft@4", "sft@2"]),
-        ("layerstore diff best sft ", []),
+        ("layerstore diff best sft model.n", ["model.norm"]),
         ("layerstore gc sft s", ["sft"]),
         ("layerstore pin new b", ["best"]),
         ("layerstore pin --delete ", ["best"]),

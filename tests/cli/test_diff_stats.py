@@ -74,6 +74,69 @@ def test_diff_warns_of_numbers_that_are_none(run: Run, store: Path, tmp_path: Pa
     assert "NaN" not in json.dumps(programs.fields)
 
 
+def test_diff_of_a_layer_lists_its_parameters(run: Run, store: Path) -> None:
+    """Names inside the layer, a column for each state, a total, the largest first if asked, and the same in JSON."""
+    words = ("diff", "sft@2", "sft@4", "model.layers.0", "--sort", "exp_avg", "--store", store)
+    outcome, fields = run(*words), run(*words, "--json").fields
+    lines = outcome.out.splitlines()
+
+    assert outcome.code == 0
+    assert lines[0].startswith("a  sft@2 (commit ")
+    assert lines[3].split() == ["PARAMETER", "ELEMENTS", "MASTER", "EXP_AVG", "EXP_AVG_SQ", "COSINE"]
+    rows = [line.split() for line in lines[4:13]]
+    assert [row[0] for row in rows] == [
+        each["parameter"].removeprefix("model.layers.0.") for each in fields["parameters"]
+    ]
+    assert [float(row[3]) for row in rows] == sorted((float(row[3]) for row in rows), reverse=True)
+    assert lines[13].split()[0] == "total"
+    assert float(lines[13].split()[2]) == pytest.approx(fields["totals"]["master"]["relative_l2"], abs=1e-6)
+    assert re.fullmatch(r"model\.layers\.0: master changed, optimizer changed; .+ only in b", lines[15])
+
+
+def test_diff_of_a_layer_says_what_is_identical(run: Run, store: Path, tmp_path: Path) -> None:
+    """One version in both is said to be that; a parameter of another shape is a warning."""
+    generate(tmp_path / "wide", hidden=32, vocab=32, frozen=("model.norm",))
+    run("ingest", tmp_path / "wide", "--store", store)
+
+    same = run("diff", "sft@2", "best", "model.norm", "--store", store).out.splitlines()
+    other = run("diff", "sft@2", "wide", "model.norm", "--store", store)
+
+    assert same[4].split() == ["weight", "16", "identical", "identical", "identical", "1.000000"]
+    assert same[-1] == "model.norm: same, one version in both; nothing was read"
+    assert "only in a" in other.out
+    assert other.err == "warning: model.norm.weight is not comparable: shape [16] in a, [32] in b\n"
+
+
+def test_diff_of_a_layer_warns_of_numbers_that_are_none(run: Run, store: Path, tmp_path: Path) -> None:
+    """With the parameter, and where: a NaN sorts before every number."""
+    source = generate(tmp_path / "sft", hidden=16, vocab=32, step=6)
+    _spoil(source / "global_step6")
+    run("ingest", source, "--store", store)
+
+    layer = LAYERS[0]
+    outcome = run("diff", "sft@2", "sft@6", layer, "--store", store, "--sort", "master")
+
+    assert f"warning: master of {layer}.weight in sft@6 has NaN or infinity in 1 number" in outcome.err
+    assert outcome.out.splitlines()[4].split()[2] == "nan"
+
+
+def test_mistakes_about_a_layer_are_one_line(run: Run, store: Path) -> None:
+    """A layer that neither has, a parameter in its place, a column that is none, and sorting without a layer."""
+    diff = ("diff", "sft@2", "sft@4", "--store", store)
+
+    assert run(*diff, "model.layer.1").err.startswith(
+        "error: there is no layer 'model.layer.1' in sft@2 or sft@4\nhint: did you mean model.layers.1"
+    )
+    assert "did you mean model.layers.1?" in run(*diff, "model.layers.1.mlp.up_proj.weight").err
+    assert run(*diff, "model.norm", "--sort", "exp_avgs").err == (
+        "error: parameters of this layer cannot be sorted by 'exp_avgs'\n"
+        "hint: did you mean exp_avg or exp_avg_sq? choose one of name, elements, master, exp_avg, exp_avg_sq\n"
+    )
+    assert run(*diff, "--sort", "master").err == (
+        "error: --sort sorts the parameters of one layer\nhint: name the layer after B\n"
+    )
+
+
 def _spoil(tag: Path) -> None:
     """Make the first master of rank 0 a NaN, in a way that its archive agrees with."""
     path = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"

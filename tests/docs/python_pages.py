@@ -44,7 +44,7 @@ TOPICS = (
                 "Store.show",
                 "Store.ls",
             ),
-            *("Store.diff", "Store.stats", "Store.report", "Store.close", "Table", "Progress"),
+            *("Store.diff", "Store.diff_layer", "Store.stats", "Store.report", "Store.close", "Table", "Progress"),
         ),
     ),
     Topic("ingesting.md", "Ingesting", "store checkpoints that lie in folders", ("find_checkpoints", "Store.ingest")),

@@ -34,7 +34,7 @@ ROWS = {
     ],
     "`compose --since`": ["compose sft@200 --format hf --since sft@100 -o delta"],
     "`apply`": ["apply delta base"],
-    "`diff`": ["diff sft@100 sft@200 --stat"],
+    "`diff`": ["diff sft@100 sft@200 --stat", "diff sft@100 sft@200 model.layers.0"],
     "`stats`": ["stats", "stats sft"],
     "`report`": ["report -o report.html --keep-last 1"],
     "`bisect`": ["bisect --json sft@100 sft@1200 -- python judge.py {}"],
@@ -76,6 +76,7 @@ AS_ABOVE = {
 MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters", "metrics"} | {
     "parameters",
     "optimizer_steps",
+    *("states", "totals"),
 }
 
 # Words in a row that are no field, or one that only damage, a live save or another option brings.
@@ -91,7 +92,7 @@ SELDOM = {
     "`compose`": "count name",
     "`compose --format hf`, `dcp`, `universal`": "count dry_run mean name pin stage weight world_size",
     "`compose --since`": "count dry_run mean name pin stage weight world_size",
-    "`diff`": "kind stat",
+    "`diff`": "kind stat state",
     "`report`": "blocked durable given_up max median visible",
     "`pin --list`": "damaged reason",
     "`pin --delete`": "gc",

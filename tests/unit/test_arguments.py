@@ -26,6 +26,7 @@ REQUIRED = {
     "run": "sft",
     "a": "sft",
     "b": "sft",
+    "layer": "model.norm",
     "ref": "sft",
     "remote": "file:///nowhere",
     "out": "out",
