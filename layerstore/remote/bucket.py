@@ -1,7 +1,7 @@
 """
 A bucket: one prefix of S3, Google Cloud Storage or Azure, a folder, or this process's memory.
 
-Transient failures are retried with growing pauses, and every retry is reported.
+Transient failures are retried with growing pauses, and every retry is reported: as a warning, or to whoever asks.
 """
 
 import errno as errnos
@@ -118,8 +118,9 @@ class Bucket:
         self.url = checked_url(url)
         self._client = _client_of(self.url, may_make=may_make)
         self._pid = os.getpid()
-        self._told_until = 0.0
-        """No further failures are reported before this time: many requests fail at once for the same reason."""
+        self._report: Callable[[str], None] | None = None
+        self._warned_until = 0.0
+        """No further failures are warned of before this time: many requests fail at once for the same reason."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
@@ -298,6 +299,10 @@ class Bucket:
 
     # -- trouble -------------------------------------------------------------------------------------------------
 
+    def report_retries(self, report: Callable[[str], None] | None) -> None:
+        """Call *report* with one line for each retry, from any thread, instead of warning; None: warn again."""
+        self._report = report
+
     def _called(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}"
 
@@ -319,16 +324,20 @@ class Bucket:
                     # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
                     raise problem or self._gave_up(doing, exc) from None
                 pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * _RANDOM.uniform(0.5, 1.5)
-                if time.monotonic() >= self._told_until:
-                    self._told_until = time.monotonic() + pause
-                    warnings.warn(
-                        f"{self.url}: cannot {doing} ({first_line(exc)}); trying again in {pause:.1f} s "
-                        f"({tried} of {REMOTE_TRIES - 1})",
-                        RemoteNotice,
-                        stacklevel=3,
-                    )
+                notice = RemoteNotice(
+                    f"{self.url}: cannot {doing} ({first_line(exc)}); trying again in {pause:.1f} s "
+                    f"({tried} of {REMOTE_TRIES - 1})"
+                )
+                self._notify(notice, pause)
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
+
+    def _notify(self, notice: RemoteNotice, pause: float) -> None:
+        if self._report is not None:
+            self._report(str(notice))
+        elif time.monotonic() >= self._warned_until:
+            self._warned_until = time.monotonic() + pause
+            warnings.warn(notice, stacklevel=4)
 
     def _problem(self, doing: str, exc: Exception) -> Exception | None:
         """Return the error for a permanent failure, None for one that may be transient."""

@@ -70,6 +70,7 @@ class Remote:
             make_writer=partial(BucketWriter, reliance),
             parts=BucketParts(reliance, layout, files, store_id=identity.store_id),
             trash=BucketTrash(bucket, layout, files, self._records),
+            report_retries=bucket.report_retries,
         )
         """The mirror; saves go to the bucket."""
         self.listed: frozenset[str] = frozenset()

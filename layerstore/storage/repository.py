@@ -49,6 +49,8 @@ class Repository:
     """The URL of the bucket that this mirrors; saves go there, and nothing else is changed there."""
     make_writer: Callable[..., ObjectWriter] = ObjectWriter
     """Makes what `writer` returns, of its arguments."""
+    report_retries: Callable[[Callable[[str], None] | None], None] = lambda _: None
+    """Takes who is called for each request to the bucket that is retried; None: it is a warning."""
     shares: Shares = ALONE
     """The processes that share the work in it."""
     coded: dict[BlobRef, Coded] = field(default_factory=dict)

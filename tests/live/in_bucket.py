@@ -105,7 +105,7 @@ def _watch(note: Any) -> None:
 def troubled(options: Any) -> None:
     """Save at every step, each while the server makes another trouble; the last one is saved in peace."""
     url = _settle(options)
-    warnings.simplefilter("ignore", RemoteNotice)
+    warnings.simplefilter("error", RemoteNotice)  # a saver's retries are for its log
     vars(bucket_room).update(REMOTE_PAUSE_SECONDS=0.01)
     engine = build()
     with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:

@@ -103,6 +103,12 @@ def test_training_goes_on_whatever_the_server_does(
     status = one(launch, "status")
     assert (status["saved"], status["failed"]) == (STEPS - len(lost), len(lost))
     assert "the server refuses this key" in status["errors"][-1]
+    lines = launch.log.read_text().splitlines()
+    retried = [line for line in lines if "trying again in" in line]
+    counted = [line for line in lines if "requests retried on all ranks: " in line]
+    assert 1 <= len(retried) <= len(TROUBLES)
+    assert 1 <= len(counted) <= len(TROUBLES)
+    assert all(line.startswith(f"layerstore: {s3}: ") for line in (*retried, *counted))
 
 
 @pytest.mark.full

@@ -95,6 +95,20 @@ def test_silence_is_not_waited_for(bucket: Bucket) -> None:
         bucket.read("silent", size_bytes_max=10_000)
 
 
+def test_retries_are_reported_to_who_asks(bucket: Bucket) -> None:
+    """Each of them, and none is a warning until nobody asks any more."""
+    reported: list[str] = []
+    bucket.report_retries(reported.append)
+    with pytest.raises(StorageIO):
+        bucket.read("silent", size_bytes_max=10_000)
+    bucket.report_retries(None)
+
+    assert len(reported) == 1
+    assert "trying again in" in reported[0]
+    with pytest.warns(RemoteNotice), pytest.raises(StorageIO):
+        bucket.read("silent", size_bytes_max=10_000)
+
+
 def test_a_signal_is_heard_while_a_server_is_silent(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Ctrl-C would wait for two minutes, and a scheduler kill what it asked to end."""
     monkeypatch.setattr("layerstore.remote.cloud.REMOTE_SILENCE_SECONDS", 2 * MUTE_SECONDS)

@@ -24,7 +24,7 @@ FOLDER = ROOT / "docs" / "operating" / "troubleshooting"
 PAGES = sorted(FOLDER.glob("*.md"))
 WARNINGS = {
     *(("warnings", "warn"), ("LOG", "warning"), ("LOG", "error"), ("", "say_warning")),
-    *(("notes", "append"), ("_notes", "append")),
+    *(("notes", "append"), ("_notes", "append"), ("", "RemoteNotice")),
 }
 CLASSES = {
     value.__name__

@@ -183,6 +183,8 @@ class RankReport:
     """From the rank that commits: whether a layer that the next commits would inherit was collected."""
     precision: str = ""
     """That of this save."""
+    retries: int = 0
+    """How many requests to a bucket were retried since the last report; merged, on all ranks."""
     is_mistyped: bool = False
     """Whether *problem* is that client_state holds a type that cannot be kept."""
     problem: str = ""
@@ -280,4 +282,5 @@ def _merged(reports: Sequence[RankReport]) -> RankReport:
         is_tight=any(each.is_tight for each in reports),
         free_bytes=min(each.free_bytes for each in reports),
         has_lost_base=any(each.has_lost_base for each in reports),
+        retries=sum(each.retries for each in reports),
     )

@@ -14,6 +14,7 @@ from layerstore.history import NextCommit, Resolved
 from layerstore.live.log import LOG, words_of
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import Job
+from layerstore.live.saver.retries import Retries
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, LayerEntry, Part
 from layerstore.publish import (
@@ -97,6 +98,7 @@ class Background:
         """*refers*: which shard this rank writes, None for any, and how many ranks are, if differences are kept."""
         self._refers = refers
         self._repo = repo
+        self.retries = Retries(repo, is_first=commits)
         self._pool = pool
         self._copier = copier
         self._collector = collector
@@ -149,6 +151,7 @@ class Background:
         if self._collector is not None:
             self._collector.close(at_once=at_once)
         self._pool.close()
+        self.retries.close()
 
     # -- threads -------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,6 @@ class Saver:
         policy = chosen_policy(options.policy)
         self._schedule = Schedule.after(place, policy, run=run, referable=self._background.begin_at(place))
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
-        self._saves = 0
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is still unknown."""
         self._over = Status()
@@ -109,7 +108,7 @@ class Saver:
         self._tight: list[Job] = []
         """Saves since the last update that some rank may have no room to copy; the same on every rank."""
         self._last = LastSave(place.after)
-        self._updates = 0
+        self._saves = self._updates = 0
         self.step_of: Callable[[], int] = lambda: engine.step
         """Returns the step for a save that the engine itself makes; trainers count their own steps."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
@@ -346,6 +345,7 @@ class Saver:
             outcomes=self._new_outcomes(),
             has_lost_base=self._background.has_lost_base,
             precision=precision,
+            retries=self._background.retries.taken(),
             is_mistyped=isinstance(problem, NotPlain),
             problem="" if problem is None else " ".join(str(problem).split()) or type(problem).__name__,
         )
@@ -363,6 +363,7 @@ class Saver:
             if job.is_visible is False:
                 self._last.note_lost(job.joint.save_number)
         self._schedule.resolve(agreed.outcomes)
+        self._background.retries.log(agreed.retries)
         if agreed.has_lost_base:
             self._schedule.begin_anew()
             self._background.has_lost_base = False

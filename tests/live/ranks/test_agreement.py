@@ -57,21 +57,24 @@ def test_a_long_text_is_cut_between_characters() -> None:
 def test_all_ranks_learn_what_any_rank_knows() -> None:
     """The outcomes of saves, the failures of any rank, and the smallest free memory."""
     facts = agreed(
-        report(outcomes={2: True, 3: False, 4: True}, free_bytes=100),
-        report(failed=(3, 4), free_bytes=50, is_pressed=True),
+        report(outcomes={2: True, 3: False, 4: True}, free_bytes=100, retries=2),
+        report(failed=(3, 4), free_bytes=50, is_pressed=True, retries=3),
     )
 
     assert facts.outcomes == {2: True, 3: False, 4: True}
     assert set(facts.failed) == {3, 4}
     assert facts.is_pressed
     assert facts.free_bytes == 50
+    assert facts.retries == 5
 
 
 def test_outcomes_of_as_many_saves_as_may_be_open_fit_into_a_report() -> None:
     """With numbers of a long training, and a problem whose end is cut."""
     numbers = range(10**7, 10**7 + SAVES_MAX)
     outcomes = dict.fromkeys(numbers, False)
-    large = report(outcomes=outcomes, failed=tuple(numbers), step=10**18, free_bytes=10**12, precision="moments8")
+    large = report(
+        outcomes=outcomes, failed=tuple(numbers), step=10**18, free_bytes=10**12, precision="moments8", retries=10**6
+    )
 
     assert agreed(large, large).outcomes == large.outcomes
     with pytest.raises(InvalidInput, match="problem problem"):
