@@ -4,6 +4,7 @@ A bucket: one prefix of S3, Google Cloud Storage or Azure, a folder, or this pro
 Transient failures are retried with growing pauses, and every retry is reported: as a warning, or to whoever asks.
 """
 
+import copy
 import errno as errnos
 import itertools
 import math
@@ -118,12 +119,19 @@ class Bucket:
         self.url = checked_url(url)
         self._client = _client_of(self.url, may_make=may_make)
         self._pid = os.getpid()
+        self._retries = True
         self._report: Callable[[str], None] | None = None
         self._warned_until = 0.0
         """No further failures are warned of before this time: many requests fail at once for the same reason."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
+
+    def without_retries(self) -> "Bucket":
+        """Return the same bucket, which tries each request only once."""
+        found = copy.copy(self)
+        found._retries = False
+        return found
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -309,7 +317,8 @@ class Bucket:
     def _answer(self, doing: str, ask: Callable[[], Answer]) -> Answer | None:
         """Return what *ask* returns, None if the name does not exist; retry transient failures."""
         self.check_process()
-        for tried in range(1, REMOTE_TRIES + 1):
+        tries = REMOTE_TRIES if self._retries else 1
+        for tried in range(1, tries + 1):
             try:
                 return _interruptible(ask)
             except LayerstoreError:
@@ -320,13 +329,13 @@ class Bucket:
                 return None
             except Exception as exc:  # noqa: BLE001  # told apart by name and text
                 problem = self._problem(doing, exc)
-                if problem is not None or tried == REMOTE_TRIES:
+                if problem is not None or tried == tries:
                     # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
                     raise problem or self._gave_up(doing, exc) from None
                 pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * _RANDOM.uniform(0.5, 1.5)
                 notice = RemoteNotice(
                     f"{self.url}: cannot {doing} ({first_line(exc)}); trying again in {pause:.1f} s "
-                    f"({tried} of {REMOTE_TRIES - 1})"
+                    f"({tried} of {tries - 1})"
                 )
                 self._notify(notice, pause)
                 time.sleep(pause)

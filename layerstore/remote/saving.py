@@ -339,6 +339,13 @@ class BucketParts(PartStore):
         super().__init__(layout, files, store_id=store_id)
         self._reliance = reliance
         self._bucket = reliance.bucket
+        self._tidying = reliance.bucket.without_retries()
+        """
+        For what ends a save: retries would hold the next one, where the server has often failed five times already.
+
+        A part that stays behind is of no save that anybody joins, and `close_session` or a collection a day later
+        removes it. Where a failure is not written, the ranks learn of it from their next reports.
+        """
 
     def open_session(self, session: str) -> None:
         """Do nothing: a bucket has no folders."""
@@ -373,17 +380,20 @@ class BucketParts(PartStore):
     def confirm(self, part: Part) -> None:
         """Make *part* visible; raises Overtaken if that took so long that what it names may be about to go."""
         began = hours_on()
-        self.publish(part)
+        self._publish(part, self._bucket)
         if hours_on() > began + _WINDOW_SECONDS / 6:
             self._bucket.remove([part_name(part.session, part.save, part.rank)])
             raise Overtaken("the process was suspended while it said what it had written", hint="save again")
 
     def publish(self, part: Part) -> None:
-        """Make *part* visible; one that is there stands."""
-        if self._bucket.size(part_name(part.session, part.save, part.rank)) is not None:
+        """Make *part* visible, at the first try or not at all; one that is there stands."""
+        self._publish(part, self._tidying)
+
+    def _publish(self, part: Part, bucket: Bucket) -> None:
+        if bucket.size(part_name(part.session, part.save, part.rank)) is not None:
             return
         data = seal_part(part, store_id=self._store_id)
-        self._bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
+        bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
 
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
@@ -395,8 +405,8 @@ class BucketParts(PartStore):
         """Do nothing: there are no drafts."""
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
-        """Remove the parts of a save that was committed or given up."""
-        self._bucket.remove([part_name(session, save, rank) for rank in range(world_size)])
+        """Remove the parts of a save that was committed or given up, at the first try or not at all."""
+        self._tidying.remove([part_name(session, save, rank) for rank in range(world_size)])
 
     def close_session(self, session: str, *, is_over: bool) -> None:
         """Remove what is left of *session* if it *is_over*."""

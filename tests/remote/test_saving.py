@@ -19,6 +19,7 @@ from layerstore.errors import AlreadyExists, IntegrityError, NoStore, Overtaken,
 from layerstore.format import ref_of
 from layerstore.limits import REMOTE_MOMENT_SECONDS
 from layerstore.live.ranks import store_if_there
+from layerstore.model import Part
 from layerstore.remote import Bucket, RemoteNotice, saving
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
 from layerstore.storage import ObjectWriter
@@ -368,6 +369,40 @@ def test_what_needs_a_disk_is_refused(
     saved.into(in_a_folder, 2)
     with pytest.raises(Unsupported):
         change(in_a_folder)
+
+
+def test_what_ends_a_save_is_tried_once(in_a_folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has failed already: to say so, and to remove parts, is no reason to hold the next save."""
+    parts, tried = in_a_folder.repo.parts, list[str]()
+    client = in_a_folder.repo.objects.reliance.bucket._client  # type: ignore[attr-defined] # of a mirror
+
+    def fail(doing: str) -> Callable[..., None]:
+        def failing(*_: object) -> None:
+            tried.append(doing)
+            raise OSError("busy")
+
+        return failing
+
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "put", fail("write"))
+    monkeypatch.setattr(client, "delete", fail("remove"))
+    failed = Part(
+        session="0" * 32,
+        save=1,
+        rank=0,
+        agreement="",
+        layers=(),
+        state=None,
+        bytes_new=0,
+        bytes_reused=0,
+        failure="it failed",
+    )
+    with pytest.raises(StorageIO, match="busy"):
+        parts.publish(failed)
+    with pytest.raises(StorageIO, match="busy"):
+        parts.remove("0" * 32, 1, world_size=2)
+
+    assert tried == ["write", "remove"]
 
 
 def test_memory_is_bounded(in_a_folder: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
