@@ -25,7 +25,7 @@ class Rehearsal(Shares):
         self._held.close()
 
     @contextmanager
-    def asked(self, repo: Any, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
+    def scatter_work(self, repo: Any, work: Work[Answer], parts: Sequence[Any]) -> Iterator[Callable[[], list[Answer]]]:
         """Do *work* on *parts* when the answers are waited for; what it holds is released by the next question."""
         assert len(parts) == self.count - 1
         self._held.close()
