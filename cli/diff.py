@@ -55,7 +55,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """
-    Compare two commits, layer by layer and kind by kind, or one layer of them, parameter by parameter.
+    Compare two commits by layer and kind, or one layer by parameter.
 
     They may belong to different runs. The exit code is 0 whether or not they differ.
     REL L2 is the norm of B - A over that of A, COSINE that of the angle between A and B.
