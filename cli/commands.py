@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 COMMANDS = (
     *("init", "ingest", "pin"),
-    *("log", "show", "ls", "diff", "stats", "report", "bisect"),
+    *("runs", "log", "show", "ls", "diff", "stats", "report", "bisect"),
     *("compose", "apply", "undrop"),
     *("drop", "gc", "verify", "repair", "reindex", "migrate"),
     *("remote", "push", "pull", "clone"),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Took = dict[tuple[str, int, int], SaveTiming]
     """By run, attempt and step."""
 
-ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("history", "list", "runs", "snapshots"))
+ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("history", "list", "snapshots"))
 
 # One screen or two.
 _LIMIT = 50

@@ -13,7 +13,7 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore.inspect import Stats
 
-ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("du", "status"))
+ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("du",))
 
 
 def stats(

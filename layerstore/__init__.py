@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Staleness
     from layerstore.ingest import Ingested
-    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, ParametersDiff, Stats
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, ParametersDiff, RunLine, Stats
     from layerstore.live import Resumed, Saved, Saver, SaverOptions, Status, attach, resume
     from layerstore.model import Commit, Pin
     from layerstore.policy import Best, Drift, Filter, Keep, Latest, Parity, Policy, Save
@@ -90,6 +90,7 @@ __all__ = [
     "Remotes",
     "Repaired",
     "Resumed",
+    "RunLine",
     "Save",
     "SaveTiming",
     "Saved",
@@ -130,7 +131,7 @@ _ROOMS = {
     "gc": "Dropped DroppedCommit GcOutcome",
     "history": "Staleness",
     "ingest": "Ingested",
-    "inspect": "CommitView Diff LayerLine LogEntry LogPage ParametersDiff Stats",
+    "inspect": "CommitView Diff LayerLine LogEntry LogPage ParametersDiff RunLine Stats",
     "live": "Resumed Saved Saver SaverOptions Status attach resume",
     "model": "Commit Pin",
     "policy": "Best Drift Filter Keep Latest Parity Policy Save",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Resolved
     from layerstore.ingest import Ingested
-    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, ParametersDiff, Stats
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, ParametersDiff, RunLine, Stats
     from layerstore.policy import Keep, Policy
     from layerstore.publish import SaveTiming
     from layerstore.remote import Pulled, Pushed, Remote, Remotes
@@ -88,6 +88,19 @@ class Store:
     def runs(self) -> list[str]:
         """Return the names of the runs that have commits."""
         return self._repo.catalog.runs()
+
+    def overview(self) -> "Table[RunLine]":
+        """
+        Return a line for each run, the run that was saved last first: its newest save, and whether that is whole.
+
+        No tensor is read, and no record but that of the newest save; `verify` reads the bytes.
+        """
+        from layerstore.inspect import run_lines
+
+        urls = self.remotes.urls().values()
+        return Table(
+            run_lines(self._repo, remotes=urls), if_empty="no runs yet: store.ingest(CHECKPOINT, run=RUN) makes one"
+        )
 
     def close(self) -> None:
         """Release everything that the store holds open, and stop fetching; calling it twice is harmless."""

@@ -15,6 +15,7 @@ from layerstore.inspect.estimate import Training, estimate_saves
 from layerstore.inspect.log import LogEntry, LogLine, LogPage, log_fields, read_log
 from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_commit
 from layerstore.inspect.report import make_report
+from layerstore.inspect.runs import RunLine, run_lines
 from layerstore.inspect.show import CommitView, LayerLine, describe_commit, layer_lines
 from layerstore.inspect.stats import Stats, count_bytes, stats_fields
 
@@ -31,6 +32,7 @@ __all__ = [
     "ParameterDiff",
     "ParametersDiff",
     "Prices",
+    "RunLine",
     "StateDiff",
     "Stats",
     "Training",
@@ -46,5 +48,6 @@ __all__ = [
     "model_at",
     "model_of_commit",
     "read_log",
+    "run_lines",
     "stats_fields",
 ]

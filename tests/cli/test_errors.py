@@ -24,6 +24,7 @@ CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 COMMANDS = {
     "init": ["init"],
     "ingest": ["ingest", "checkpoint"],
+    "runs": ["runs"],
     "log": ["log"],
     "show": ["show"],
     "ls": ["ls"],

@@ -38,6 +38,7 @@ TOPICS = (
                 "init",
                 "Store",
                 "Store.runs",
+                "Store.overview",
                 "Store.log",
                 "Store.log_page",
                 "Store.timings",

@@ -57,6 +57,7 @@ ROWS = {
     "`clone`": ["clone {bucket} copy"],
     "`remote add`, `remote remove`": ["remote add other {bucket}", "remote remove other"],
     "`remote list`": ["remote list"],
+    "`runs`": ["runs"],
     "`estimate`": [
         "estimate --params 8B --layers 32 --disk 40TB",
         "estimate out/checkpoint-200 --step-seconds 6",

@@ -88,6 +88,7 @@ def _of_store(store: Store, ref: str, out: Path) -> dict[str, Callable[[], objec
         "show": lambda: repr(store.show(ref)),
         "ls": lambda: repr(store.ls(ref)),
         "stats": lambda: repr(store.stats()),
+        "overview": lambda: repr(store.overview()),
         "diff": lambda: repr(store.diff(ref, ref)),
         "verify": lambda: repr(store.verify(read_data=True)),
         "gc": lambda: store.gc(Keep(last=1), dry_run=True),

@@ -1,0 +1,121 @@
+"""``layerstore runs``: a line for each run."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.commands import About
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.render import (
+    Column,
+    age,
+    metric_in_words,
+    named_store,
+    say,
+    say_json,
+    say_note,
+    say_paragraph,
+    say_table,
+    shown,
+)
+from layerstore.errors import InvalidInput
+from layerstore.json_fields import json_fields
+from layerstore.units import size
+
+if TYPE_CHECKING:
+    from layerstore.inspect import RunLine
+
+ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("status",))
+
+_METRICS = ("eval_loss", "loss")
+
+
+def runs(
+    place: Annotated[
+        str | None, typer.Argument(metavar="STORE", help="A folder or URL, in place of --store.", show_default=False)
+    ] = None,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    List the runs with their newest saves.
+
+    SIZE, PRECISION, POLICY and METRIC are those of the newest save; layerstore stats RUN counts all of a run.
+    HEALTH is ok if everything that the newest save names is there in full size, and no save has failed since.
+    No tensor is read: layerstore verify does that.
+
+    \b
+    Examples:
+      layerstore runs
+      layerstore runs --json
+    """
+    named = named_store()
+    if place is not None and named is not None and place != named:
+        raise InvalidInput(f"two places were given: {place} and --store {named}", hint="leave one of them out")
+    with opened(place or store) as opened_store:
+        lines = opened_store.overview()
+        names = {url: name for name, url in opened_store.remotes.urls().items()}
+    if as_json:
+        say_json({"runs": [json_fields(line) for line in lines]})
+    elif lines:
+        _tell(lines, names)
+    else:
+        say_note("no runs yet")
+
+
+def _tell(lines: list["RunLine"], names: dict[str, str]) -> None:
+    is_compact, is_pushed, is_measured = (
+        any(line.precision not in {"exact", None} for line in lines),
+        any(line.pushed for line in lines),
+        any(line.metrics for line in lines),
+    )
+    columns = [
+        Column("RUN", folds=True),
+        Column("STEP", "right"),
+        Column("SAVED"),
+        Column("SAVES", "right", drops=3),
+        Column("SIZE", "right", drops=2),
+        *([Column("PRECISION", drops=4)] if is_compact else []),
+        Column("POLICY", drops=5),
+        *([Column("PUSHED", folds=True, drops=1)] if is_pushed else []),
+        *([Column("METRIC", "right", drops=6)] if is_measured else []),
+        Column("HEALTH"),
+    ]
+    rows = (
+        [
+            line.run,
+            "-" if line.step is None else str(line.step),
+            "-" if line.time_ns is None else age(line.time_ns),
+            f"{line.saves:,}",
+            "-" if line.size_bytes is None else size(line.size_bytes),
+            *([line.precision or "-"] if is_compact else []),
+            line.policy or "-",
+            *([_pushed(line, names)] if is_pushed else []),
+            *([_metric(line)] if is_measured else []),
+            "ok" if line.is_healthy else "problem",
+        ]
+        for line in lines
+    )
+    say_table(columns, rows)
+    if not all(line.is_healthy for line in lines):
+        say()
+    for line in lines:
+        for problem in line.problems:
+            say_paragraph(shown(f"{line.run}: {problem}"), indent=2)
+
+
+def _pushed(line: "RunLine", names: dict[str, str]) -> str:
+    """Return the remotes that have the newest save, and up to which step others have the run."""
+    told = []
+    for pushed in line.pushed:
+        if pushed.step is not None:
+            name = names.get(pushed.remote, f"…/{pushed.remote.rpartition('/')[2]}")
+            told.append(name if pushed.step == line.step else f"{name} to {pushed.step}")
+    return ", ".join(told) or "no"
+
+
+def _metric(line: "RunLine") -> str:
+    """Return the loss of the newest save, or else its first metric by name."""
+    found = line.metrics or {}
+    name = next((name for name in (*_METRICS, *sorted(found)) if name in found), None)
+    return "-" if name is None else f"{name} {metric_in_words(found[name])}"
