@@ -179,7 +179,7 @@ def compose(
             say_warning(note)
         composite.check(max_staleness=max_staleness)
         if composite.is_dcp and not ({"format", "since"} & options.keys()):
-            into = chosen_format("dcp", options)
+            into = _dcp(composite, options)
         if out is None or dry_run:
             plan = composite.plan(into)
             if pin is not None and not dry_run:
@@ -194,6 +194,15 @@ def compose(
         _say_written(composite, written, adam_step=getattr(into, "adam_step", None), as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
+
+
+def _dcp(composite: "Composite", options: Mapping[str, object]) -> "Format":
+    if "world_size" in options:
+        raise InvalidInput(
+            f"{composite.name} was saved by torch.distributed.checkpoint, which loads it on any number of ranks",
+            hint="leave --world-size out, or say --format shards, for DeepSpeed",
+        )
+    return chosen_format("dcp", options)
 
 
 def _format(*, format: str = "shards", **options: object) -> "Format":  # noqa: A002  # as the option is called

@@ -129,7 +129,7 @@ def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
 def _next_of_empty(store: "Store") -> str:
     """Return what brings commits to *store*: one that has a remote and no commit is a clone that was cut off."""
     if store.repo.remote is not None:
-        return "layerstore push, in the store that is to push here"
+        return "save or ingest into it, or layerstore push, in a store that is to push here"
     return with_store("layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT")
 
 

@@ -36,6 +36,7 @@ def stats(
     """
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         found = opened_store.stats(run, progress=progress)
+        place = "on disk" if opened_store.repo.remote is None else "in the bucket"
     for problem in found.left_out:
         say_warning(f"left out: {problem}")
     if found.missing:
@@ -45,11 +46,11 @@ def stats(
 
         say_json(stats_fields(found))
     else:
-        _tell(found)
+        _tell(found, place)
 
 
-def _tell(found: "Stats") -> None:
-    say_facts(_facts(found))
+def _tell(found: "Stats", place: str) -> None:
+    say_facts(_facts(found, place))
     if not found.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
@@ -76,17 +77,17 @@ def _tell(found: "Stats") -> None:
         )
 
 
-def _facts(found: "Stats") -> dict[str, str]:
+def _facts(found: "Stats", place: str) -> dict[str, str]:
     pins = f"; {counted(found.pins, 'pin')} besides, of mixtures or hidden commits" if found.pins else ""
     facts = {
         "commits": f"{found.commits:,} in {counted(len(found.runs), 'run')}{pins}",
         "logical": f"{size(found.logical_bytes)} if each commit and pin were stored whole",
         "unique": f"{size(found.unique_bytes)} with each object counted once: {found.saved_ratio:.1%} less",
-        "physical": f"{size(found.physical_bytes)} on disk",
+        "physical": f"{size(found.physical_bytes)} {place}",
     }
     if found.unneeded is not None:
         facts["unneeded"] = (
-            f"{size(found.unneeded.bytes)} on disk, in {counted(found.unneeded.objects, 'object')} "
+            f"{size(found.unneeded.bytes)} {place}, in {counted(found.unneeded.objects, 'object')} "
             "that no visible commit and no pin needs"
             if found.unneeded.objects
             else "nothing: every object belongs to a visible commit or a pin"

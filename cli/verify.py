@@ -74,10 +74,11 @@ def verify(
         verdict = opened_store.verify(
             ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
         )
+        is_bucket = opened_store.repo.remote is not None
     if as_json:
         say_json(json_fields(verdict))
     else:
-        _say_verdict(verdict, looked_at)
+        _say_verdict(verdict, looked_at, is_bucket=is_bucket)
         if not reads:
             say_note("tensor data was not read; --read-data checks it too")
     if verdict.damaged:
@@ -96,7 +97,7 @@ def _damage_in_words(verdict: "Verdict") -> str:
     return f"damage found in {counted(len(verdict.damaged), 'place')}{affected}; nothing was changed"
 
 
-def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
+def _say_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool) -> None:
     for damage in verdict.damaged:
         _say_damage(damage)
     say_each([f"{shown(each.reference)}: {shown(_stands(each))}" for each in verdict.standing.hurt], limit=_HURT_MAX)
@@ -107,7 +108,12 @@ def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
     (say_note if verdict.ok else say)(f"checked {of}{found}: {_result(verdict)}")
     if verdict.orphans:
         has_strangers = any(damage.kind == "stranger" for damage in verdict.damaged)
-        what = "a stranger may be all that names them" if has_strangers else "harmless, and removed by the next gc"
+        removed = (
+            "harmless, and removed by a gc once they are a day old"
+            if is_bucket
+            else "harmless, and removed by the next gc"
+        )
+        what = "a stranger may be all that names them" if has_strangers else removed
         say_note(f"{counted(verdict.orphans, 'orphan')}: {what}")
 
 

@@ -187,7 +187,8 @@ def folder_of(path: "StrPath") -> Path:
     """Return *path*, which must be a folder's; raises InvalidInput for a URL, also for a `Path` made from one."""
     if re.match(r"[a-z0-9]+:/", str(path), re.IGNORECASE):
         raise InvalidInput(
-            f"{path} is a URL, and a store is a folder", hint="layerstore push URL makes a remote of a store there"
+            f"{path} is a URL, and this is for a store in a folder",
+            hint="layerstore verify checks a store in a bucket, and layerstore clone brings it to a disk",
         )
     return Path(path)
 

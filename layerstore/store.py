@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from layerstore.arguments import checked
 from layerstore.disk import Files, Hook, no_hook
 from layerstore.dtypes import DTypeName
-from layerstore.errors import Conflict, InvalidInput, LayerstoreError
+from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
+from layerstore.layers import typed
 from layerstore.layout import folder_of, is_url, layout_at
 from layerstore.model import Commit, Pin, Saving, StrPath
 from layerstore.precision import PrecisionName
@@ -579,9 +580,15 @@ class Store:
         Raises:
             InvalidInput: A source is not a store; or both *sources* and *remote* were given.
             Locked: A collection or another repair is running.
+            Unsupported: The store is in a bucket.
         """
         from layerstore.check import Repaired, execute_repair, opened_sources, plan_repair
 
+        if self._repo.remote is not None:
+            raise Unsupported(
+                f"{self._repo.remote} is in a bucket: it is repaired from a store on a disk",
+                hint=f"layerstore repair --remote {typed(self._repo.remote)}, in a store that has what is lost there",
+            )
         if remote is not None:
             from layerstore.remote import Bucket, heal, heal_identity
 
@@ -792,7 +799,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
     """
     from layerstore.check import restore_identity as restored_identity
 
-    return restored_identity(layout_at(Path(path)), Files(), store_id, dry_run=dry_run)
+    return restored_identity(layout_at(folder_of(path)), Files(), store_id, dry_run=dry_run)
 
 
 @checked

@@ -23,7 +23,17 @@ def url(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("words", "code", "hint"),
     [
         (["drop", "sft"], 16, "layerstore clone {url} PATH makes a store on a disk, and pushes there"),
-        (["migrate"], 2, "layerstore push URL makes a remote of a store there"),
+        (
+            ["migrate"],
+            2,
+            "layerstore --store {url} verify checks a store in a bucket, and layerstore clone brings it to a disk",
+        ),
+        (
+            ["doctor"],
+            2,
+            "layerstore --store {url} verify checks a store in a bucket, and layerstore clone brings it to a disk",
+        ),
+        (["repair"], 16, "layerstore repair --remote {url}, in a store that has what is lost there"),
         (["init"], 14, "layerstore log --store {url}"),
         (["show", "stf"], 13, "did you mean sft? runs here: sft"),
     ],
@@ -36,13 +46,27 @@ def test_hints_for_a_store_by_its_url_can_be_followed(
     assert (outcome.code, outcome.error["hint"]) == (code, hint.format(url=url))
 
 
+def test_what_is_counted_there_is_in_the_bucket(run: Run, url: str, store: Path) -> None:
+    """And objects that nothing names stay there for a day."""
+    assert " in the bucket" in run("--store", url, "stats").out
+    assert " on disk" in run("--store", store, "stats").out
+    orphan = Path(url.removeprefix("file://"), "objects", "ab", "ab" * 16)
+    orphan.parent.mkdir(exist_ok=True)
+    orphan.write_bytes(b"nothing names it")
+    verified = run("--store", url, "verify")
+    assert "1 orphan: harmless, and removed by a gc once they are a day old" in verified.out + verified.err
+
+
 def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not ingested into."""
+    """Or saved to."""
     monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "cache"))
     with layerstore.init(tmp_path / "empty") as empty:
         empty.push(f"file://{tmp_path}/bucket")
     outcome = run("--store", f"file://{tmp_path}/bucket", "log")
-    assert "no commits yet; next: layerstore push, in the store that is to push here" in outcome.out + outcome.err
+    assert (
+        "no commits yet; next: save or ingest into it, or layerstore push, in a store that is to push here"
+        in outcome.out + outcome.err
+    )
 
 
 def test_a_store_is_no_remote_of_itself(run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import layerstore
 from layerstore import Store
+from layerstore.cli.app import main
 from layerstore.distcp import standalone
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.format import records
@@ -33,6 +34,15 @@ def folder_of(tmp_path: Path, state: State) -> Path:
     """Return what ``dcp.save`` makes of *state*."""
     save(state, checkpoint_id=tmp_path / "run" / "checkpoint-9")
     return tmp_path / "run" / "checkpoint-9"
+
+
+def test_ranks_are_not_asked_for(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of torch.distributed.checkpoint loads on any number of them."""
+    store.ingest(folder_of(tmp_path, trained(5)), run="sft", step=5)
+    words = ["--store", str(store.path), "compose", "sft@5", "--world-size", "4", "-o", str(tmp_path / "out")]
+
+    assert main(words) == 2
+    assert "which loads it on any number of ranks" in capsys.readouterr().err
 
 
 # -- its step ----------------------------------------------------------------------------------------------------------

@@ -71,8 +71,12 @@ class StoreCheckpoints(CheckpointManager):  # type: ignore[misc]  # torchtitan i
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Load the run's newest commit, or *step*; without one, what torchtitan loads at the first launch."""
-        store = layerstore.open(self.store) if Path(self.store).exists() else None
-        if store is None or self.run not in store.runs():
+        try:
+            with layerstore.open(self.store) as store:
+                runs = store.runs()
+        except layerstore.NoStore:
+            runs = []  # the first launch
+        if self.run not in runs:
             return bool(super()._load(step))
         states = self._states_to_load(model_only=False)
         load(states, storage_reader=StoreReader(self.store, self.run if step == -1 else f"{self.run}@{step}"))
