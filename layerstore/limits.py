@@ -137,11 +137,6 @@ LOCK_DEADLINE_SECONDS = 60.0
 # How long a load waits for the pending saves of its own process; gloo's groups wait for three times that.
 LOAD_WAIT_SECONDS = 600.0
 
-# How long after its last renewal a lease on a network filesystem expires: longer than a busy server takes to answer,
-# but shorter than the wait for a lock, so that a dead holder's lease expires before a waiter gives up.
-LEASE_SECONDS = 30.0
-LEASE_RENEWED_SECONDS = 5.0
-
 # How long to keep looking for a file that must exist on a network filesystem, whose clients cache both hits and misses
 # for a while; and how long after a search in vain not to search again, because damage is not lateness.
 LATE_SECONDS = 10.0

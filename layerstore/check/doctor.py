@@ -132,7 +132,7 @@ def _filesystem(root: Path) -> Iterator[Finding]:
     elif mount.kind == "overlay":
         yield Finding("filesystem", "note", f"{where}: it may go with its container", "use a mounted volume")
     elif mount.is_network:
-        text = f"{where}: a network filesystem: other hosts may see a commit late, never in part; locks are leases, "
+        text = f"{where}: a network filesystem: other hosts may see a commit late, never in part, "
         text += "and a collection frees space one collection later"
         yield Finding("filesystem", "note", text, "docs/internals/durability.md says what is asked of it")
     else:

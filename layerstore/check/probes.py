@@ -263,10 +263,10 @@ def race(
         text = f"a file that is replaced by renaming is missing for a moment ({wrong['missing']} times)"
         hint = "a record that is saved again may not be found at that moment; repeat what reads it"
         yield Finding("race", "note", text, hint)
-    if flock == "is absent" or (mount is not None and mount.is_network):
-        yield Finding("locks", "ok", f"leases; flock {flock}")
-    elif flock == "works on this host":
-        yield Finding("locks", "ok", "flock keeps other processes out, and lets them in afterwards")
+    if flock == "works on this host":
+        text = "flock keeps other processes out, and lets them in afterwards"
+        reach = "; whether it reaches other hosts depends on the mount"
+        yield Finding("locks", "ok", text + (reach if mount is not None and mount.is_network else ""))
     else:
         text = f"flock {flock}: two commands may do the same work, and harm nothing"
         yield Finding("locks", "note", text)

@@ -288,7 +288,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
     Safe to kill at any moment: what is needed stays readable, and the next collection settles what lies aside.
 
     Raises:
-        Locked: Another collection is running, or began while this one was suspended.
+        Locked: Another collection is running.
         Conflict: More would go than was confirmed; nothing was removed. Or a migration is unfinished.
     """
     repo.prepare_writing()

@@ -15,7 +15,7 @@ from layerstore.format import StoreIdentity, decode_state, decode_version
 from layerstore.hashing import digest
 from layerstore.layers import typed
 from layerstore.layout import Layout, layout_at
-from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, OWN_JSON_BYTES_MAX
+from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.model import BlobRef, LayerEntry, LayerVersion
 from layerstore.shares import ALONE, Shares
 from layerstore.states import ObjectContent, RankState
@@ -149,18 +149,12 @@ class Repository:
         return lock(self.layout.locks / f"run-{run}.lock", what=f"run {run!r}")
 
     def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[HeldLock]:
-        """
-        Hold *attempt* of *run*, so that no other job saves it.
-
-        A dead job must not block its successor: on a network filesystem, wait for its lease to run out, unless the
-        answer must come *at_once*.
-        """
-        is_patient = self.aside.is_on_network and not at_once
+        """Hold *attempt* of *run*, so that no other job saves it."""
         return lock(
             self.layout.attempt_lock(run, attempt),
             what=f"attempt {attempt} of run {run!r}",
             # Wait at least a moment: gc holds this lock that long when it checks which attempts are being saved.
-            deadline_seconds=0 if at_once else LEASE_SECONDS + LEASE_RENEWED_SECONDS if is_patient else 1,
+            deadline_seconds=0 if at_once else 1,
         )
 
     def lock_gc(self) -> AbstractContextManager[HeldLock]:

@@ -152,9 +152,7 @@ def test_who_may_write_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lustre", "fuse.sshfs"])
-def test_on_a_network_the_index_goes_elsewhere_and_locks_are_leases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_on_a_network_the_index_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """It says where to, warns of what is seen late, and of purging where that is usual."""
     mounted(monkeypatch, tmp_path / "scratch", kind)
 
@@ -165,7 +163,7 @@ def test_on_a_network_the_index_goes_elsewhere_and_locks_are_leases(
     assert f"{kind}, mounted at {tmp_path}/scratch (rw,noatime)" in found(diagnosis, "filesystem").text
     text = found(diagnosis, "index").text
     assert re.fullmatch(rf"at {tmp_path}/cache/layerstore/manifests/STORE-ID-\w{{8}}, on ext4", text)
-    assert found(diagnosis, "locks").text == "leases; flock works on this host"
+    assert found(diagnosis, "locks").text.endswith("whether it reaches other hosts depends on the mount")
     assert ("purging" in {finding.check for finding in diagnosis.findings}) == (kind == "lustre")
     assert diagnosis.ok
 

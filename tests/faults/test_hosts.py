@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Keep
-from layerstore.disk import locks, open_files
+from layerstore.disk import open_files
 from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
 from layerstore.storage import IndexNotice
 from layerstore.store import Store, init
@@ -63,10 +63,9 @@ def sources(fast_module_path: Path) -> Path:
 
 
 def settle(host: Host) -> None:
-    """Be a process of *host*; a dead one's lease runs out in a moment."""
+    """Be a process of *host*; its index is its own."""
     os.environ["LAYERSTORE_MANIFEST_DIR"] = f"{host.own}/index"
     os.environ["LAYERSTORE_LOCK_TIMEOUT"] = "20"
-    vars(locks).update(LEASE_SECONDS=1.0, LEASE_RENEWED_SECONDS=0.2)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".* no longer there", IndexNotice)
 

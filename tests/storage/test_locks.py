@@ -1,5 +1,7 @@
 """Promises of the courtesy locks: one holder at a time, a deadline, and a message that says who is busy."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -113,3 +115,31 @@ def test_a_planted_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageIO), lock(tmp_path / "lock", what="it", deadline_seconds=0):
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_lock_whose_file_was_removed_is_lost(tmp_path: Path) -> None:
+    """Others lock the new file: the holder learns by whom, before what it cannot take back."""
+    path = tmp_path / "lock"
+    with lock(path, what="it", deadline_seconds=0) as hold:
+        hold.check()
+        path.unlink()
+
+        with lock(path, what="it", deadline_seconds=0) as other:
+            other.check()
+            with pytest.raises(Locked, match=f"the lock of it was lost to pid {os.getpid()} on "):
+                hold.check()
+
+
+def test_without_flock_everybody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No promise depends on a lock, so a filesystem that has none is no reason to stop."""
+
+    def absent(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", absent)
+    with (
+        lock(tmp_path / "lock", what="it", deadline_seconds=0) as first,
+        lock(tmp_path / "lock", what="it", deadline_seconds=0) as second,
+    ):
+        first.check()
+        second.check()
