@@ -29,7 +29,7 @@ def doctor(
     """
     Check whether a place can keep the promises of a store.
 
-    Tries out its filesystem (with several processes at once), the index, the clock, the space, and versions.
+    Tries out its filesystem, the index, the clock, the space, and versions.
     Trial files are removed again. The report contains no secrets, and is made for pasting.
     Exits with 1 if there is a problem, which breaks a promise; a note does not.
 

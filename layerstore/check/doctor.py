@@ -1,8 +1,8 @@
 """
 Doctor: can a store's promises be kept at this place?
 
-It tests what the promises depend on, with several processes where that matters. It works on a store, even one that
-cannot be opened, and on a folder that is not a store yet.
+It tries out once what the promises depend on; that a filesystem also keeps its word when many write at once is for its
+own tests. It works on a store, even one that cannot be opened, and on a folder that is not a store yet.
 """
 
 import os
@@ -219,7 +219,7 @@ def _tried_out(layout: Layout, files: Files) -> list[Finding]:
                 "exclusive create": probes.exclusive_create(files, folder),
                 "hard links": probes.hard_links(files, folder),
                 "rename": probes.renames(files, folder),
-                "race": probes.race(folder, mount_of(root)),
+                "locks": probes.locks(folder, mount_of(root)),
                 "fsync": probes.fsync(files, folder),
                 "reflink": probes.reflink(files, folder),
                 "names": probes.names(files, folder),

@@ -6,24 +6,19 @@ Each probe yields findings: the result, and what it means for a store.
 
 import contextlib
 import errno as errnos
-import json
 import os
 import secrets
 import stat
-import subprocess
-import sys
-import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal
 
 from layerstore.disk import Files, Mount, Stream, WeakDurability, open_lock_file, try_flock
-from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
+from layerstore.errors import StorageIO
 from layerstore.limits import NAME_BYTES_MAX, STREAM_BYTES
 from layerstore.units import size
 
@@ -208,6 +203,27 @@ def space(files: Files, folder: Path) -> Iterator[Finding]:
         yield Finding("space", "ok", text)
 
 
+def locks(folder: Path, mount: Mount | None) -> Iterator[Finding]:
+    """Try whether an flock keeps others out: two open files are as far apart as two processes."""
+    path = folder / "locked"
+    with ExitStack() as stack:
+        first, second = open_lock_file(path), open_lock_file(path)
+        stack.callback(os.close, second)
+        with ExitStack() as held:
+            held.callback(os.close, first)
+            is_there = try_flock(first, path) is not None
+            got_meanwhile = try_flock(second, path)
+        got_afterwards = try_flock(second, path)
+    if is_there and got_afterwards and not got_meanwhile:
+        text = "flock keeps other processes out, and lets them in afterwards"
+        if mount is not None and mount.is_network:
+            text += "; whether it reaches other hosts depends on the mount"
+        yield Finding("locks", "ok", text)
+    else:
+        flock = "does not keep others out" if is_there else "is absent"
+        yield Finding("locks", "note", f"flock {flock}: two commands may do the same work, and harm nothing")
+
+
 def write_speed(parent: Path) -> float:
     """Write files below *parent* as saves do, past the kernel's cache, for some seconds; return bytes per second."""
     data = os.urandom(STREAM_BYTES)  # incompressible
@@ -224,152 +240,3 @@ def write_speed(parent: Path) -> float:
             written += _SPEED_FILE_BYTES
             seconds = time.perf_counter() - started
     return written / seconds
-
-
-# -- the race ------------------------------------------------------------------------------------------------------
-
-CONTESTANTS = 4
-ROUNDS = 25
-_TIMEOUT_SECONDS = 60.0
-# More than a page and more than one kernel write, so that a half-written file would show.
-_CONTENT_BYTES = 128 * 1024
-_COMMAND = (sys.executable, "-m", "layerstore.check.probes")
-
-
-def race(
-    folder: Path, mount: Mount | None, *, command: Sequence[str] = _COMMAND, rounds: int = ROUNDS
-) -> Iterator[Finding]:
-    """
-    Let processes race in *folder*, on *mount*; each runs *command*, with the folder and its number appended.
-
-    Raises:
-        LayerstoreError: One of them failed; the message is its own.
-    """
-    wrong = Counter[str]()
-    with ExitStack() as stack:
-        racers = [stack.enter_context(_contestant([*command, str(folder), str(n)])) for n in range(CONTESTANTS)]
-        flock = _flock(folder / "flocked", racers[0])
-        for number in range(rounds):
-            answers = _answers(racers, str(number))
-            for what in ("create", "link"):
-                wrong[what] += sum(answer[what] for answer in answers) != 1
-            wrong.update(answer["seen"] for answer in answers)
-    processes = f"{CONTESTANTS} processes, {rounds} rounds"
-    problems = [f"{wrong[w]} rounds with not just one winner of a {w}" for w in ("create", "link") if wrong[w]]
-    problems += [f"{wrong['torn']} files seen while they were replaced were not whole"] if wrong["torn"] else []
-    kept = f"{processes}: one winner each of every create and link; no file was seen in part"
-    yield _promise("race", not problems, kept, f"{processes}: {'; '.join(problems)}")
-    if wrong["missing"]:
-        text = f"a file that is replaced by renaming is missing for a moment ({wrong['missing']} times)"
-        hint = "a record that is saved again may not be found at that moment; repeat what reads it"
-        yield Finding("race", "note", text, hint)
-    if flock == "works on this host":
-        text = "flock keeps other processes out, and lets them in afterwards"
-        reach = "; whether it reaches other hosts depends on the mount"
-        yield Finding("locks", "ok", text + (reach if mount is not None and mount.is_network else ""))
-    else:
-        text = f"flock {flock}: two commands may do the same work, and harm nothing"
-        yield Finding("locks", "note", text)
-
-
-def _flock(path: Path, racer: "subprocess.Popen[str]") -> str:
-    """Try whether another process respects our flock; return what flock does."""
-    fd = open_lock_file(path)
-    try:
-        if try_flock(fd, path) is None:
-            return "is absent"
-        got_meanwhile = _answers([racer], "flock")[0]["got"]
-    finally:
-        os.close(fd)
-    got_afterwards = _answers([racer], "flock")[0]["got"]
-    return "works on this host" if got_afterwards and not got_meanwhile else "does not keep others out"
-
-
-def _answers(racers: "Sequence[subprocess.Popen[str]]", word: str) -> list[Any]:
-    """Ask all *racers* at once."""
-    for racer in racers:
-        assert racer.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died: reading its answer fails below
-            racer.stdin.write(f"{word}\n")
-            racer.stdin.flush()
-    answers = []
-    for racer in racers:
-        assert racer.stdout is not None
-        line = racer.stdout.readline()
-        if not line:
-            raise LayerstoreError(f"a process that was to race ended without a word, or took {_TIMEOUT_SECONDS:g} s")
-        answers.append(json.loads(line))
-        if "error" in answers[-1]:
-            raise StorageIO(answers[-1]["error"], errno=answers[-1]["errno"], filename="")
-    return answers
-
-
-@contextlib.contextmanager
-def _contestant(command: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,  # only we get Ctrl-C, and we end it
-    )
-    timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
-    with process:
-        try:
-            timer.start()
-            yield process
-        finally:
-            timer.cancel()
-            process.kill()
-
-
-def contest(files: Files, folder: Path, number: int, questions: TextIO, answers: TextIO) -> None:
-    """Do in *folder* what *questions* ask for, one per line, until the end."""
-    for question in questions:
-        word = question.strip()
-        try:
-            answer: dict[str, object] = _try_flock(folder) if word == "flock" else _round(files, folder, number, word)
-        except StorageIO as exc:
-            answer = {"error": str(exc), "errno": exc.errno}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-def _try_flock(folder: Path) -> dict[str, object]:
-    fd = open_lock_file(folder / "flocked")
-    try:
-        return {"got": try_flock(fd, folder / "flocked")}
-    finally:
-        os.close(fd)
-
-
-def _round(files: Files, folder: Path, number: int, name: str) -> dict[str, object]:
-    created = _creates(files, folder / f"created-{name}")
-    # Two files, since the linked one may lose its own name.
-    linking, replacing = (
-        _write(files, folder / f"{use}-{name}-{number}", bytes([number]) * _CONTENT_BYTES)
-        for use in ("linking", "replacing")
-    )
-    linked = files.link_exclusive(linking, folder / f"linked-{name}")
-    files.rename(replacing, folder / "replaced")
-    return {"create": created, "link": linked, "seen": _seen(files, folder / "replaced")}
-
-
-def _seen(files: Files, path: Path) -> str:
-    """Return what a reader sees of a file that others keep replacing."""
-    try:
-        content = files.read(path, size_bytes_max=2 * _CONTENT_BYTES)
-    except StorageIO as exc:
-        if exc.errno != errnos.ENOENT:
-            raise
-        return "missing"
-    except IntegrityError:  # it ended while it was read
-        return "torn"
-    return "whole" if content == content[:1] * _CONTENT_BYTES else "torn"
-
-
-if __name__ == "__main__":
-    contest(Files(), Path(sys.argv[1]), int(sys.argv[2]), sys.stdin, sys.stdout)

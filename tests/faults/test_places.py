@@ -58,7 +58,7 @@ def expected(sources: Path) -> dict[str, object]:
 
 # -- real filesystems ----------------------------------------------------------------------------------------------
 
-EVERYWHERE = {"exclusive create", "hard links", "rename", "race", "fsync", "clock"}
+EVERYWHERE = {"exclusive create", "hard links", "rename", "locks", "fsync", "clock"}
 
 
 def verdicts(diagnosis: Diagnosis) -> dict[str, str]:
