@@ -119,7 +119,6 @@ def estimate(
     step_seconds: Annotated[float | None, _option("--step-seconds", "S", "What a step takes")] = None,
     policy: Policies = None,
     bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "What all ranks write together")] = None,
-    measure: Annotated[Path | None, _option("--measure", "DIR", "Write there for two seconds, and take that.")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
     dtype: TrainedType = None,
     trainable: Trainable = "1",
@@ -141,21 +140,19 @@ def estimate(
     \b
     Examples:
       layerstore estimate Llama-3.1-8B/config.json --world-size 16
-      layerstore estimate sft@200 --policy filter:every=10 --measure /scratch
+      layerstore estimate sft@200 --policy filter:every=10 --bandwidth 900MB/s
       layerstore estimate --params 70B --layers 80 --precision delta8 --disk 40TB
       layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
     """
     from layerstore.inspect import Training, estimate_saves
 
-    if bandwidth is not None and measure is not None:
-        raise InvalidInput("--bandwidth and --measure were both given", hint="choose one")
     chosen = _model(model, params=params, layers=layers, store=store)
     asked: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,
         "--steps": steps,
         "--save-every": every,
         "--step-seconds": step_seconds,
-        "--bandwidth": bandwidth or measure,
+        "--bandwidth": bandwidth,
         "--copy-rate": costs.get("copy_rate"),
         "--disk": disk,
     }
@@ -166,7 +163,7 @@ def estimate(
         steps=used["--steps"],
         every=used["--save-every"],
         step_seconds=used["--step-seconds"],
-        bytes_per_second=_rate(used["--bandwidth"]),
+        bytes_per_second=_size(used["--bandwidth"].removesuffix("/s"), "--bandwidth"),
         copy_bytes_per_second=_size(used["--copy-rate"].removesuffix("/s"), "--copy-rate"),
         disk_bytes=_size(used["--disk"], "--disk"),
         dtype=dtype_code(dtype) or chosen.dtype or "BF16",
@@ -176,7 +173,7 @@ def estimate(
         **_rules_and_prices(costs),
     )
     found = estimate_saves(chosen, training, policy or _POLICIES) | {"assumed": assumed}
-    say_json(found) if as_json else _tell(found, measured=measure)
+    say_json(found) if as_json else _tell(found)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------
@@ -267,17 +264,10 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
     return rules | {"prices": Prices.parse(costs["price"]) if "price" in costs else None}
 
 
-def _rate(given: str | Path) -> float:
-    """Return the rate *given*, or measure it in the folder *given*."""
-    from layerstore.check import write_speed
-
-    return _size(given.removesuffix("/s"), "--bandwidth") if isinstance(given, str) else write_speed(given)
-
-
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
+def _tell(found: Mapping[str, Any]) -> None:
     model, every = found["model"], _time(found["interval_seconds"])
     kinds = {"config": model["architecture"], "checkpoint": "a checkpoint", "commit": "a commit"}
     kind = f" ({kinds[model['source']]})" if kinds.get(model["source"]) else ""
@@ -309,7 +299,7 @@ def _tell(found: Mapping[str, Any], *, measured: Path | None) -> None:
         )
     say()
     say("assumed:")
-    for text in (*_unsaid(found, measured), *found["assumptions"]):
+    for text in (*_unsaid(found), *found["assumptions"]):
         say_paragraph(f"- {text}", indent=2)
     for line in found["lines"]:
         if line["policy"] is not None and line["save_seconds"] > found["interval_seconds"]:
@@ -355,15 +345,14 @@ def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
     ]
 
 
-def _unsaid(found: Mapping[str, Any], measured: Path | None) -> Iterator[str]:
+def _unsaid(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the figures that were not given, with their options."""
-    rate = f"all ranks together write {size(round(found['bytes_per_second']))}/s"
     texts = {
         "--world-size": counted(found["world_size"], "rank"),
         "--steps": counted(found["steps"], "step"),
         "--save-every": f"a save every {counted(found['every'], 'step')}",
         "--step-seconds": f"a step takes {_time(found['interval_seconds'] / found['every'])}",
-        "--bandwidth": rate,
+        "--bandwidth": f"all ranks together write {size(round(found['bytes_per_second']))}/s",
         "--copy-rate": f"a rank copies {size(round(found['copy_bytes_per_second']))}/s",
         "--disk": f"{size(found['disk_bytes'])} of disk",
     }
@@ -372,8 +361,6 @@ def _unsaid(found: Mapping[str, Any], measured: Path | None) -> Iterator[str]:
     unsaid = [f"{text} ({name})" for name, text in texts.items() if name in found["assumed"]]
     if unsaid:
         yield "; ".join(unsaid)
-    if measured is not None:
-        yield f"{rate}, as one process has just done in {shown(measured)}"
 
 
 def _time(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from layerstore.check.damage import Cost, Damage, Hurt
 from layerstore.check.doctor import Diagnosis, diagnose
-from layerstore.check.probes import write_speed
 from layerstore.check.repair import (
     Fetched,
     Repaired,
@@ -30,5 +29,4 @@ __all__ = [
     "plan_repair",
     "restore_identity",
     "verify_store",
-    "write_speed",
 ]

@@ -17,17 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from layerstore.disk import Files, Mount, Stream, WeakDurability, open_lock_file, try_flock
+from layerstore.disk import Files, Mount, WeakDurability, open_lock_file, try_flock
 from layerstore.errors import StorageIO
-from layerstore.limits import NAME_BYTES_MAX, STREAM_BYTES
+from layerstore.limits import NAME_BYTES_MAX
 from layerstore.units import size
 
 ELSEWHERE = "choose another filesystem"
 
 _SYNCS = 3
-_SPEED_SECONDS = 2.0
-_SPEED_FILE_BYTES = 8 * STREAM_BYTES
-_SPEED_BYTES_MAX = 32 * _SPEED_FILE_BYTES
 _CLOCK_LOOKS = 4
 _SKEW_SECONDS_MAX = 5 * 60.0
 _FREE_BYTES_MIN = 1 << 30
@@ -51,9 +48,9 @@ def _promise(check: str, is_kept: bool, kept: str, broken: str) -> Finding:
 
 
 @contextlib.contextmanager
-def scratch(files: Files, parent: Path, *, prefix: str = "doctor") -> Iterator[Path]:
+def scratch(files: Files, parent: Path) -> Iterator[Path]:
     """Yield a new folder below *parent*; it is removed afterwards whatever happens, short of a kill."""
-    folder = parent / f"{prefix}-{secrets.token_hex(8)}"
+    folder = parent / f"doctor-{secrets.token_hex(8)}"
     files.make_directory(folder, durable=False)
     try:
         yield folder
@@ -222,21 +219,3 @@ def locks(folder: Path, mount: Mount | None) -> Iterator[Finding]:
     else:
         flock = "does not keep others out" if is_there else "is absent"
         yield Finding("locks", "note", f"flock {flock}: two commands may do the same work, and harm nothing")
-
-
-def write_speed(parent: Path) -> float:
-    """Write files below *parent* as saves do, past the kernel's cache, for some seconds; return bytes per second."""
-    data = os.urandom(STREAM_BYTES)  # incompressible
-    files = Files()
-    with scratch(files, parent, prefix="estimate") as folder:
-        written, started, seconds = 0, time.perf_counter(), 0.0
-        while seconds < _SPEED_SECONDS and written < _SPEED_BYTES_MAX:
-            with files.create(folder / f"written-{written}") as file, contextlib.closing(Stream(file)) as stream:
-                for offset in range(0, _SPEED_FILE_BYTES, STREAM_BYTES):
-                    stream.write_at(offset, data)
-                stream.finish()
-                file.sync()
-            files.sync_directory(folder)
-            written += _SPEED_FILE_BYTES
-            seconds = time.perf_counter() - started
-    return written / seconds

@@ -135,18 +135,6 @@ def test_what_a_run_costs_is_told_beside_deepspeed(run: Run, monkeypatch: pytest
         assert text in said
 
 
-@pytest.mark.full
-def test_the_bandwidth_can_be_measured(run: Run, tmp_path: Path) -> None:
-    """By writing for a moment, after which nothing is left."""
-    before = list(tmp_path.iterdir())
-
-    told = run("estimate", *MODEL, "--measure", tmp_path)
-
-    assert re.search(r"all ranks together write \d+\.\d [MG]B/s, as one process has just done in /", told.out)
-    assert "--bandwidth" not in told.out
-    assert list(tmp_path.iterdir()) == before
-
-
 def test_a_disk_that_is_too_slow_or_too_small_is_told(run: Run) -> None:
     """The figures stand, and what they mean is said."""
     told = run("estimate", *MODEL, "--save-every", 1, "--policy", "full", "--disk", "50GB")
@@ -182,7 +170,6 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         ([*MODEL, "--trainable", "none"], "no share"),
         ([*MODEL, "--trainable", "200%"], "cannot be trained"),
         ([*MODEL, "--bandwidth", "fast"], "is no size"),
-        ([*MODEL, "--bandwidth", "1GB/s", "--measure", "."], "choose one"),
         ([*MODEL, "--disk", "500"], "--disk 500 has no unit, and would be 500 bytes\nhint: --disk 500GB, say"),
         ([*MODEL, "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
         ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
