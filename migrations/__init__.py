@@ -4,7 +4,7 @@ Migrate a store from an older format to this layerstore's, with one frozen modul
 To add one, see docs/adr/0024-migrations.md.
 """
 
-from layerstore.migrations.runner import STEPS, Migration, StepOutcome, migrate, plan_migration
-from layerstore.migrations.step import MigratedFile, Older, Step
+from layerstore.migrations.runner import STEPS, Migration, migrate, plan_migration
+from layerstore.migrations.step import Step
 
-__all__ = ["STEPS", "MigratedFile", "Migration", "Older", "Step", "StepOutcome", "migrate", "plan_migration"]
+__all__ = ["STEPS", "Migration", "Step", "migrate", "plan_migration"]

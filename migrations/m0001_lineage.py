@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format import Plain, pack_again, unpack
 from layerstore.hashing import digest
-from layerstore.migrations.step import MigratedFile, Older, Step
+from layerstore.migrations.step import Older, Step
 
 Body: TypeAlias = dict[str, Plain]
 
@@ -147,14 +147,14 @@ class _Run:
         payload = self._read(f"{self._rows[old].step}.{old}")
         return {**payload, "body": self.converted(payload["body"])}
 
-    def files(self) -> Iterator[MigratedFile]:
+    def files(self) -> Iterator[tuple[str, bytes]]:
         """Yield the new records; hidden ones go to the trash."""
         # A commit that was dropped and saved again differed only in what it superseded; keep the visible one.
         hidden_first = sorted(self.ids, key=lambda old: old not in self._hidden)
         for new, old in {self.ids[old]: old for old in hidden_first}.items():
             name = f"commits/{self._run}/{self._rows[old].step}.{new}"
             data = seal(cast("Plain", self._rewritten(old)), name=name, store_id=self._store_id)
-            yield MigratedFile(path=f"trash/{name}" if old in self._hidden else name, data=data)
+            yield f"trash/{name}" if old in self._hidden else name, data
 
     def converted(self, body: Body) -> Body:
         """Return *body*, of a record of this run or of a pin, in format 2."""
@@ -202,7 +202,7 @@ def _row_of(body: Body) -> _Row:
 # -- the whole store -----------------------------------------------------------------------------------------------
 
 
-def _convert(older: Older) -> Iterator[MigratedFile]:
+def _convert(older: Older) -> Iterator[tuple[str, bytes]]:
     if "commits" not in older.folders(""):
         raise _damaged("commits", "it is missing although this is a store")
     _check_settled(older)
@@ -215,7 +215,7 @@ def _convert(older: Older) -> Iterator[MigratedFile]:
             yield _pin(older, f"pins/{name}", runs, store_id)
 
 
-def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> MigratedFile:
+def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> tuple[str, bytes]:
     pin = unseal(older.read(name), name=name, store_id=store_id).get("pin")
     if not isinstance(pin, dict):
         raise _damaged(name, "it holds no pin")
@@ -226,7 +226,7 @@ def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> Mi
     if base == id_of(body):
         run.ids.setdefault(base, id_of(new))  # its commit is gone, but the pin has its record
     changed = pin | {"base": run.ids.get(base, base), "record": new}
-    return MigratedFile(path=name, data=seal({"pin": changed}, name=name, store_id=store_id))
+    return name, seal({"pin": changed}, name=name, store_id=store_id)
 
 
 def _check_settled(older: Older) -> None:

@@ -6,7 +6,6 @@ this module, `layerstore.errors`, and canonical msgpack and the checksum from `l
 envelopes, records and ``store.json`` itself.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,6 @@ from typing import ClassVar
 
 from layerstore.disk import Files
 from layerstore.limits import RECORD_BYTES_MAX
-
-# These exist in every format, and no step replaces them.
-_FIXED = frozenset({"store.json", "objects", "tmp", "locks", "manifest", "migrating", "backups"})
-_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
 class Older:
@@ -42,15 +37,6 @@ class Older:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MigratedFile:
-    """A file of the target format."""
-
-    path: str
-    """Relative to the store's root; starts with one of the step's `makes`."""
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step from one format to the next."""
 
@@ -68,15 +54,10 @@ class Step:
     """Patterns of scratch files to delete."""
     identity: Callable[[bytes], bytes]
     """Converts the old ``store.json``; raises IntegrityError for damage, Unsupported for an unknown flag."""
-    convert: Callable[[Older], Iterator[MigratedFile]]
+    convert: Callable[[Older], Iterator[tuple[str, bytes]]]
     """
-    Yields the new files, which depend only on the old ones.
+    Yields the paths, below the folders in *makes*, and the bytes of the new files, which depend only on the old ones.
 
     It checks what it reads: IntegrityError for damage, Unsupported for anything unknown. It is called twice: to
     measure, and to write.
     """
-
-    def __post_init__(self) -> None:
-        assert self.target == self.source + 1, "formats are counted"
-        assert not set(self.leaves) & set(self.makes), "a folder is replaced or left, not both"
-        assert all(_FOLDER.fullmatch(name) and name not in _FIXED for name in (*self.leaves, *self.makes))
