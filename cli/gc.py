@@ -152,7 +152,6 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     for_good = " for good" if outcome.removed or outcome.trimmed or outcome.trash.count else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
     say_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
-    _warn_of_unserved(outcome, is_done=is_done)
     for note in outcome.notes:
         say_warning(note)
     if outcome.young.count:
@@ -161,14 +160,6 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     if outcome.waiting.count:
         later = "on a network filesystem the next gc removes them"
         say_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
-
-
-def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
-    """Warn in one line of composites that change at kept steps."""
-    policies, steps = ({getattr(each, name): None for each in outcome.unserved} for name in ("policy", "reference"))
-    if policies:
-        have, at = "now have" if is_done else "would have", counted(len(steps), "kept step")
-        say_warning(f"composites by {' and '.join(policies)} {have} other layers at {at}; see --json")
 
 
 def _line(fate: "CommitFate") -> list[str]:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.gc.mark import Marks, concluding, named, notes_on_exact
-from layerstore.gc.retention import CommitFate, Facts, Unserved, choose, unserved, views_of
+from layerstore.gc.retention import CommitFate, Facts, choose, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, metrics_if_sound, references_to
@@ -32,7 +32,7 @@ from layerstore.units import size
 class GcOutcome:
     """What a collection removed, or would remove."""
 
-    _JSON: ClassVar = "pins orphans young unfinished trash waiting unserved notes"
+    _JSON: ClassVar = "pins orphans young unfinished trash waiting notes"
 
     commits: tuple[CommitFate, ...]
     """Every visible commit, run by run, newest first."""
@@ -45,8 +45,6 @@ class GcOutcome:
     """Temporary files of killed writers, and parts of saves that nobody will complete."""
     trash: Gone
     """Dropped records and damaged files that leave the trash for good."""
-    unserved: tuple[Unserved, ...]
-    """Composites of kept steps that change, by policies that the store has been used with."""
     pins: tuple[str, ...]
     """Pins, which keep all that they need."""
     waiting: Gone = field(default_factory=Gone)
@@ -174,7 +172,6 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         young=_sum(young),
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
-        unserved=unserved(facts, runs, needs=marks.needs),
         pins=tuple(repo.records.pin_names()),
         notes=tuple(
             note

@@ -1,17 +1,16 @@
-"""Retention: which commits of a run a collection keeps, and why; which composites that changes."""
+"""Retention: which commits of a run a collection keeps, and why."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import ClassVar
 
-from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError
 from layerstore.gc.mark import commit_named, named, pin_names, readable_pins
 from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history import Needs, Resolved, metrics_of, references_to, saved_now
+from layerstore.history import metrics_of, saved_now
 from layerstore.model import Commit, CommitId
-from layerstore.policy import SELECTIVE, Candidate, Keep, Policy
+from layerstore.policy import Candidate, Keep
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.units import utc
 
@@ -66,7 +65,6 @@ class _Fact:
     """What the rules ask of a record."""
 
     time_ns: int
-    policy: str
     metrics: dict[str, float]
     """The metric that a rule is about, if it was measured."""
     waits_for_log: bool
@@ -82,7 +80,6 @@ class _KnownPin:
     identity: tuple[int, ...] | None
     row: RecordRow
     """The row that its record would have."""
-    policy: str
 
 
 Pins = Mapping[CommitId, Sequence[tuple[str, RecordRow]]]
@@ -124,7 +121,6 @@ class Facts:
             metrics = {name: value for name, value in found.items() if best and name == best.metric}
             fact = _Fact(
                 time_ns=saved_ns(self.repo, commit),
-                policy=commit.record.policy.name,
                 metrics=metrics,
                 waits_for_log=is_tip and best is not None and not metrics,
             )
@@ -159,16 +155,11 @@ class Facts:
         for pin in readable_pins(self.repo, [name for name in states if name not in self._pins]):
             with named(f"pin {pin.name!r}"):
                 row = row_of(Commit(id=pin.base, record=pin.record, observed=pin.observed))
-            policy = pin.record.policy.name
-            self._pins[pin.name] = _KnownPin(identity=states[pin.name], row=row, policy=policy)
+            self._pins[pin.name] = _KnownPin(identity=states[pin.name], row=row)
         found: dict[CommitId, list[tuple[str, RecordRow]]] = {}
         for name, known in self._pins.items():
             found.setdefault(known.row.id, []).append((name, known.row))
         return found
-
-    def policies(self) -> set[str]:
-        """Return the policies of all records and pins that were read."""
-        return {fact.policy for fact in self._known.values()} | {pin.policy for pin in self._pins.values()}
 
     def forget_all_but(self, view: RunView) -> None:
         """Forget commits that are not in *view*."""
@@ -289,70 +280,3 @@ def views_of(repo: Repository) -> list[RunView]:
             with commit_named(name):
                 raise problem
     return found
-
-
-# -- which composites change ---------------------------------------------------------------------------------------
-
-# How many of the newest kept steps are examined; each costs some milliseconds.
-_STEPS_MAX = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unserved:
-    """A composite that a collection would change."""
-
-    reference: str
-    """The kept step."""
-    policy: str
-    layers: int
-    """How many layers would come from other saves."""
-
-
-def unserved(
-    facts: Facts, planned: Iterable[tuple[RunView, tuple[CommitFate, ...]]], *, needs: Needs
-) -> tuple[Unserved, ...]:
-    """
-    Return which composites of the newest kept steps of every run would change; *needs* is what stays.
-
-    Only policies count that the store has been used with: a record or a pin names them. They are asked of full
-    checkpoints; a commit that was saved selectively is kept as the composite that it is.
-    """
-    repo, used = facts.repo, facts.policies()
-    policies = [policy for policy in SELECTIVE if policy.name in used]
-    found: list[Unserved] = []
-    for view, fates in planned:
-        going = {fate.name.id for fate in fates if fate.goes}
-        trims = [view.rows[fate.name.id] for fate in fates if fate.loses_moments]
-        trimmed = {row.id: row.without_moments() for row in trims}
-        if not policies or not (going or trimmed):
-            continue
-        rows = {name: row for name, row in view.rows.items() if name not in going} | trimmed
-        left = replace(view, rows=rows)
-        stay = [view.rows[fate.name.id] for fate in fates if not (fate.goes or fate.loses_moments)]
-        kept = [row for row in stay if all(row.saved)]
-        kept = kept[:_STEPS_MAX]
-        for row, reference in zip(kept, references_to(repo, kept), strict=True):
-            found += _lost(repo, row, reference, policies, before=view, after=left, needs=needs)
-    return tuple(found)
-
-
-def _lost(
-    repo: Repository,
-    row: RecordRow,
-    reference: str,
-    policies: Iterable[Policy],
-    *,
-    before: RunView,
-    after: RunView,
-    needs: Needs,
-) -> Iterable[Unserved]:
-    resolved = Resolved.of_commit(repo.catalog.commit(row.name))
-    for policy in policies:
-        now, then = (compose_by_policy(repo, resolved, policy, view=view).layers for view in (before, after))
-        # An attempt may have been resumed from a version that goes, although the save that inherits it stays.
-        changed = sum(
-            entry.version != other.version or entry.version.id not in needs
-            for entry, other in zip(now, then, strict=True)
-        )
-        if changed:
-            yield Unserved(reference=reference, policy=policy.name, layers=changed)

@@ -397,8 +397,6 @@ def _retention(
         "commits_trimmed": len(outcome.trimmed),
         "bytes_freed": outcome.bytes_freed,
         "bytes_freed_later": outcome.young.size_bytes,
-        "unserved": len({each.reference for each in outcome.unserved}),
-        "unserved_policies": list(dict.fromkeys(each.policy for each in outcome.unserved)),
     }, {fate.commit: fate for fate in outcome.commits}
 
 

@@ -129,7 +129,6 @@ def _collected(
         young=young,
         unfinished=Gone(),
         trash=Gone(len(old_trash)),
-        unserved=(),
         pins=tuple(repo.records.pin_names()),
     )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.generated import generate
 
 # Whose keys make signals: the terminal has to be the one of its session.
 IN_A_TERMINAL = """
@@ -67,23 +66,6 @@ def test_the_table_leaves_out_runs_that_were_not_asked_about(run: Run, store: Pa
 
     assert "other@" not in out
     assert "… and 2 kept of runs that were not named; --json has them all" in out
-
-
-def test_composites_that_change_are_one_line(run: Run, store: Path, checkpoints: Path) -> None:
-    """However many policies and kept steps lose them, of those that the store was used with; programs get each."""
-    run("pin", "--delete", "best", "--store", store)
-    more = generate(checkpoints.parent / "sft-6", layers=2, hidden=16, vocab=32, step=6)
-    run("ingest", more, "--run", "sft", "--store", store)
-    words = ("gc", "--keep-last", "1", "--grace", "0s", "--dry-run", "--store", store)
-    assert run(*words).err == "", "only full saves, and nothing composed from them is pinned"
-    for policy in ("parity", "filter"):
-        run("ingest", more, "--run", f"by {policy}", "--policy", policy, "--store", store)
-
-    warned = run(*words).err.splitlines()
-    unserved = run(*words, "--json").fields["unserved"]
-
-    assert [each["policy"] for each in unserved] == ["parity", "filter"]
-    assert warned == ["warning: composites by parity and filter would have other layers at 1 kept step; see --json"]
 
 
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:

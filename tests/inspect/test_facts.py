@@ -179,7 +179,6 @@ def test_retention_is_the_plan_of_gc(store: Store) -> None:
     """The fate of every save, and the sums; steps are counted once, with the policies beside them."""
     for step in (10, 12, 14):
         store.ingest(checkpoint(store.path.parent, step=step, layout="hf"), run="sft")
-    store.compose("sft@14", policy="filter").pin("mixed")  # else nobody asks what filter would take
     keep = Keep(every=4)
     plan = store.gc(keep, dry_run=True)
 
@@ -194,8 +193,6 @@ def test_retention_is_the_plan_of_gc(store: Store) -> None:
     assert fates == {fate.commit: "keep" if fate.kept_by else "remove" for fate in plan.commits}
     assert (told["commits_removed"], told["bytes_freed"]) == (len(plan.removed), plan.bytes_freed)
     assert (told["rules"], told["refusal"]) == ("--keep-every 4", None)
-    assert told["unserved"] == len({each.reference for each in plan.unserved}) < len(plan.unserved)
-    assert sorted(told["unserved_policies"]) == ["filter", "parity"]
     assert len(store.log()) == len(fates)
     assert store.report()["retention"] is None
 

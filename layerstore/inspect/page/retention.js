@@ -14,8 +14,7 @@ function planText(plan) {
   const trimmed = plan.commits_trimmed ? `, ${number(plan.commits_trimmed)} of them without their moments` : "";
   const later = plan.bytes_freed_later ? `, and ${size(plan.bytes_freed_later)} later, which is too young now` : "";
   const freed = `It would free ${plan.bytes_freed ? size(plan.bytes_freed) : later ? "nothing at once" : "nothing"}${later}.`;
-  const unserved = plan.unserved ? ` At ${counted(plan.unserved, "kept step")} a composite by ${plan.unserved_policies.join(" or ")} would have other versions then.` : "";
-  return `A collection by these rules would ${keeps}${trimmed}. ${freed}${unserved}`;
+  return `A collection by these rules would ${keeps}${trimmed}. ${freed}`;
 }
 
 function drawRetention() {
