@@ -49,8 +49,6 @@ class ExportPlan:
     """How to load the folder, whose name takes the place of ``{folder}``; empty if that is not known."""
     links: tuple[tuple[str, str], ...] = ()
     """Other names of files: the new one, and that of the file."""
-    linkable: frozenset[str] = frozenset()
-    """Weights files that are named by what is in them."""
     weights: tuple[WeightsFile, ...] = ()
     """Where each tensor is in them."""
 
@@ -92,19 +90,9 @@ class Exported:
         return f"<Exported {self.run}@{self.step}: {written}{self.how_to_load and f'; {self.how_to_load}'}>"
 
 
-def execute_export(
-    repo: Repository,
-    plan: ExportPlan,
-    out: Path,
-    how: Writing,
-    *,
-    reuse: Path | None = None,
-    progress: Progress,
-) -> Exported:
+def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, *, progress: Progress) -> Exported:
     """
     Write *plan* to the folder *out*, which appears whole or not at all.
-
-    Weights files that are named by what is in them are linked, and not written, if the folder *reuse* has them.
 
     Raises:
         AlreadyExists: *out* is there, and may not be replaced.
@@ -123,15 +111,12 @@ def execute_export(
             progress=progress,
         ) as assembly,
     ):
-        linked = set() if reuse is None else set(_linked(repo, plan, folder, reuse))
-        files = [file for file in plan.files if file.path not in linked]
-        progress.start("export", sum(piece.size_bytes for file in files for piece in file.pieces))
-        assembly.write(files)
+        progress.start("export", sum(piece.size_bytes for file in plan.files for piece in file.pieces))
+        assembly.write(plan.files)
         for new, old in plan.links:
             _link(repo.files, folder / inside(old), folder / inside(new))
         for weights in plan.weights:
-            if weights.name not in linked:
-                assembly.check_converted(weights.name, weights.checks())
+            assembly.check_converted(weights.name, weights.checks())
     base = plan.composition.base
     return Exported(
         run=base.run,
@@ -141,7 +126,7 @@ def execute_export(
         dtype=plan.dtype,
         out=target.path,
         files=(*(file.path for file in plan.files), *(new for new, _ in plan.links)),
-        bytes_written=sum(file.size_bytes for file in files),
+        bytes_written=plan.size_bytes,
         seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes, *_infinity_notes(assembly, plan)),
         model_class=plan.model_class,
@@ -158,17 +143,6 @@ def _link(files: Files, path: Path, other: Path) -> None:
         with files.open(other) as source, files.create(path) as file:
             file.copy_from(source, 0, 0, source.size_bytes)
             file.sync()
-
-
-def _linked(repo: Repository, plan: ExportPlan, folder: Path, reuse: Path) -> Iterator[str]:
-    """Link into *folder* what *reuse* has of the weights files, with the same header too, and yield the names."""
-    for file in plan.weights:
-        path, header = reuse / file.name, file.frame.header
-        if file.name in plan.linkable and repo.files.size(path) == file.frame.size_bytes:
-            with repo.files.open(path) as source:
-                is_same = source.read_at(0, len(header)) == header
-            if is_same and repo.files.link_exclusive(path, folder / file.name):
-                yield file.name
 
 
 def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:

@@ -6,7 +6,7 @@ Within that we pad the header and put whole pages first, so that payloads start 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -88,19 +88,12 @@ class WeightsFile:
 # -- which tensors are in which file -------------------------------------------------------------------------------
 
 
-def weights_files(
-    tensors: Iterable[WeightTensor], *, shard_bytes_max: int, file_of: Callable[[WeightTensor], str] | None = None
-) -> tuple[WeightsFile, ...]:
+def weights_files(tensors: Iterable[WeightTensor], *, shard_bytes_max: int) -> tuple[WeightsFile, ...]:
     """
-    Distribute *tensors* over files, in their order, as Transformers does; or as *file_of* says, which names each file.
+    Distribute *tensors* over files, in their order, as Transformers does.
 
     A file is closed when the next tensor would exceed *shard_bytes_max*; a larger tensor has a file of its own.
     """
-    if file_of is not None:
-        named: dict[str, list[WeightTensor]] = {}
-        for tensor in tensors:
-            named.setdefault(file_of(tensor), []).append(tensor)
-        return tuple(weights_file(name, its) for name, its in named.items())
     shards = list(_split(tensors, shard_bytes_max)) or [[]]
     count = len(shards)
     if count == 1:

@@ -258,6 +258,5 @@ class _Judging:
             seconds=time.monotonic() - started,
         )
         self.log.add(trial)
-        self.trials.keep(plan, f"{composition.policy} {judged.verdict}")  # mixtures do not displace their saves
         self.on_trial(trial)
         return judged.verdict

@@ -6,7 +6,7 @@ A sibling of ``zero3``: an output format plans its files, and ``assemble`` and `
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -52,13 +52,11 @@ def plan_export(
     *,
     dtype: str | None = None,
     max_shard_size: int | str = SHARD_SIZE,
-    file_of: Callable[[WeightTensor], str] | None = None,
 ) -> ExportPlan:
     """
     Decide which tensors go into which files.
 
-    *dtype* is one of ``bf16``, ``fp16``, ``fp32``; None for the type in which each parameter is trained. *file_of*
-    names the file of each tensor, where these are not to be filled in turn.
+    *dtype* is one of ``bf16``, ``fp16``, ``fp32``; None for the type in which each parameter is trained.
 
     Raises:
         LayoutMismatch: A layer has no weights to export.
@@ -89,10 +87,10 @@ def plan_export(
         saved = [*saved_tensors(state.gathered), *_opaque_tensors(repo, state.files)]
         chosen.choose(saved, is_always_asked=fields is not None and may_be_renamed(fields))
         ordered = _in_model_order(chosen.tensors, state)
-        weights = [*weights_files(ordered, shard_bytes_max=shard_bytes_max, file_of=file_of)]
+        weights = [*weights_files(ordered, shard_bytes_max=shard_bytes_max)]
         code = _uniform_dtype(weights)
         files = [file.output(slices) for file in weights]
-        if len(weights) > 1 or file_of is not None:
+        if len(weights) > 1:
             files.append(literal_file(WEIGHTS_INDEX, index_of(weights)))
         made, config_notes = _plan_config(config, fields, problem, code)
         files += made
@@ -106,7 +104,6 @@ def plan_export(
         format="hf",
         dtype=type_name,
         weights=tuple(weights),
-        linkable=frozenset(() if file_of is None or configs_of(state.files) else (file.name for file in weights)),
         files=(*files, *map(plan_source_file, beside), summary),
         notes=tuple(notes),
         signs=(WEIGHTS, WEIGHTS_INDEX, ADAPTER_CONFIG),

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.assemble import ExportPlan
 from layerstore.bisect import Judged, Trial, command_judge
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, Locked
 from tests.unit.checkpoints import checkpoint, snapshot
@@ -28,10 +27,8 @@ def store(store: Store, tmp_path: Path) -> Store:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a trial, as its index tells."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    files = {file: load_file(folder / file) for file in set(index["weight_map"].values())}
-    return {name: files[file][name] for name, file in index["weight_map"].items()}
+    """Return the weights of a trial."""
+    return load_file(folder / "model.safetensors")
 
 
 def bad_with(store: Store, layers: dict[str, int]) -> Callable[[Path], Judged]:
@@ -54,7 +51,7 @@ def bad_with(store: Store, layers: dict[str, int]) -> Callable[[Path], Judged]:
 
 
 def test_the_step_and_the_layer_are_found(store: Store, tmp_path: Path) -> None:
-    """In few trials, each writing only the layers that are new to it; nothing of it is left but the log."""
+    """In few trials; nothing of them is left but the log."""
     before, told = snapshot(store), list[Trial]()
     found = store.bisect(
         "sft@1",
@@ -71,9 +68,6 @@ def test_the_step_and_the_layer_are_found(store: Store, tmp_path: Path) -> None:
     assert told == list(found.trials)
     assert {path.name for path in (tmp_path / "b").iterdir()} == {"log.jsonl", "lock"}
     assert snapshot(store) == before
-    whole = store.compose("sft@1").plan("hf")
-    assert isinstance(whole, ExportPlan)
-    assert all(trial.bytes_written < 0.9 * whole.size_bytes for trial in found.trials if "layer" in trial.asked)
 
 
 def test_layers_that_act_only_together_are_found(store: Store, tmp_path: Path) -> None:
@@ -145,7 +139,7 @@ def test_a_good_that_is_bad_is_told(store: Store, tmp_path: Path, always: str, s
 
 
 def test_trials_are_what_an_export_is(store: Store, tmp_path: Path) -> None:
-    """The same tensors, spread over other files."""
+    """The same tensors."""
     wanted = store.compose("sft@8").state_dict()
 
     def judge(folder: Path) -> Judged:
@@ -186,7 +180,7 @@ def test_what_is_in_no_layer_is_blamed_on_none(store: Store, tmp_path: Path) -> 
 
 
 def test_a_judge_that_changes_its_folder_changes_no_other_trial(store: Store, tmp_path: Path) -> None:
-    """Weights are shared by hard links: what was changed is written again."""
+    """Each is written anew."""
     inner = bad_with(store, {"model.layers.3": 6})
 
     def judge(folder: Path) -> Judged:
