@@ -29,7 +29,7 @@ from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
 from layerstore.shards import Written
 from layerstore.storage import Repository
-from layerstore.tables import Table, frame, html_table
+from layerstore.tables import Table, frame
 from layerstore.units import utc
 
 if TYPE_CHECKING:
@@ -68,9 +68,6 @@ class Composite:
         if compact := len({entry.layer for entry in self._composition.entries if entry.compact}):
             older += f", {compact} not bit for bit"
         return f"<Composite {self.run}@{self.step}: policy {self.policy}, {older}, world size {self.world_size}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(map(json_fields, self.staleness.layers), caption=repr(self))
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each layer, its save and its age; Unsupported if pandas is not installed."""

@@ -25,7 +25,7 @@ from layerstore.precision import PrecisionName
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
 from layerstore.storage import Repository, make_store, open_repository
-from layerstore.tables import Table, html_table
+from layerstore.tables import Table
 
 if TYPE_CHECKING:
     from layerstore.bisect import Bisected, Judged, Trial
@@ -62,14 +62,6 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<Store {self._opened.name}{', closed' if self._opened.closed.is_set() else ''}>"
-
-    def _repr_html_(self) -> str:
-        from layerstore.inspect import log_fields
-
-        newest = self.log(limit=1)
-        return html_table(
-            map(log_fields, newest), caption=f"{self!r}: {'newest commits' if newest else newest.if_empty}"
-        )
 
     @property
     def path(self) -> Path:

@@ -21,7 +21,7 @@ from layerstore.nearest import did_you_mean, nearest
 from layerstore.numbers import Distance, nothing_between
 from layerstore.progress import Progress
 from layerstore.storage import Repository
-from layerstore.tables import frame, html_table
+from layerstore.tables import frame
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -129,9 +129,6 @@ class Diff:
         moved = [(layer.distance.relative_l2, layer.layer) for layer in self.layers if layer.distance is not None]
         return f"; moved most: {max(moved)[1]} by {max(moved)[0]:.2g} of its norm" if moved else ""
 
-    def _repr_html_(self) -> str:
-        return html_table(self._rows(), caption=repr(self))
-
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
         return frame(self._rows())
@@ -225,9 +222,6 @@ class ParametersDiff:
             state if of.relative_l2 is None else f"{state} {of.relative_l2:.2g}" for state, of in self.totals.items()
         )
         return f"{head}, parameters {len(self.parameters)}; {apart or 'nothing to compare'}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._rows(), caption=repr(self))
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each parameter; raises Unsupported if pandas is not installed."""

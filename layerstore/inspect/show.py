@@ -14,7 +14,7 @@ from layerstore.json_fields import json_fields
 from layerstore.model import DCP, CodingLoss, Kind, LayerEntry, Origin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
-from layerstore.tables import frame, html_table
+from layerstore.tables import frame
 from layerstore.units import short_id, size, utc
 
 if TYPE_CHECKING:
@@ -124,9 +124,6 @@ class CommitView:
         saved = f"{self.layers_saved} of {len(self.layers)} layers saved, {size(self.size_bytes)}"
         when = f"world size {self.world_size}, {self.time:%Y-%m-%d %H:%M} UTC"
         return f"<CommitView {self.run}@{self.step} {short_id(self.commit)}: {saved}, policy {self.policy}, {when}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(map(json_fields, self.layers), caption=repr(self))
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""

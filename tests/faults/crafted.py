@@ -84,7 +84,7 @@ def _add(store: Path, data: bytes) -> dict[str, Any]:
 
 def _of_store(store: Store, ref: str, out: Path) -> dict[str, Callable[[], object]]:
     return {
-        "log": lambda: (repr(store.log(metrics=True)), store.log()._repr_html_(), store.log_page(graph=True)),
+        "log": lambda: (repr(store.log(metrics=True)), store.log_page(graph=True)),
         "show": lambda: repr(store.show(ref)),
         "ls": lambda: repr(store.ls(ref)),
         "stats": lambda: repr(store.stats()),

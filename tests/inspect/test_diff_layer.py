@@ -210,7 +210,6 @@ def test_it_is_a_line_a_table_and_json(store: Store, tmp_path: Path) -> None:
     found = store.diff_layer("sft@2", "sft@4", "model.norm")
 
     assert repr(found).startswith("<ParametersDiff sft@2 -> sft@4: model.norm changed, parameters 1; master ")
-    assert "<td>model.norm.weight</td>" in found._repr_html_()
     assert json.loads(json.dumps(json_fields(found)))["totals"].keys() == found.totals.keys()
     pytest.importorskip("pandas")
     assert list(found.to_pandas()["master"]) == ["changed"]

@@ -1,4 +1,4 @@
-"""What results look like in a session: a line each, tables in notebooks and pandas, times, and why there is nothing."""
+"""What results look like in a session: a line each, frames of pandas, times, and why there is nothing."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import NotFound, Unsupported
-from layerstore.tables import Table, html_table
+from layerstore.tables import Table
 from tests.generated import generate
 from tests.unit.checkpoints import checkpoint
 
@@ -72,24 +72,17 @@ def test_a_verdict_names_the_first_damage(store: Store) -> None:
     assert re.match(rf"<Verdict 1 damaged: .*{victim.name}; ", repr(store.verify()))
 
 
-def test_what_was_measured_is_in_tables_and_frames(store: Store, tmp_path: Path) -> None:
-    """If the log was asked for it; a commit without a metric has a gap there, a damaged one says why and no time."""
+def test_what_was_measured_is_in_frames(store: Store, tmp_path: Path) -> None:
+    """If the log was asked for it; a commit without a metric has a gap there."""
     pandas = pytest.importorskip("pandas")
     measured = generate(tmp_path / "measured", step=3, client_state={"metrics": {"loss": 2.25}})
     store.ingest(measured, run="other")
 
     log = store.log(metrics=True)
 
-    assert "loss 2.25" in log._repr_html_()
     frame = log.to_pandas().set_index("run")
     assert frame.loc["other", "metrics.loss"] == 2.25
     assert pandas.isna(frame.loc["sft", "metrics.loss"])
-    assert "metrics" not in store.log()._repr_html_()
-    (record,) = (store.path / "commits" / "sft").iterdir()
-    record.write_bytes(b"")
-    damaged = store.log("sft")
-    assert "damage" in damaged._repr_html_()
-    assert "1970" not in damaged._repr_html_()
 
 
 def test_times_are_times_too(store: Store) -> None:
@@ -108,7 +101,7 @@ def test_an_empty_answer_says_why(tmp_path: Path) -> None:
     with layerstore.init(tmp_path / "new") as store:
         assert [*store.log(), *store.pins(), *store.dropped()] == []
         assert repr(store.log()) == "[]  # no commits yet: store.ingest(CHECKPOINT, run=RUN) makes one"
-        assert "store.pin(NAME, REF)" in store.pins()._repr_html_()
+        assert "store.pin(NAME, REF)" in repr(store.pins())
 
 
 def test_no_weights_says_why(store: Store) -> None:
@@ -133,16 +126,6 @@ def test_a_mistyped_name_names_the_nearest(store: Store) -> None:
     assert "hint: did you mean model.norm.weight" in "".join(traceback.format_exception(tensor.value))
     assert layer.value.hint is not None
     assert layer.value.hint.startswith("did you mean model.norm")
-
-
-def test_tables_are_escaped_and_short() -> None:
-    """Nothing in a name becomes a tag, and of many rows there is a count."""
-    drawn = html_table([{"name": "<script>", "bytes_new": 1234}] * 103, caption="a & b")
-
-    assert "<script>" not in drawn
-    assert drawn.count("<td>&lt;script&gt;</td>") == 100
-    assert "<caption>a &amp; b; and 3 more</caption>" in drawn
-    assert ">1.2 kB</td>" in drawn
 
 
 def test_frames_have_the_fields_of_json(store: Store) -> None:
