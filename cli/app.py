@@ -26,7 +26,7 @@ from typer.exceptions import TyperException
 
 import layerstore
 from layerstore.cli.commands import COMMANDS, about, function_of
-from layerstore.cli.complete import Shell, items, script_for, values
+from layerstore.cli.complete import Shell, choices, items, script_for
 from layerstore.cli.exits import (
     EXIT_CLOSED_PIPE,
     EXIT_INTERRUPTED,
@@ -71,7 +71,7 @@ class Commands(TyperGroup):
             one.command(name, cls=Command)(function_of(name))
             command = typer.main.get_command(one)
             for param in command.params:
-                param.shell_complete = partial(values, param, about(name).completes)  # type: ignore[method-assign]
+                param.shell_complete = partial(choices, param)  # type: ignore[method-assign]
                 if isinstance(param, TyperArgument):
                     # The name says enough; typer would add the Python type: list[Path].
                     param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ app = typer.Typer(
     cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,  # typer's script for bash breaks words at an @
+    add_completion=False,  # it would guess the shell, and offer to write into its settings
     suggest_commands=False,  # the hint does that
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -211,7 +211,7 @@ def command_line() -> Commands:
     group = typer.main.get_command(app)
     assert isinstance(group, Commands)
     for param in group.params:
-        param.shell_complete = partial(values, param, {})  # type: ignore[method-assign]
+        param.shell_complete = partial(choices, param)  # type: ignore[method-assign]
     return group
 
 

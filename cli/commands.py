@@ -4,11 +4,10 @@ The commands: each is a function in the file of its name, which says the rest ab
 A file is imported when its command runs, is suggested or explained: importing all would be too slow for completion.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 COMMANDS = (
     *("init", "ingest", "pin"),
@@ -19,20 +18,6 @@ COMMANDS = (
     *("doctor", "estimate", "demo"),
 )
 """All commands, in the order of ``--help``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A value that is being typed, for the shell to complete."""
-
-    store: Path
-    incomplete: str
-    given: dict[str, Any]
-    """The values on the line before it, by parameter."""
-
-
-Offer: TypeAlias = Callable[[Asked], list[str]]
-"""What completes a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +32,6 @@ class About:
     """Whether its output answers a question, so that ``--quiet`` does not silence it."""
     elsewhere: tuple[str, ...] = ()
     """What other tools call it."""
-    completes: Mapping[str, Offer] = field(default_factory=dict)
-    """What the shell completes, by metavar, where that is less than the metavar offers elsewhere."""
 
 
 def about(command: str) -> About:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.commands import About
-from layerstore.cli.complete import commits
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import counted, say, say_json, say_warning, shown, some, with_store
 from layerstore.json_fields import json_fields
@@ -14,7 +13,7 @@ from layerstore.units import short_id, size
 if TYPE_CHECKING:
     from layerstore.gc import Dropped
 
-ABOUT = About("Maintain", elsewhere=("delete", "remove", "rm"), completes={"REF": commits})
+ABOUT = About("Maintain", elsewhere=("delete", "remove", "rm"))
 
 
 def drop(

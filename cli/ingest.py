@@ -17,7 +17,6 @@ import typer
 
 import layerstore
 from layerstore.cli.commands import About
-from layerstore.cli.complete import policies
 from layerstore.cli.options import AsJson, StorePath, opened, read_settings, table_of, with_options
 from layerstore.cli.policy import with_settings
 from layerstore.cli.progress import shown_progress
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     Checkpoint = tuple[Path, str | None]
     """A folder, and the tag in it; without a tag, `latest` says which."""
 
-ABOUT = About("Save", store="anywhere", elsewhere=("add", "commit", "import", "save"), completes={"P": policies})
+ABOUT = About("Save", store="anywhere", elsewhere=("add", "commit", "import", "save"))
 
 POLL_SECONDS = 2.0
 """How often a watch scans the folders."""

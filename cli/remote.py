@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from layerstore.cli.commands import About
-from layerstore.cli.complete import remote_to_remove
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import Column, mark_as_answer, say, say_json, say_note, say_rows, shown, with_store
 from layerstore.errors import InvalidInput
@@ -13,7 +12,7 @@ from layerstore.errors import InvalidInput
 if TYPE_CHECKING:
     from layerstore import Store
 
-ABOUT = About("Elsewhere", completes={"NAME": remote_to_remove})
+ABOUT = About("Elsewhere")
 
 
 def remote(

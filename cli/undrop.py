@@ -5,12 +5,11 @@ from typing import Annotated
 import typer
 
 from layerstore.cli.commands import About
-from layerstore.cli.complete import dropped_commits
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import say, say_json, shown
 from layerstore.units import short_id
 
-ABOUT = About("Restore", elsewhere=("undelete", "unrm"), completes={"REF": dropped_commits})
+ABOUT = About("Restore", elsewhere=("undelete", "unrm"))
 
 
 def undrop(

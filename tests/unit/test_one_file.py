@@ -191,7 +191,6 @@ def test_a_policy_is_one_file_and_one_name(say: Said) -> None:
         assert "filter: a turn at every Nth save. [default: 5] tides: saves from flood to flood. [default: 3]" in text
     assert (composed["policy"], composed["parameters"]) == ("tides", {"every": 2, "ebb": "bottom"})
     assert [line["policy"] for line in estimated["lines"][2:]] == ["full", "parity", "filter", "tides"]
-    assert completed(say, "layerstore compose --policy ti") == ["tides"]
     assert completed(say, "layerstore ingest --ebb ") == ["top", "bottom"]
     assert "tides" in report["runs"][0]["what_if"]
     assert "tides" in report["runs"][0]["composites"]
@@ -205,7 +204,6 @@ def test_a_command_is_one_file_and_one_name(say: Said) -> None:
 
     assert look.rstrip().splitlines()[-1].split() == ["greet", "Say", "hello", "to", "a", "run."]
     assert completed(say, "layerstore gre") == ["greet"]
-    assert completed(say, "layerstore greet ") == ["sft"]
     assert say("greet", "sft", "--quiet") == "hello sft\n"
     assert "did you mean greet?" in say("salute")
 
