@@ -95,8 +95,8 @@ _COSTS: Table = {
     "copy_rate": (str, "RATE", f"What a rank copies while it is held up. [default: {_DEFAULTS['--copy-rate']}]"),
     "price": (
         str,
-        "GB-MONTH,PUT,GET,GPU-HOUR",
-        "Say what it costs, by a price list in dollars, requests by the thousand: 0.023,0.005,0.0004,2.50.",
+        "GB-MONTH,GPU-HOUR",
+        "Say what it costs, by a price list in dollars: 0.023,2.50.",
     ),
 }
 """The options for the costs of a run."""
@@ -132,7 +132,7 @@ def estimate(
     Estimate what saving a model takes under each policy.
 
     The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
-    With --price, a second table shows what the run costs: storage, requests, and idle GPU hours.
+    With --price, a second table shows what the run costs: storage, and idle GPU hours.
     The policies decide as they would in training. What is assumed is listed below the table.
     For a checkpoint or a commit, only headers are read. A config.json needs Transformers and PyTorch installed.
     If MODEL is both a path and a REF, the path wins.
@@ -142,7 +142,7 @@ def estimate(
       layerstore estimate Llama-3.1-8B/config.json --world-size 16
       layerstore estimate sft@200 --policy filter:every=10 --bandwidth 900MB/s
       layerstore estimate --params 70B --layers 80 --precision delta8 --disk 40TB
-      layerstore estimate sft@200 --keep-last 3 --price 0.023,0.005,0.0004,2.5
+      layerstore estimate sft@200 --keep-last 3 --price 0.023,2.5
     """
     from layerstore.inspect import Training, estimate_saves
 
@@ -260,7 +260,7 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
 
     rules = {name: costs.get(name) for name in ("keep_last", "keep_every")}
     if "price" not in costs and any(rules.values()):
-        raise InvalidInput("what is kept changes only what storage costs", hint="add --price GB-MONTH,PUT,GET,GPU-HOUR")
+        raise InvalidInput("what is kept changes only what storage costs", hint="add --price GB-MONTH,GPU-HOUR")
     return rules | {"prices": Prices.parse(costs["price"]) if "price" in costs else None}
 
 
@@ -310,7 +310,7 @@ def _tell(found: Mapping[str, Any]) -> None:
 def _tell_costs(found: Mapping[str, Any]) -> None:
     say()
     columns = [Column("SAVED BY", folds=True)]
-    columns += [Column(text, "right", drops=1) for text in ("STORAGE", "REQUESTS", "HELD UP")]
+    columns += [Column(text, "right", drops=1) for text in ("STORAGE", "HELD UP")]
     columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
     deepspeed = next(line["cost"]["total"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
     say_table(columns, (_cost_row(line, deepspeed) for line in found["lines"]))
@@ -324,7 +324,7 @@ def _tell_costs(found: Mapping[str, Any]) -> None:
 
 
 def _cost_row(line: Mapping[str, Any], deepspeed: float) -> list[str]:
-    costs = [f"${line['cost'][what]:,.2f}" for what in ("storage", "requests", "held_up", "total")]
+    costs = [f"${line['cost'][what]:,.2f}" for what in ("storage", "held_up", "total")]
     return [_label(line), *costs, f"{line['cost']['total'] / deepspeed:.0%}" if deepspeed else "-"]
 
 

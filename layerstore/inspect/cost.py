@@ -1,8 +1,8 @@
 """
-The cost of saves: storage during a run, requests to a bucket, and idle GPUs.
+The cost of saves: storage during a run, and idle GPUs.
 
-The model: every save is pushed to a bucket, which is collected every hour if anything is to go. The requests are those
-that `layerstore.remote` makes; a test compares them with a real push, collection and composite.
+The model: every save is pushed to a bucket, which is collected every hour if anything is to go. Requests are not
+counted: what a push asks depends on what is there already.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,52 +18,39 @@ GB = 10**9
 COLLECTED_SECONDS = 3600.0
 """How often a bucket is collected."""
 
-# Names per listing answer of a bucket, and the number of object folders to list.
-_LISTED_MAX, _OBJECT_FOLDERS = 1_000, 256
-# A push sends objects and blobs and lists the folders of objects. Besides that, it writes the record and a file to
-# learn the time, reads store.json and that file's time, and lists records twice, and running and ended collections.
-_PUSH_PUTS, _PUSH_GETS, _PUSH_LISTS = 2, 2, 4
-# A collection: two marks, and a look at each; store.json; records and pins twice each, the trash once, old marks and
-# parts.
-_COLLECTION_PUTS, _COLLECTION_GETS, _COLLECTION_LISTS = 2, 3, 7
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The prices of a bucket and of GPUs in dollars, in the units of price lists."""
+    """The prices of storage and of GPUs in dollars, in the units of price lists."""
 
     gb_month: float
     """Per GB stored for a month."""
-    put: float
-    """Per 1,000 requests that write or list."""
-    get: float
-    """Per 1,000 requests that read."""
     gpu_hour: float
     """Per GPU for an hour."""
 
     def __post_init__(self) -> None:
-        for price in (self.gb_month, self.put, self.get, self.gpu_hour):
+        for price in (self.gb_month, self.gpu_hour):
             if not (isfinite(price) and price >= 0):
                 raise InvalidInput(f"a price cannot be {price}", hint=_PRICES)
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """
-        Read ``GB-month,PUT,GET,GPU-hour``.
+        Read ``GB-month,GPU-hour``.
 
-        >>> Prices.parse("0.023,0.005,0.0004,2.5").gpu_hour
+        >>> Prices.parse("0.023,2.5").gpu_hour
         2.5
         """
         words = text.split(",")
         try:
-            gb_month, put, get, gpu_hour = map(float, words)
+            gb_month, gpu_hour = map(float, words)
         except ValueError as exc:
-            what = f"{len(words)} of four" if len(words) != 4 else "not all of them numbers"
+            what = f"{len(words)} instead of two" if len(words) != 2 else "not all of them numbers"
             raise InvalidInput(f"--price {text!r} are no prices: {what}", hint=_PRICES) from exc
-        return cls(gb_month=gb_month, put=put, get=get, gpu_hour=gpu_hour)
+        return cls(gb_month=gb_month, gpu_hour=gpu_hour)
 
 
-_PRICES = "dollars for a GB-month, 1,000 PUTs, 1,000 GETs and a GPU-hour: --price 0.023,0.005,0.0004,2.50"
+_PRICES = "dollars for a GB-month and a GPU-hour: --price 0.023,2.50"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,62 +159,22 @@ def stored(groups: Sequence[Group], times: Timetable, *, lingers_seconds: float)
     return Stored(byte_seconds=byte_seconds, end_bytes=end_bytes, end_files=end_files)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """A run's use of a bucket."""
-
-    stored: Stored
-    puts: int
-    """Requests that write."""
-    lists: int
-    """Requests that list, at the price of writes."""
-    gets: int
-    """Requests that read, or query one name; at the end of the run, the newest save is read once."""
-
-    def fields(self, prices: Prices | None, *, held_gpu_seconds: float) -> dict[str, Any]:
-        """Return the usage with its cost at *prices*."""
-        found = {"held_bytes": self.stored.end_bytes, "puts": self.puts, "lists": self.lists, "gets": self.gets}
-        if prices is None:
-            return found | {"cost": None}
-        cost = {
-            "storage": self.stored.byte_seconds / GB / MONTH_SECONDS * prices.gb_month,
-            "requests": ((self.puts + self.lists) * prices.put + self.gets * prices.get) / 1000,
-            "held_up": held_gpu_seconds / 3600 * prices.gpu_hour,
-        }
-        return found | {"cost": cost | {"total": sum(cost.values())}}
+def fields_of(use: Stored, prices: Prices | None, *, held_gpu_seconds: float) -> dict[str, Any]:
+    """Return what a run stores, with its cost at *prices*."""
+    if prices is None:
+        return {"held_bytes": use.end_bytes, "cost": None}
+    cost = {
+        "storage": use.byte_seconds / GB / MONTH_SECONDS * prices.gb_month,
+        "held_up": held_gpu_seconds / 3600 * prices.gpu_hour,
+    }
+    return {"held_bytes": use.end_bytes, "cost": cost | {"total": sum(cost.values())}}
 
 
-def usage_of_files(files: Files, times: Timetable) -> Usage:
-    """Return the usage by full checkpoints of *files*, assuming that old ones are removed at once."""
-    full = Group(files=files, due=(0,))
-    return Usage(
-        stored=stored([full], times, lingers_seconds=0.0), puts=files.puts * times.saves, lists=0, gets=files.count
-    )
+def stored_by_files(files: Files, times: Timetable) -> Stored:
+    """Return the storage used by full checkpoints of *files*, assuming that old ones are removed at once."""
+    return stored([Group(files=files, due=(0,))], times, lingers_seconds=0.0)
 
 
-def usage_of_store(groups: Sequence[Group], times: Timetable, *, ranks: int) -> Usage:
-    """Return the usage of its remote by a store with the objects of *groups*."""
-    lingers_seconds = REMOTE_GRACE_SECONDS + COLLECTED_SECONDS if times.has_rules else 0.0
-    found = stored(groups, times, lingers_seconds=lingers_seconds)
-    lasting = times.kept + (ceil(lingers_seconds / times.interval_seconds) if times.has_rules else 0)
-    counts = [sum(1 for _ in group.saves(times.saves)) for group in groups]
-    versions = sum(group.blobs * count for group, count in zip(groups, counts, strict=True))
-    blobs = versions + ranks * times.saves  # with the states of ranks
-    objects = sum(group.files.puts * count for group, count in zip(groups, counts, strict=True))
-    # With rules, the amount soon becomes constant; without, it grows steadily, so the average is half of it.
-    there = (found.end_files + ranks * min(lasting, times.saves)) / (1 if times.has_rules else 2)
-    folders = max(_OBJECT_FOLDERS, ceil(there / _LISTED_MAX))
-    puts, lists = objects + blobs + times.saves * _PUSH_PUTS, times.saves * (folders + _PUSH_LISTS)
-    # To read the newest save: store.json, the records, and all that it names.
-    gets = times.saves * _PUSH_GETS
-    written = [group for group, count in zip(groups, counts, strict=True) if count]
-    gets += 1 + times.kept + sum(group.files.count + group.blobs for group in written) + ranks
-    if times.has_rules:
-        collections, gone = int(times.run_seconds // COLLECTED_SECONDS), times.saves - times.kept
-        puts += collections * _COLLECTION_PUTS + gone
-        lists += collections * (folders + _COLLECTION_LISTS)
-        # A collection reads each record when it is new and when it goes, each blob once, and the trash each time, but
-        # for what it moves there.
-        trashed = min(gone, ceil(lingers_seconds / times.interval_seconds))
-        gets += collections * (_COLLECTION_GETS + trashed) + times.saves + blobs
-    return Usage(stored=found, puts=puts, lists=lists, gets=gets)
+def stored_by_store(groups: Sequence[Group], times: Timetable) -> Stored:
+    """Return the storage used in its remote by a store with the objects of *groups*."""
+    return stored(groups, times, lingers_seconds=REMOTE_GRACE_SECONDS + COLLECTED_SECONDS)

@@ -21,14 +21,15 @@ from layerstore.inspect.cost import (
     Files,
     Group,
     Prices,
+    Stored,
     Timetable,
-    Usage,
-    usage_of_files,
-    usage_of_store,
+    fields_of,
+    stored_by_files,
+    stored_by_store,
 )
 from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
 from layerstore.json_fields import json_fields
-from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
+from layerstore.limits import REMOTE_GRACE_SECONDS
 from layerstore.model import Kind, StoredTensor
 from layerstore.policy import Keep, Policy, Save, anchored, chosen_policy, due_layers
 from layerstore.precision import EXACT_EVERY, PRECISIONS, Keyframes, Precision, PrecisionName, keyframes
@@ -163,8 +164,8 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         later = [sum(each[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [Group(files=once), *_groups(each, kept[:cycle])]
-        usage = usage_of_store(groups, training.timetable, ranks=training.world_size)
-        lines.append(_with_usage(line, usage, training, held_seconds=_held_seconds(line, training)))
+        use = stored_by_store(groups, training.timetable)
+        lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
     seconds = full / training.bytes_per_second
     return {
         "model": json_fields(model) | {"trained": sum(trained), "layers": len(parts)},
@@ -329,11 +330,11 @@ def _full_line(saved_by: str, full: int, files: Files, training: Training) -> di
     """Return the line of a run whose saves are *full* and hold training up while they are written."""
     line = _line(saved_by, None, full, [full], training, cycle=1)
     held_seconds = training.saves * line["save_seconds"]
-    return _with_usage(line, usage_of_files(files, training.timetable), training, held_seconds=held_seconds)
+    return _with_cost(line, stored_by_files(files, training.timetable), training, held_seconds=held_seconds)
 
 
-def _with_usage(line: dict[str, Any], usage: Usage, training: Training, *, held_seconds: float) -> dict[str, Any]:
-    fields = usage.fields(training.prices, held_gpu_seconds=held_seconds * training.world_size)
+def _with_cost(line: dict[str, Any], use: Stored, training: Training, *, held_seconds: float) -> dict[str, Any]:
+    fields = fields_of(use, training.prices, held_gpu_seconds=held_seconds * training.world_size)
     return line | {"held_seconds": held_seconds} | fields
 
 
@@ -418,8 +419,8 @@ def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iter
 
 def _cost_assumptions(training: Training) -> Iterator[str]:
     yield (
-        f"every save goes to a bucket as it is made, in parts of {REMOTE_PART_BYTES >> 20} MiB; what is stored is paid "
-        "until the run ends, and the newest save is read once then; traffic is not counted"
+        "every save goes to a bucket as it is made; what is stored is paid until the run ends; requests and traffic "
+        "are not counted"
     )
     if training.timetable.has_rules:
         yield (

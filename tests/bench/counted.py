@@ -1,54 +1,17 @@
 """
-What the code asks of a bucket and of a filesystem, recorded request by request and call by call.
+What the code asks of a filesystem, recorded call by call.
 
-A filesystem's calls are recorded where Python makes them, in this process, and only below one folder: reads and writes
+Calls are recorded where Python makes them, in this process, and only below one folder: reads and writes
 of open files are left out, since they are bytes and no metadata.
 """
 
 import contextlib
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-import obstore
-
-
-@contextlib.contextmanager
-def requests() -> Iterator[Counter[str]]:
-    """Record the requests to any bucket; a listing is one for each thousand names."""
-    found: Counter[str] = Counter()
-    guard = threading.Lock()
-
-    def noted(kind: str, count: int = 1) -> None:
-        with guard:
-            found[kind] += count
-
-    def counting(kind: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*words: Any, **options: Any) -> Any:
-            noted(kind)
-            return ask(*words, **options)
-
-        return asked
-
-    def listing(ask: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
-        def asked(*words: Any, **options: Any) -> Iterator[Any]:
-            pages = 0
-            for pages, batch in enumerate(ask(*words, **options), 1):  # noqa: B007  # counted below
-                yield batch
-            noted("LIST", max(pages, 1))
-
-        return asked
-
-    with contextlib.ExitStack() as stack:
-        for name in ("put", "get", "head", "delete"):
-            stack.enter_context(patch.object(obstore, name, counting(name.upper(), getattr(obstore, name))))
-        stack.enter_context(patch.object(obstore, "list", listing(obstore.list)))
-        yield found
-
 
 Call = tuple[str, str]
 """A call's name, and the path that it is about."""

@@ -51,7 +51,7 @@ STEP_SECONDS, EVERY, STEPS = 10.0, 60, 30 * 8640
 """A save every ten minutes, for 30 days."""
 KEEP_LAST, KEEP_EVERY = 3, 8640
 """The newest three, and one of each day."""
-PRICES = Prices(gb_month=0.023, put=0.005, get=0.0004, gpu_hour=2.50)
+PRICES = Prices(gb_month=0.023, gpu_hour=2.50)
 MOVEMENT = 0.004
 """Of every layer from save to save: the figure of the guide."""
 CALL_SECONDS, REQUEST_SECONDS = 0.001, 0.05
@@ -270,8 +270,8 @@ def run() -> None:
 def a_month() -> Iterator[str]:
     """Yield what a month stores and costs."""
     yield from _head(
-        "", "a save", "files a save", "kept on a disk", "files there", "in a bucket", "PUTs a save", "LISTs", "GETs",
-        "storage", "requests", "GPUs held up", "in all",
+        "", "a save", "files a save", "kept on a disk", "files there", "in a bucket",
+        "storage", "GPUs held up", "in all",
     )  # fmt: skip
     for case in CASES:
         found = estimate_saves(case.model, case.training, POLICIES)["lines"]
@@ -291,8 +291,7 @@ def a_month() -> Iterator[str]:
                 _size(held),
                 _count(names),
                 _size(line["held_bytes"]),
-                *(_count(line[what] / case.training.saves) for what in ("puts", "lists", "gets")),
-                *(f"${cost[what]:,.0f}" for what in ("storage", "requests", "held_up", "total")),
+                *(f"${cost[what]:,.0f}" for what in ("storage", "held_up", "total")),
             )
 
 

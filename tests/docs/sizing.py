@@ -120,18 +120,16 @@ def on_a_disk() -> Iterator[str]:
 
 def files_and_traffic() -> Iterator[str]:
     """Yield how many files that is, and what a bucket holds and is sent."""
-    yield from _head("", "files a save", "files kept", "to write", "in a bucket", "requests a save")
+    yield from _head("", "files a save", "files kept", "to write", "in a bucket")
     for of in SIZES:
         for policy, line in of.lines.items():
             rate = line["average_bytes"] / of.training.interval_seconds
-            requests = (line["puts"] + line["lists"] + line["gets"]) / of.training.saves
             yield _row(
                 f"{of.title}: {policy}",
                 f"{of.files_a_save(policy):,.0f}",
                 f"{of.kept(policy, RULES[1])[1]:,}",
                 f"{size(round(rate))}/s",
                 size(line["held_bytes"]),
-                f"{requests:,.0f}",
             )
 
 

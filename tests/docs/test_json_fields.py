@@ -61,7 +61,7 @@ ROWS = {
     "`estimate`": [
         "estimate --params 8B --layers 32 --disk 40TB",
         "estimate out/checkpoint-200 --step-seconds 6",
-        "estimate sft@200 --price 0.023,0.005,0.0004,2.50",
+        "estimate sft@200 --price 0.023,2.50",
     ],
 }
 # Rows that speak of another one's fields.
