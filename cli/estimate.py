@@ -222,7 +222,7 @@ def _stored_model(name: str, store: str | None) -> "Model":
         except NotFound as exc:
             place = opened_store.path
             raise NotFound(
-                f"{name} is no file or folder, and no commit of {place}: {exc}", hint=sized or exc.hint
+                f"{name} is not a file or folder, and no commit of {place}: {exc}", hint=sized or exc.hint
             ) from exc
         except InvalidInput as exc:
             raise InvalidInput(f"there is no such file or folder: {name}, and it cannot be a commit: {exc}") from exc
@@ -232,7 +232,7 @@ def _count(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     count = 0 if match is None else round(float(match["number"]) * 1000 ** _POWERS[match["unit"].upper()])
     if not 0 < count <= _PARAMETERS_MAX:
-        raise InvalidInput(f"--params {text!r} is no number of parameters", hint="write it like 8B, 350M or 1.5T")
+        raise InvalidInput(f"--params {text!r} is not a number of parameters", hint="write it like 8B, 350M or 1.5T")
     return count
 
 
@@ -243,7 +243,7 @@ def _share(text: str) -> "Fraction":
     try:
         return Fraction(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
     except (ValueError, ZeroDivisionError) as exc:
-        raise InvalidInput(f"--trainable {text!r} is no share", hint="write it like 0.5%, 0.005 or 1/200") from exc
+        raise InvalidInput(f"--trainable {text!r} is not a share", hint="write it like 0.5%, 0.005 or 1/200") from exc
 
 
 def _size(text: str, option: str) -> int:

@@ -144,7 +144,7 @@ def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
     for name in repaired.unreadable:
         say(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
     for name in repaired.strangers:
-        say(f"{shown(name)} is no record, pin or part by its name, and gc removes nothing while it is there")
+        say(f"{shown(name)} is not a record, pin or part by its name, and gc removes nothing while it is there")
     for pin in repaired.pins_elsewhere:
         say(f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:")
         say(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")

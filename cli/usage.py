@@ -29,9 +29,9 @@ _IN_OUR_WORDS = {
 
 # By pydantic's code for a refused value; other codes keep typer's words.
 _PROBLEMS = {
-    "int_parsing": "is no whole number",
+    "int_parsing": "is not a whole number",
     "int_parsing_size": "is too large",
-    "float_parsing": "is no number",
+    "float_parsing": "is not a number",
     "greater_than_equal": "is less than {ge}",
     "less_than_equal": "is more than {le}",
 }

@@ -86,7 +86,7 @@ def dtype_code(name: str | None) -> str | None:
     if name is None:
         return None
     if name not in _EXPORTED:
-        raise InvalidInput(f"{name!r} is no element type to export", hint=f"choose one of {', '.join(_EXPORTED)}")
+        raise InvalidInput(f"{name!r} is not an element type to export", hint=f"choose one of {', '.join(_EXPORTED)}")
     return _EXPORTED[name]
 
 

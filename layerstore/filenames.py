@@ -48,7 +48,7 @@ DCP = "torch.distributed.checkpoint"
 FULL_STATE_DICT = "FSDP's FULL_STATE_DICT"
 FILE_PER_RANK = "FSDP with a file for each rank"
 FSDP = frozenset({DCP, FULL_STATE_DICT, FILE_PER_RANK})
-"""The kinds that DeepSpeed has nothing to do with: their folders are no tags."""
+"""The kinds that DeepSpeed has nothing to do with: their folders are not tags."""
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 """The files of a ``FULL_STATE_DICT``."""
 FSDP_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")

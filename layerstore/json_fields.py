@@ -21,7 +21,7 @@ def json_fields(result: object) -> dict[str, object]:
 
     Times in nanoseconds become ISO 8601; numbers that JSON lacks (NaN and the infinities) become null.
     """
-    assert is_dataclass(result), f"{type(result).__name__} is no dataclass"
+    assert is_dataclass(result), f"{type(result).__name__} is not a dataclass"
     names: str = getattr(result, "_JSON", None) or " ".join(field.name for field in fields(result))
     pairs = (pair.partition("=") for pair in names.split())
     return {name: _plain(result, attribute or name) for name, _, attribute in pairs}

@@ -198,4 +198,4 @@ def layout_at(path: Path) -> Layout:
     try:
         return Layout(Path(os.path.realpath(path)))
     except ValueError as exc:  # a NUL
-        raise InvalidInput(f"{path} is no path: {exc}", hint="name the folder of a store") from exc
+        raise InvalidInput(f"{path} is not a path: {exc}", hint="name the folder of a store") from exc

@@ -68,7 +68,7 @@ class StoredTensor:
     coding: str = field(default="", metadata=OMITTED)
     """How it is coded in fewer bytes (`layerstore.coding`); empty if its bytes are kept as they are."""
     box: tuple[int, ...] = field(default=(), metadata=OMITTED)
-    """Where a slice that is no run of elements lies in its tensor: the first index and the extent by dimension."""
+    """Where a slice that is not a run of elements lies in its tensor: the first index and the extent by dimension."""
 
     @property
     def key(self) -> str:

@@ -27,7 +27,7 @@ class Setting:
     """What the command line takes: a number, one of a Literal's words, or text."""
 
     def value(self, given: object) -> object:
-        """Return what *given* means if it is text; what is no number is left to the policy's own check."""
+        """Return what *given* means if it is text; what is not a number is left to the policy's own check."""
         if not isinstance(given, str):
             return given
         if self.read is not None:

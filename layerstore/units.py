@@ -23,7 +23,7 @@ def size_in_bytes(size: int | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or (match["binary"] and not match["unit"]):
-            raise InvalidInput(f"{size!r} is no size", hint=_HINT)
+            raise InvalidInput(f"{size!r} is not a size", hint=_HINT)
         base = 1024 if match["binary"] else 1000
         size = int(float(match["number"]) * base ** _POWERS[match["unit"].upper()])
     if size < 1:

@@ -136,7 +136,7 @@ def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
     for folder in (layout.migrating, layout.backups, layout.locks, *(layout.root / name for name in sorted(names))):
         if files.exists(folder) and not (files.is_directory(folder) and files.device(folder) == device):
             raise IntegrityError(
-                f"{folder} is no folder of the store's own filesystem; nothing was changed",
+                f"{folder} is not a folder of the store's own filesystem; nothing was changed",
                 hint="put the folder itself there: what is new is moved into its place",
             )
 

@@ -16,7 +16,7 @@ from tests import generated, operators, sampling, tiers
 from tests.environment import memory
 from tests.unit.checkpoints import Checkpoints
 
-# A busy machine is no failure. Examples are random: a failure prints how to repeat it.
+# A busy machine is not a failure. Examples are random: a failure prints how to repeat it.
 settings.register_profile("patient", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 

@@ -84,7 +84,7 @@ class Page:
                 if shows:
                     yield MarkedTest(path.relative_to(folder).as_posix(), node.lineno, node.name, shows)
         for mark in marks:
-            raise ValueError(f"{path}:{mark.lineno}: {self.mark} is no decorator of a test, so nobody would see it")
+            raise ValueError(f"{path}:{mark.lineno}: {self.mark} is not a decorator of a test, so nobody would see it")
 
     def _is_mark(self, node: ast.Attribute) -> bool:
         return node.attr == self.mark and isinstance(node.value, ast.Attribute) and node.value.attr == "mark"

@@ -217,7 +217,7 @@ def _kind(kind: str, state: str | None) -> Kind:
         wanted = Kind(kind)
     except ValueError as exc:
         hint = did_you_mean(nearest(kind, Kind), else_=f"choose one of {', '.join(get_args(TensorKind))}")
-        raise InvalidInput(f"{kind!r} is no kind of tensors", hint=hint) from exc
+        raise InvalidInput(f"{kind!r} is not a kind of tensors", hint=hint) from exc
     if state is not None and wanted is not Kind.OPTIMIZER:
         raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has")
     return wanted

@@ -171,4 +171,4 @@ def export_notes(state: RankState, versions: list[LayerVersion], slices: Slices)
     names = model.get("buffer_names")
     odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
     if odd and not state.gathered:
-        yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
+        yield f"buffers are not plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"

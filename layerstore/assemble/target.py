@@ -106,7 +106,7 @@ def _looking_at(out: Path) -> Iterator[None]:
     except ValueError as exc:
         if isinstance(exc, InvalidInput):
             raise
-        raise InvalidInput(f"{out} is no path: {exc}", hint="choose another -o") from exc  # a NUL
+        raise InvalidInput(f"{out} is not a path: {exc}", hint="choose another -o") from exc  # a NUL
 
 
 def _placed(repo: Repository, out: Path) -> Path:

@@ -13,7 +13,7 @@ from layerstore.policy import Best
 PLACE = "{}"
 """What stands for the folder in a command."""
 
-# As for `git bisect run`: a shell uses the codes above for what is no verdict.
+# As for `git bisect run`: a shell uses the codes above for what is not a verdict.
 _SKIP, _BAD_MAX = 125, 124
 
 
@@ -69,7 +69,7 @@ def command_judge(
         if not 0 <= code <= _BAD_MAX or (best is not None and code):
             ended_by = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
             raise InvalidInput(
-                f"the command {ended_by}, which is no verdict{'' if best is None else ' if it is to print one'}",
+                f"the command {ended_by}, which is not a verdict{'' if best is None else ' if it is to print one'}",
                 hint="nothing is lost: fix it, and call bisect again as before",
             )
         if best is None or threshold is None:

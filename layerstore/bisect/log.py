@@ -114,4 +114,4 @@ def read_log(folder: Path) -> tuple[Question, list[Trial], str]:
         answer = next((line["answer"] for line in found if "answer" in line), "")
         return Question(**parse_json(first)), [Trial(**line) for line in found if "answer" not in line], answer
     except (ValueError, TypeError) as exc:
-        raise StorageIO(f"{path} is no log of a bisection: {exc}", errno=None, filename=str(path)) from exc
+        raise StorageIO(f"{path} is not a log of a bisection: {exc}", errno=None, filename=str(path)) from exc

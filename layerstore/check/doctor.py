@@ -101,7 +101,7 @@ def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
         repo = open_repository(path, files)
     except NoStore:
         if files.exists(layout.root) and not files.is_directory(layout.root):
-            yield Finding("store", "problem", "none, and this is no folder", "name a folder, there already or not")
+            yield Finding("store", "problem", "none, and this is not a folder", "name a folder, there already or not")
         elif files.is_directory(layout.root) and files.names(layout.root):
             hint = f"a store wants a folder of its own: layerstore init {path / 'store'}"
             yield Finding("store", "note", "none, and this is not empty", hint)

@@ -363,7 +363,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
         Unsupported: ``store.json`` is of another format.
     """
     if not _STORE_ID.fullmatch(store_id):
-        raise InvalidInput(f"{store_id!r} is no store's id", hint="ids are 32 lower-case hex digits")
+        raise InvalidInput(f"{store_id!r} is not a store's id", hint="ids are 32 lower-case hex digits")
     if files.exists(layout.migrating):
         raise InvalidInput(
             f"a migration of {layout.root} was interrupted, and only store.json said which format it has now; "

@@ -82,7 +82,8 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
             begin = random.Random(seed).randrange(_ALL)
             return ObjectSample(begin=begin, length=max(1, round(share * _ALL)), words=f"{text}, seed {seed}")
     raise InvalidInput(
-        f"{text!r} is no sample of the objects", hint="10% reads any tenth; 1/10 to 10/10 read everything in ten nights"
+        f"{text!r} is not a sample of the objects",
+        hint="10% reads any tenth; 1/10 to 10/10 read everything in ten nights",
     )
 
 

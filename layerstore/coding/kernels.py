@@ -291,7 +291,7 @@ def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, sc
 
 
 def _least_positive(images: Images) -> Images:
-    """Return the least image of each block that is no zero, since zero less 1 is the largest number; or zero."""
+    """Return the least image of each block that is not zero, since zero less 1 is the largest number; or zero."""
     least: Images = np.minimum.reduce(images.view(np.uint32) - np.uint32(1), axis=1).view(np.int32)
     return least + np.int32(1)
 

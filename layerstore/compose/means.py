@@ -160,7 +160,7 @@ def _weighted(text: str) -> list[tuple[str, float]]:
         reference, colon, weight = part.strip().partition(":")
         if not reference or (colon and (not _WEIGHT.fullmatch(weight) or not float(weight))):
             raise InvalidInput(
-                f"{part!r} is no save with a weight", hint="references with weights above 0: sft@800,sft@900:2.5"
+                f"{part!r} is not a save with a weight", hint="references with weights above 0: sft@800,sft@900:2.5"
             )
         found.append((reference, float(weight or 1)))
     return found

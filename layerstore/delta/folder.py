@@ -160,7 +160,7 @@ def read_delta(path: Path) -> Delta:
     """
     if not is_delta(path):
         raise SourceCheckpoint(
-            f"{path} is no delta: no {WEIGHTS_INDEX} in it says how it is encoded",
+            f"{path} is not a delta: no {WEIGHTS_INDEX} in it says how it is encoded",
             hint="layerstore compose REF --format hf --since BASE -o DIR makes one; it comes before the folder",
         )
     fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
@@ -199,7 +199,7 @@ _NAMES = (("name", "version"), ("base_name", "base_version"))
 
 
 def _damaged(path: Path, what: str) -> SourceCheckpoint:
-    return SourceCheckpoint(f"{path} is no whole delta: it lacks {what}", hint="copy the delta again")
+    return SourceCheckpoint(f"{path} is not a whole delta: it lacks {what}", hint="copy the delta again")
 
 
 def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, str]:

@@ -104,7 +104,7 @@ def _deadline_seconds() -> float:
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds", hint="try 60")
+        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is not a number of seconds", hint="try 60")
     return seconds
 
 

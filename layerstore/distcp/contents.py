@@ -32,7 +32,7 @@ class Contents:
     parameters: Mapping[str, Parameter]
     """By name, in the model's order."""
     values: tuple[str, ...]
-    """The keys of everything else: single numbers, and what is no tensor."""
+    """The keys of everything else: single numbers, and what is not a tensor."""
     counters: Mapping[str, str]
     """By parameter: the key of the optimizer's count of its updates."""
     outside: frozenset[str]

@@ -2,7 +2,7 @@
 The file ``.metadata`` of a PyTorch distributed checkpoint: its tensors, their chunks, and where these lie.
 
 It is a pickle of torch's own classes, which is read and written here as an inert tree. Each chunk, and each value that
-is no tensor, is a small archive of ``torch.save`` inside a data file.
+is not a tensor, is a small archive of ``torch.save`` inside a data file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -57,7 +57,7 @@ _VERSION = "1.0.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A box of a tensor's elements, or a value that is no tensor, and its archive."""
+    """A box of a tensor's elements, or a value that is not a tensor, and its archive."""
 
     offsets: tuple[int, ...]
     """Its first element, by dimension."""
@@ -70,14 +70,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor, or one value that is no tensor."""
+    """One tensor, or one value that is not a tensor."""
 
     key: str
     """What readers ask for."""
     path: KeyPath
     """Where it is in the nested state that was saved."""
     dtype: str | None
-    """Code of the element type; None for a value that is no tensor, which is one chunk without sizes."""
+    """Code of the element type; None for a value that is not a tensor, which is one chunk without sizes."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 

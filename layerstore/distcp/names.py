@@ -41,7 +41,7 @@ class Named:
     keys: tuple[str, ...]
     """What readers ask for: several for tied parameters, and for what trainers call otherwise."""
     dtype: str | None
-    """Code of the element type; None for a value that is no tensor."""
+    """Code of the element type; None for a value that is not a tensor."""
     shape: tuple[int, ...]
     layer: str = ""
     """The layer that holds it; empty for a value."""

@@ -61,7 +61,7 @@ def _metadata_files(path: Path) -> list[Path]:
     )
     if not found:
         raise (several_distributed(path) if path.is_dir() else None) or SourceCheckpoint(
-            f"{path} is no distributed checkpoint: it has no file {DCP_METADATA!r}",
+            f"{path} is not a distributed checkpoint: it has no file {DCP_METADATA!r}",
             hint="leave --onto out for a checkpoint of DeepSpeed"
             if path.is_dir() and holds_zero(path)
             else "--onto is for the folders that torch.distributed.checkpoint, or a Trainer under FSDP, saved",
@@ -109,7 +109,7 @@ class Folder:
         return {self.path / chunk.file for entry in self.entries.values() for chunk in entry.chunks}
 
     def value(self, key: str) -> Tree:
-        """Return a value that is no tensor, or a scalar, whose storage points into its file."""
+        """Return a value that is not a tensor, or a scalar, whose storage points into its file."""
         entry = self.entries[key]
         if len(entry.chunks) != 1:
             raise damaged(self.path, f"{key!r} should lie in one piece, and lies in {len(entry.chunks)}")
@@ -124,7 +124,7 @@ class Folder:
         """
         entry = self.entries[key]
         if entry.dtype is None:
-            raise LayoutMismatch(f"{self.path}: {key!r} is no tensor")
+            raise LayoutMismatch(f"{self.path}: {key!r} is not a tensor")
         runs = sorted(self._runs(entry), key=lambda run: run.first)
         end = 0
         for run in runs:

@@ -250,7 +250,7 @@ def _typed(cls: type[Value], value: object) -> Value:
 def _number(value: Plain) -> int:
     found = _typed(int, value)
     if not 0 <= found <= NUMBER_MAX:
-        raise ValueError(f"{found} is no size or position")
+        raise ValueError(f"{found} is not a size or position")
     return found
 
 

@@ -97,7 +97,7 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
         fields = parse_json(repo.content_of(config.content))
         method, bias = fields["peft_type"], fields.get("bias", "none")
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise SourceCheckpoint(f"the base's {config.path} is no config of an adapter ({exc})") from exc
+        raise SourceCheckpoint(f"the base's {config.path} is not a config of an adapter ({exc})") from exc
     if method != "LORA":
         raise Unsupported(
             f"adapter {adapter!r} is of type {method}, and the base has no file of it: only LoRA's can be made",

@@ -35,7 +35,7 @@ def pushed_to(repo: Repository) -> Mapping[str, frozenset[CommitId]]:
 
 def _commit(name: str) -> CommitId:
     if not OBJECT_ID.fullmatch(name):
-        raise ValueError(f"{name} is no commit")
+        raise ValueError(f"{name} is not a commit")
     return CommitId(name)
 
 

@@ -46,7 +46,7 @@ class Prices:
             gb_month, gpu_hour = map(float, words)
         except ValueError as exc:
             what = f"{len(words)} instead of two" if len(words) != 2 else "not all of them numbers"
-            raise InvalidInput(f"--price {text!r} are no prices: {what}", hint=_PRICES) from exc
+            raise InvalidInput(f"--price {text!r} are not prices: {what}", hint=_PRICES) from exc
         return cls(gb_month=gb_month, gpu_hour=gpu_hour)
 
 

@@ -43,7 +43,7 @@ def pins_of(
 
 
 def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
-    """Return how many of *layers* are from other saves, of how many, and if all are older; None if it is no mixture."""
+    """Return how many of *layers* are from other saves, of how many, and if all are older; None for no mixture."""
     found = others_in(base, layers) if layers else None
     return None if found is None else [found[0], len(layers), found[1]]
 

@@ -74,7 +74,7 @@ def trained_and_store(
     Return what is trained, and the store: the last of what was given, since DeepSpeed's engine needs no optimizer.
 
     Raises:
-        InvalidInput: *trained* is nothing that can be saved, or *store* is no store.
+        InvalidInput: *trained* is nothing that can be saved, or *store* is not a store.
         Unsupported: It keeps state where it cannot be saved.
     """
     if store is None:

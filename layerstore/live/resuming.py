@@ -142,7 +142,7 @@ def check_run(store: Store | None, run: str) -> None:
     if reference is not None:
         step = "" if reference.step is None else f", step={reference.step}"
         raise InvalidInput(
-            f"{run!r} is no run but a reference",
+            f"{run!r} is not a run but a reference",
             hint=f'run="{reference.name}"{step}; layerstore.transformers.checkpoint takes references',
         )
     check_name(run, what="the run's name")

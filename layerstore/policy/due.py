@@ -96,7 +96,7 @@ def due_layers(policy: Policy, save: Save) -> frozenset[str]:
     strangers = found - set(save.layers)
     if strangers:
         raise InvalidInput(
-            f"policy {policy.name!r} says that {min(strangers)!r} is due, which is no layer of this model",
+            f"policy {policy.name!r} says that {min(strangers)!r} is due, which is not a layer of this model",
             hint=f"its layers: {', '.join(save.layers[:10])} …",
         )
     return found

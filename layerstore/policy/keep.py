@@ -31,7 +31,7 @@ def duration(text: str) -> timedelta:
     with contextlib.suppress(OverflowError):
         if match is not None:
             return timedelta(**{_UNITS[match["unit"]]: float(match["count"])})
-    raise InvalidInput(f"{text!r} is no duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
+    raise InvalidInput(f"{text!r} is not a duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ PREDICTABLE: tuple[Policy, ...] = tuple(policy() for policy in OURS if not getat
 """Those that need no measurement: over any history, and for a model alone, it is known what they choose."""
 
 SELECTIVE: tuple[Policy, ...] = tuple(policy for policy in PREDICTABLE if policy != Latest())
-"""Of these, those whose composites are no commits: reports and collections consider them without being asked."""
+"""Of these, those whose composites are not commits: reports and collections consider them without being asked."""
 
 _BY_NAME: dict[str, type[OwnPolicy]] = {LATEST: Latest, **{policy.name: policy for policy in OURS}}
 
@@ -84,7 +84,7 @@ def names() -> list[str]:
 def _checked(policy: object) -> Policy:
     if not isinstance(policy, Policy):
         raise InvalidInput(
-            f"{type(policy).__name__} is no policy", hint="a policy has a name, parameters and a method due(save)"
+            f"{type(policy).__name__} is not a policy", hint="a policy has a name, parameters and a method due(save)"
         )
     return policy
 

@@ -198,7 +198,7 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
     Return the names of expired trash, and what the rest of the trash needs besides *needs*.
 
     Raises:
-        IntegrityError: Something in it is no record by its name, so what it needs is unknown.
+        IntegrityError: Something in it is not a record by its name, so what it needs is unknown.
     """
     held, old = Needs(remote.repo, besides=needs), []
     for each in remote.bucket.listed("trash/commits"):

@@ -49,7 +49,7 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     named = {name: environment[name] for name in _ENDPOINTS if environment.get(name)}
     for called, endpoint in {"the profile's endpoint_url": options.get("endpoint", "http://"), **named}.items():
         if not endpoint.startswith(("http://", "https://")):
-            raise InvalidInput(f"{called} is no URL: it does not begin with https:// or http://")
+            raise InvalidInput(f"{called} is not a URL: it does not begin with https:// or http://")
     if "AWS_ACCESS_KEY_ID" in environment:
         return options
     options |= {argument: found[key] for key, argument in _KEYS.items() if key in found}

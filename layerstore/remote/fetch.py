@@ -52,7 +52,7 @@ class Source:
 
     def listed(self, prefix: str) -> dict[ObjectId, int]:
         """Return the sizes of the objects whose ids start with the two digits *prefix*; listed once for a question."""
-        sizes = self._sizes  # what this question began to list is no answer to the next one
+        sizes = self._sizes  # what this question began to list is not an answer to the next one
         if prefix not in sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
             names = ((each.name.removeprefix(f"{folder}/"), each.size_bytes) for each in self.bucket.listed(folder))

@@ -161,7 +161,7 @@ class Folder:
         """Return the path of *name*; raises IntegrityError if a folder on the way is a link, or no folder."""
         *folders, last = name.split("/")
         if not {"", ".", ".."}.isdisjoint(folders) or last in {".", ".."}:
-            raise InvalidInput(f"{name!r} is no name in a remote")
+            raise InvalidInput(f"{name!r} is not a name in a remote")
         path = self._root
         for folder in folders:
             path /= folder

@@ -186,7 +186,7 @@ class MirroredRecords(RecordStore):
         return True
 
     def strangers(self) -> Iterator[Path]:
-        """Yield what is no record or pin beside them in the bucket, and in its trash, by the paths that it had here."""
+        """Yield what is not a record or pin in the bucket and in its trash, by the path that it had here."""
         in_trash = (each.name for each in self._bucket.listed("trash/commits") if is_stranger(each))
         yield from (self._layout.root / name for name in (*self.beside, *in_trash))
 

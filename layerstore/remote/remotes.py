@@ -52,7 +52,7 @@ class Remotes:
         try:
             found = parse_json(data)
             if not isinstance(found, dict) or not all(isinstance(url, str) for url in found.values()):
-                raise ValueError("it is no map of names to URLs")
+                raise ValueError("it is not a map of names to URLs")
         except ValueError as exc:
             raise IntegrityError(
                 f"{path} is damaged: {exc}", hint="remove it, then layerstore remote add writes it anew"
@@ -150,16 +150,16 @@ def checked_url(url: str) -> str:
     Return *url* as it is recorded and shown.
 
     Raises:
-        InvalidInput: It is no URL of a bucket, or holds a password.
+        InvalidInput: It is not a URL of a bucket, or holds a password.
     """
     shown = shown_url(url)
     try:
         parts = urlsplit(url)
     except ValueError:  # its text repeats the URL
-        raise InvalidInput(f"{shown!r} is no remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
+        raise InvalidInput(f"{shown!r} is not a remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
     if parts.scheme not in SCHEMES:
         raise InvalidInput(
-            f"{shown!r} is no remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
+            f"{shown!r} is not a remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
         )
     is_cloud = parts.scheme in _CLOUD_SCHEMES
     if parts.query or parts.fragment or (parts.scheme != "file" and not _is_place(parts)):

@@ -133,7 +133,7 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
                 continue
             begin, end = entry["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
-                raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
+                raise _damaged(path, f"tensor {name!r} has sizes that are not whole numbers")
             # Check before multiplying: thousands of numbers with thousands of digits would take hours.
             if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max([end, *entry["shape"]]) >= 1 << 63:
                 raise _damaged(path, f"tensor {name!r} has sizes that no tensor has")

@@ -129,7 +129,7 @@ def real_path(path: Path) -> Path:
     except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: links in a circle
         if isinstance(exc, OSError) and exc.errno not in _NO_PATH_ERRNOS:
             raise _refused_by_disk(path, exc) from exc
-        raise InvalidInput(f"{path} is no path: {exc}", hint="give the folder of the checkpoint") from exc
+        raise InvalidInput(f"{path} is not a path: {exc}", hint="give the folder of the checkpoint") from exc
     return real
 
 

@@ -216,7 +216,7 @@ class RecordStore:
                 yield folder
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the path of everything in ``commits/`` and ``pins/`` that is no record or pin by its name."""
+        """Yield the path of everything in ``commits/`` and ``pins/`` that is not a record or pin by its name."""
         for each in (*self.listed(), *self.listed_pins()):
             if isinstance(each, Path):
                 yield each

@@ -78,7 +78,7 @@ class PartStore:
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
 
     def listed(self) -> Iterator[str | Path]:
-        """Yield the name of every session, and the path of everything in ``parts/`` that is no session or part."""
+        """Yield the name of every session, and the path of everything in ``parts/`` that is not a session or part."""
         for session in self._files.names_there(self._layout.parts):
             folder = self._layout.parts / session
             if _SESSION.fullmatch(session) and self._files.is_directory(folder):
@@ -88,7 +88,7 @@ class PartStore:
                 yield folder
 
     def strangers(self) -> Iterator[Path]:
-        """Yield the path of everything in ``parts/`` that is no session or part by its name."""
+        """Yield the path of everything in ``parts/`` that is not a session or part by its name."""
         return (each for each in self.listed() if isinstance(each, Path))
 
     def of_session(self, session: str) -> list[Part]:

@@ -439,5 +439,5 @@ def _json_at(path: Path, key: str) -> object:
 def checked_step(step: object, path: PurePath) -> int:
     """Return *step* if references, record names and index keys can hold it; else raise SourceCheckpoint."""
     if type(step) is not int or not 0 <= step < STEP_MAX:
-        raise SourceCheckpoint(f"{path} has global_step {str(step)[:60]}, which is no step")
+        raise SourceCheckpoint(f"{path} has global_step {str(step)[:60]}, which is not a step")
     return step

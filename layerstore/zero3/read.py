@@ -55,7 +55,7 @@ class SliceSource:
     begin: int = 0
     """Which element of the parameter is its first."""
     box: tuple[int, ...] = ()
-    """Where it lies in the parameter, if it is no run of elements: the first index and the extent by dimension."""
+    """Where it lies in the parameter, if it is not a run of elements: the first index and the extent by dimension."""
     path: Path
     offset_bytes: int
 

@@ -90,7 +90,7 @@ def _saves(store: Store, folder: Path, gb: float, rate: float) -> None:
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.state.clear()  # made-up moments are no training's
+    optimizer.state.clear()  # made-up moments are not training's
     for step in range(1, _WARM_STEPS + max(STEPS) + 1):
         tokens = torch.randint(0, config.vocab_size, _TOKENS, generator=torch.Generator().manual_seed(step))
         model(input_ids=tokens, labels=tokens).loss.backward()

@@ -24,7 +24,7 @@ class Rows:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             if file.tell() and not self._ends_whole():
-                file.write(b"\n")  # what was torn is a line of its own, which is no JSON
+                file.write(b"\n")  # what was torn is a line of its own, which is not a JSON
             file.write("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows).encode())
             file.flush()
             os.fsync(file.fileno())

@@ -327,7 +327,7 @@ def a_save() -> Iterator[str]:
 
 
 def metadata() -> Iterator[str]:
-    """Yield the sizes of what is no tensor."""
+    """Yield the sizes of what is not a tensor."""
     yield from _head(
         "", "an object of a block", "version blob of a block", "all of a full save", "a rank's part", "all parts",
         "a rank's state", "all states", "a record", "beside tensors",

@@ -240,7 +240,7 @@ class Workplace:
 
 
 def warm_up(folder: Path, make_source: Callable[[Path], Path], *, verbs: Sequence[Verb] = VERBS) -> None:
-    """Do everything once with a tiny checkpoint: imports, first calls and caches are no part of the times."""
+    """Do everything once with a tiny checkpoint: imports, first calls and caches are not part of the times."""
     older = make_source(folder / "older") if "compact" in verbs else None
     tiny = Workplace(folder, make_source(folder / "source"), older=older, precision="delta8")
     for verb in verbs:

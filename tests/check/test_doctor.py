@@ -115,7 +115,7 @@ def test_a_place_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_who_may_write_is_told(tmp_path: Path) -> None:
-    """A folder that anybody may write to is no place for what must not be changed."""
+    """A folder that anybody may write to is not a place for what must not be changed."""
     tmp_path.chmod(0o777)
     assert found(layerstore.doctor(tmp_path), "writing").verdict == "note"
     assert found(layerstore.doctor(tmp_path / "new"), "writing").verdict == "ok"  # it gets its own mode

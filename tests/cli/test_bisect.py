@@ -81,8 +81,8 @@ def test_a_judge_that_does_not_run_ends_it_after_one_trial(run: Run, store: Path
 @pytest.mark.parametrize(
     ("ending", "options", "code", "says"),
     [
-        ("sys.exit(126)", [], 2, "ended with 126, which is no verdict"),
-        ("sys.exit(1)", ["--metric", "loss", "--threshold", "1"], 2, "which is no verdict if it is to print one"),
+        ("sys.exit(126)", [], 2, "ended with 126, which is not a verdict"),
+        ("sys.exit(1)", ["--metric", "loss", "--threshold", "1"], 2, "which is not a verdict if it is to print one"),
         ("print('no')", ["--metric", "loss", "--threshold", "1"], 2, "last line has no loss: 'no'"),
         ("", ["--metric", "loss"], 2, "--metric and --threshold go together"),
     ],

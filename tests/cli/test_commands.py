@@ -15,7 +15,7 @@ LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"
 
 
 def test_ingest_says_what_it_saved_and_that_it_was_saved_already(run: Run, checkpoints: Path) -> None:
-    """The second time nothing is written, which is no error."""
+    """The second time nothing is written, which is not an error."""
     run("init")
 
     first, second = (run("ingest", checkpoints, "--tag", "global_step2") for _ in range(2))
@@ -162,7 +162,7 @@ def test_log_comes_in_pages(run: Run, store: Path) -> None:
 
 @pytest.mark.parametrize(("commit", "code"), [("0000", 13), ("", 2), ("nonsense", 13)])
 def test_log_goes_on_after_one_commit_only(run: Run, store: Path, commit: str, code: int) -> None:
-    """What is no commit of the log, or could be several, is refused in one line."""
+    """What is not a commit of the log, or could be several, is refused in one line."""
     outcome = run("log", "--before", commit, "--store", store)
 
     assert outcome.code == code
@@ -182,7 +182,7 @@ def test_a_store_is_not_made_inside_another(run: Run, store: Path, tmp_path: Pat
 
 
 def test_log_of_an_empty_store_says_what_to_do_next(run: Run) -> None:
-    """An empty answer is no failure."""
+    """An empty answer is not a failure."""
     run("init")
 
     assert "layerstore ingest" in run("log").out
@@ -411,7 +411,7 @@ def _largest_object(store: Path) -> Path:
 
 
 def test_a_save_that_nobody_timed_is_said_to_be(run: Run, store: Path) -> None:
-    """Its columns are no gap in the table, and a line below says why."""
+    """Its columns are not gap in the table, and a line below says why."""
     timed, quiet = run("log", "--timing", "--store", store), run("log", "--timing", "--store", store, "-q")
 
     *_, newer, older, why = timed.out.splitlines()

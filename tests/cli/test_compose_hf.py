@@ -91,7 +91,7 @@ def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, 
         (["--max-shard-size", "1GB"], "format shards has no option max_shard_size"),
         (["--format", "gguf"], "--format: 'gguf' is not one of 'shards', 'zero3', 'hf', 'dcp', 'universal', 'delta'"),
         (["--format", "hf", "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
-        (["--format", "hf", "--max-shard-size", "big"], "'big' is no size"),
+        (["--format", "hf", "--max-shard-size", "big"], "'big' is not a size"),
         (["--format", "hf", "--max-shard-size", "0"], "a size needs at least one byte"),
     ],
 )

@@ -191,11 +191,11 @@ def test_wrong_use_exits_2(run: Run, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compose", "--step", "x"], "--step x is no whole number"),
-        (["compose", "--step", "1.5"], "--step 1.5 is no whole number"),
+        (["compose", "--step", "x"], "--step x is not a whole number"),
+        (["compose", "--step", "1.5"], "--step 1.5 is not a whole number"),
         (["compose", "--step=-1"], "--step -1 is less than 0"),
-        (["compose", "--threshold", "x"], "--threshold x is no number"),
-        (["log", "-n", "ten"], "--limit ten is no whole number"),
+        (["compose", "--threshold", "x"], "--threshold x is not a number"),
+        (["log", "-n", "ten"], "--limit ten is not a whole number"),
         (["demo", "--steps", "2000"], "--steps 2000 is more than 1000"),
         (["compose", "--adam-step", "no"], "--adam-step: 'no' is not one of 'unify', 'per-layer'"),
         (["compose", "--step", "1" * 5000], f"--step {'1' * 5000} is too large"),

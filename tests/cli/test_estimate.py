@@ -80,10 +80,10 @@ def test_what_is_neither_a_path_nor_a_commit_is_told(run: Run, store: Path) -> N
 
     assert (unknown.code, typo.code, path.code, nowhere.code) == (13, 13, 2, 10)
     assert unknown.err.splitlines() == [
-        f"error: sft@3 is no file or folder, and no commit of {store}: run 'sft' has no step 3",
+        f"error: sft@3 is not a file or folder, and no commit of {store}: run 'sft' has no step 3",
         "hint: did you mean sft@2 or sft@4? steps here: 2, 4",
     ]
-    assert typo.err.startswith(f"error: confg.json is no file or folder, and no commit of {store}: ")
+    assert typo.err.startswith(f"error: confg.json is not a file or folder, and no commit of {store}: ")
     assert len(typo.err.splitlines()) == 2
 
 
@@ -169,14 +169,14 @@ def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
         (["sub"], "sub holds neither ZeRO shards nor a config.json to estimate from"),
         ([*MODEL, "--trainable", "none"], "no share"),
         ([*MODEL, "--trainable", "200%"], "cannot be trained"),
-        ([*MODEL, "--bandwidth", "fast"], "is no size"),
+        ([*MODEL, "--bandwidth", "fast"], "is not a size"),
         ([*MODEL, "--disk", "500"], "--disk 500 has no unit, and would be 500 bytes\nhint: --disk 500GB, say"),
         ([*MODEL, "--dtype", "int8"], "--dtype: 'int8' is not one of 'bf16', 'fp16', 'fp32'"),
         ([*MODEL, "--policy", "filter:ever=3"], "'ever'"),
         ([*MODEL, "--steps", "10", "--save-every", "100"], "no save"),
-        ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are no prices: 3 instead of two"),
+        ([*MODEL, "--price", "1,2,3"], "--price '1,2,3' are not prices: 3 instead of two"),
         ([*MODEL, "--price", "1,-4"], "a price cannot be -4.0"),
-        ([*MODEL, "--copy-rate", "fast"], "is no size"),
+        ([*MODEL, "--copy-rate", "fast"], "is not a size"),
         ([*MODEL, "--keep-last", "0", "--price", "1,1"], "keep last is 0"),
         ([*MODEL, "--keep-last", "3"], "what is kept changes only what storage costs"),
     ],

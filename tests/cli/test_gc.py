@@ -91,10 +91,10 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     ("options", "code", "message"),
     [
         (["--keep-last", "0"], 2, "keep last is 0"),
-        (["--keep-within", "2 weeks"], 2, "'2 weeks' is no duration"),
+        (["--keep-within", "2 weeks"], 2, "'2 weeks' is not a duration"),
         (["--keep-best", "eval_loss:x"], 2, "does not name the best"),
         (["--keep-best", "f1"], 2, "no commit has the metric 'f1'"),
-        (["--grace", "soon"], 2, "'soon' is no duration"),
+        (["--grace", "soon"], 2, "'soon' is not a duration"),
         (["other", "--keep-last", "1"], 13, "there is no run 'other'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -133,7 +133,7 @@ def test_plan_and_result_say_that_it_is_for_good(run: Run, store: Path) -> None:
     ],
 )
 def test_it_asks_at_a_terminal(run: Run, store: Path, keys: bytes, code: int, says: bytes, left: list[int]) -> None:
-    """And removes nothing without a yes; a no is no failure, and no answer is a fault of ours."""
+    """And removes nothing without a yes; a no is not a failure, and no answer is a fault of ours."""
     run("pin", "--delete", "best", "--store", store)
     returncode, said = answered(keys, "gc", "--keep-last", "1", "--store", str(store))
 

@@ -117,7 +117,7 @@ def test_help_names_arguments_as_users_do(run: Run) -> None:
 
 
 def test_what_names_no_store_or_needs_none_stays_as_it_is() -> None:
-    """Without the option a hint without it is right; paths and other commands are no commands on a store."""
+    """Without the option a hint without it is right; paths and other commands are not commands on a store."""
     assert with_store("layerstore verify") == "layerstore verify"
     name_store("a")
     try:

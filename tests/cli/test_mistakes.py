@@ -75,18 +75,18 @@ MISTAKES = [
     Mistake("ingest SOURCE/global_step", 21, "does not exist", "did you mean SOURCE/global_step"),
     Mistake("report -o pgae/report.html", 2, "there is no folder pgae for a report", "mkdir -p pgae"),
     Mistake("estimate meta-llama/Llama-3.1-8B", 2, "estimate downloads nothing", "hf download meta-llama/Llama-3.1-8B"),
-    Mistake("estimate gone", 13, "gone is no file or folder", "runs here: sft"),
+    Mistake("estimate gone", 13, "gone is not a file or folder", "runs here: sft"),
     Mistake("show --store SOURCE", 10, "there is no store at SOURCE", "name yours with --store"),
     # numbers and words of options
     Mistake("gc --keep 3", 2, "no such option: --keep", "--keep-last"),
-    Mistake("gc --keep-within 3", 2, "'3' is no duration", "36h"),
+    Mistake("gc --keep-within 3", 2, "'3' is not a duration", "36h"),
     Mistake(
         "compose --format safetensors -o out",
         2,
         "'safetensors' is not one of 'shards', 'zero3', 'hf'",
         "compose --help",
     ),
-    Mistake("verify --read-data-subset 200%", 2, "'200%' is no sample", "10%"),
+    Mistake("verify --read-data-subset 200%", 2, "'200%' is not a sample", "10%"),
 ]
 
 

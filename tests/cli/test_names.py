@@ -86,7 +86,7 @@ def test_one_commit_that_inherits_keeps_and_two_keep(run: Run, tmp_path: Path) -
 
 
 def test_a_pin_of_a_mixture_says_so_with_its_policy(run: Run, tmp_path: Path) -> None:
-    """What is no commit is not shown as one; pins of commits look as ever."""
+    """What is not a commit is not shown as one; pins of commits look as ever."""
     run("init")
     run("ingest", *(save(tmp_path / "sft", step, seed=step) for step in (1, 2)))
     run("pin", "plain", "sft")

@@ -170,7 +170,7 @@ def test_closed_descriptors_never_become_files_of_the_store(store: Path, checkpo
 
 @pytest.mark.fault(71, 88)
 def test_names_that_are_not_text_are_printed_escaped(store: Path) -> None:
-    """Bytes that are no Unicode, control characters and bidirectional marks reach no terminal as they are."""
+    """Bytes that are not Unicode, control characters and bidirectional marks reach no terminal as they are."""
     done = subprocess.run(
         [*map(os.fsencode, COMMAND), b"ingest", b"bad\xff\x1b[2J\xe2\x80\xae", b"--store", os.fsencode(store)],
         cwd=store, env=_environment(LC_ALL="C"), capture_output=True, check=False,

@@ -118,7 +118,7 @@ def test_verify_is_silent_where_all_is_well_and_names_what_is_not(run: Run, stor
 
 
 def test_errors_hints_and_warnings_stay(run: Run, store: Path) -> None:
-    """What went wrong is no note."""
+    """What went wrong is not a note."""
     shutil.rmtree(store / "pins")
     (store / "pins").mkdir()
     next((store / "commits" / "sft").glob("2.*")).write_bytes(b"")

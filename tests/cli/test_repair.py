@@ -309,7 +309,7 @@ def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
 
 @pytest.mark.fault(128)
 def test_a_run_under_another_name_is_told_and_comes_back(run: Run, store: Path) -> None:
-    """Every command that meets it says what to do; nothing is moved or removed, and its objects are no orphans."""
+    """Every command that meets it says what to do; nothing is moved or removed, and its objects are not orphans."""
     run("pin", "--delete", "best", "--store", store)
     folder = store / "commits" / "sft"
     stranger = folder.rename(folder.with_name("sft (copy)@1"))

@@ -261,7 +261,7 @@ def test_coding_again_changes_nothing(coding: Coding) -> None:
 @_of(LOGARITHMIC)
 @pytest.mark.parametrize("factor", [1.001, 1.1, 2, 16])
 def test_narrow_second_moments_change_at_most_once_more(coding: Coding, factor: float) -> None:
-    """Where a step is no wider than what the ends are rounded to; and by less than half a step."""
+    """Where a step is not a wider than what the ends are rounded to; and by less than half a step."""
     values = np.geomspace(1e-8, 1e-8 * factor, 1280, dtype=np.float32)
     np.random.default_rng(0).shuffle(values)
     first = decoded(coding, values)

@@ -464,7 +464,7 @@ def run_something(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_metadata, "is no distributed checkpoint: it has no file '.metadata'"),
+        (without_metadata, "is not a distributed checkpoint: it has no file '.metadata'"),
         (cut_short, "untrusted: its pickle is not one that torch.distributed.checkpoint writes"),
         (lose_a_file, "no such file"),
         (run_something, "untrusted: its pickle names globals that are on no list: posix.system"),

@@ -267,7 +267,7 @@ def test_what_is_no_delta_is_refused(store: Store, tmp_path: Path) -> None:
     sharded = export(store, "sft@2", tmp_path / "sharded", max_shard_size="2KB")
 
     for folder in (base, sharded, tmp_path / "nowhere"):
-        with pytest.raises(SourceCheckpoint, match=r"is no delta: no .* in it says how it is encoded"):
+        with pytest.raises(SourceCheckpoint, match=r"is not a delta: no .* in it says how it is encoded"):
             layerstore.apply(folder, base)
     with pytest.raises(SourceCheckpoint, match="has no weights files"):
         layerstore.apply(delta(store, tmp_path / "delta").out, tmp_path)
@@ -311,7 +311,7 @@ def test_a_delta_that_is_not_whole_is_refused(
     change(index)
     (written.out / INDEX).write_text(json.dumps(index))
 
-    with pytest.raises(SourceCheckpoint, match=re.escape(f"is no whole delta: it lacks {lacking}")):
+    with pytest.raises(SourceCheckpoint, match=re.escape(f"is not a whole delta: it lacks {lacking}")):
         layerstore.apply(written.out, base)
 
 

@@ -117,7 +117,7 @@ def test_layers_are_told_by_whole_names_in_any_model(
 def test_a_config_that_does_not_speak_of_ties_costs_no_layer(
     store: Store, tmp_path: Path, text: str, tied: bool
 ) -> None:
-    """Ties are read from the shards: a tied head is no layer of its own, and every parameter has its moments."""
+    """Ties are read from the shards: a tied head is not a layer of its own, and every parameter has its moments."""
     ingested(store, tmp_path, layout="hf", tied=tied, edit=lambda folder, _: (folder / "config.json").write_text(text))
 
     composite = store.compose("r", policy="parity")

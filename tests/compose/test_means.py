@@ -167,7 +167,7 @@ def test_what_saves_share_is_read_once_and_counts_for_each(store: Store, tmp_pat
             for saves in ("last:0", "last:x", "last:-1", "last", "last:3 ", "last:10000000", "last:2,sft@4")
         ),
         *(
-            ({"saves": saves}, InvalidInput, "is no save with a weight")
+            ({"saves": saves}, InvalidInput, "is not a save with a weight")
             for saves in ("sft@2,sft@8:0", "sft@2,,sft@8", "sft@2:nan", "sft@2:-1", "sft@2:", ":2")
         ),
         ({"saves": "sft@2,sft@5"}, NotFound, "no step 5"),

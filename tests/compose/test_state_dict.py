@@ -43,5 +43,5 @@ def test_an_unknown_type_is_refused(store: Store, tmp_path: Path) -> None:
     """With the types that there are."""
     store.ingest(checkpoint(tmp_path))
 
-    with pytest.raises(InvalidInput, match="'int8' is no element type to export"):
+    with pytest.raises(InvalidInput, match="'int8' is not an element type to export"):
         store.compose().state_dict(dtype="int8")  # type: ignore[arg-type]  # what the test is about

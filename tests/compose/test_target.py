@@ -54,7 +54,7 @@ def test_what_may_not_be_a_target_is_refused(store: Store, tmp_path: Path) -> No
         (tmp_path / "file", AlreadyExists, "is not a folder"),
         (tmp_path / "link", AlreadyExists, "is not a folder"),
         (tmp_path / "file" / "out", InvalidInput, "file is not a folder"),
-        (Path("a\0b"), InvalidInput, "is no path"),
+        (Path("a\0b"), InvalidInput, "is not a path"),
     ):
         for write in (write_composite, write_export):
             with pytest.raises(error, match=words):

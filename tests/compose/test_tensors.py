@@ -250,7 +250,7 @@ def test_wrong_kinds_and_states_are_refused(store: Store, tmp_path: Path) -> Non
     store.ingest(checkpoint(tmp_path))
     composite = store.compose("sft")
 
-    with pytest.raises(InvalidInput, match="'moments' is no kind"):
+    with pytest.raises(InvalidInput, match="'moments' is not a kind"):
         composite.tensors("moments")  # type: ignore[arg-type]  # what the test is about
     with pytest.raises(InvalidInput, match="master has no states"):
         composite.tensors("master", state="exp_avg")

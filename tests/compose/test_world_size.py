@@ -246,7 +246,7 @@ def test_the_factor_of_the_global_batch_is_noted(store: Store, tmp_path: Path, m
 def test_values_that_differ_between_ranks_are_noted(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New ranks get rank 0's, dropped ranks' own are gone; the GPU that each rank saved from is no difference."""
+    """New ranks get rank 0's, dropped ranks' own are gone; the GPU that each rank saved from is not a difference."""
     store.ingest(odd_checkpoint(tmp_path))
 
     def with_own_values(state: Any) -> Any:

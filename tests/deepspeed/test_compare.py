@@ -107,7 +107,7 @@ def test_differences_are_seen_at_any_depth(one: Any, other: Any) -> None:
     ids=repr,
 )
 def test_a_value_equals_itself(value: object) -> None:
-    """NaNs, empty tensors and strange strides are no differences."""
+    """NaNs, empty tensors and strange strides are not differences."""
     assert tree_differences(value, value) == []
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
 BASE_STEP = SAVE_STEPS[-1]
 
-# Of two saves the second is no turn of the filter, so that the rest is of the first.
+# Of two saves the second is not a turn of the filter, so that the rest is of the first.
 POLICIES: dict[str, layerstore.Parity | layerstore.Filter] = {
     "parity": layerstore.Parity(),
     "filter": layerstore.Filter(first=1, last=0),

@@ -11,7 +11,7 @@ from layerstore.handover import Held
 from layerstore.model import Kind
 
 VALUE = None
-"""What is no tensor."""
+"""What is not a tensor."""
 
 Shapes = dict[str, tuple[int, ...] | None]
 

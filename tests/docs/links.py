@@ -41,7 +41,7 @@ def _wrong_on(page: Path) -> Iterator[tuple[str, str]]:
     for link in _LINK.findall(text):
         if urlsplit(link).scheme:
             if not is_address(link):
-                yield link, "is no address"
+                yield link, "is not an address"
             continue
         path, _, anchor = unquote(link).partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -122,7 +122,7 @@ def _wrong_on_site(site: Path, path: Path, page: _Page, pages: dict[Path, _Page]
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             if link in page.links and not is_address(link):
-                yield link, "is no address"
+                yield link, "is not an address"
             continue
         target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
         target = target / "index.html" if target.is_dir() else target

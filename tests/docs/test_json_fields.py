@@ -80,7 +80,7 @@ MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters"
     *("states", "totals"),
 }
 
-# Words in a row that are no field, or one that only damage, a live save or another option brings.
+# Words in a row that are not field, or one that only damage, a live save or another option brings.
 SELDOM = {
     "`ingest`, one checkpoint": "store trust",
     "`ingest`, several": "store trust",

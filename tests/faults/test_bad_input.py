@@ -42,7 +42,7 @@ def pristine(fast_module_path: Path) -> Path:
 @pytest.mark.fault(71)
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../x", "a\0b", "x" * 300, "e\u0301", "a@b", "-x", "\ud800"])
 def test_an_odd_name_of_a_run_or_a_pin_is_refused(store: Store, folder: Path, name: str) -> None:
-    """They become files: what could be mistaken is no name. Which names that are, tests/unit/test_layers.py has."""
+    """They become files: what could be mistaken is not a name. Which names that are, tests/unit/test_layers.py has."""
     for deed in (
         lambda: store.ingest(folder / "raw", run=name),
         lambda: store.ingest(folder / "raw", run="run", pin=name),

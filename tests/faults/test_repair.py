@@ -48,7 +48,7 @@ def version_of(store: Store, ref: str, layer: str) -> Path:
 
 
 def state_of(store: Store, ref: str, layer: str = "") -> Path:
-    """Return the file of rank 0's state, which is no layer's."""
+    """Return the file of rank 0's state, which is not a layer's."""
     return store.repo.layout.object(resolve(store.repo, ref).record.states[0].id)
 
 
@@ -638,7 +638,7 @@ def test_another_stores_identity_is_replaced(store: Store, folder: Path) -> None
 
 
 def test_an_identity_of_a_newer_format_is_not_replaced(store: Store) -> None:
-    """It is no damage."""
+    """It is not damage."""
     text = (store.path / "store.json").read_text().replace('"format": 2', '"format": 9')
     (store.path / "store.json").write_text(text.replace('"checksum": "', '"checksum": "of another kind '))
 

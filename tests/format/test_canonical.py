@@ -82,7 +82,7 @@ DEEP = 100_000
         (b"\xa5abc", "text that is cut short"),
         (b"\x82\xa1a\x01\xa1a\x02", "one key twice"),
         (b"\x82\xa1b\x01\xa1a\x02", "keys out of order"),
-        (b"\x81\x01\x02", "a key that is no text"),
+        (b"\x81\x01\x02", "a key that is not text"),
         (b"\x81\xc4\x01a\x02", "a key of bytes"),
         (b"\xcc\x01", "a small number, written large"),
         (b"\xd9\x01a", "a short text, written long"),
@@ -144,7 +144,7 @@ def test_a_list_is_as_long_as_its_bytes_allow() -> None:
 
 
 def test_what_has_many_containers_is_read_if_they_are_few_enough() -> None:
-    """Bytes that look like the beginning of one are no reason to refuse."""
+    """Bytes that look like the beginning of one are not reason to refuse."""
     value: Plain = [b"\x80" * 1000, [], {"a": []}]
 
     assert value == unpack(pack(value), what="it", containers_max=4)

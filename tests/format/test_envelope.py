@@ -95,7 +95,7 @@ def test_a_newer_schema_is_not_called_damage() -> None:
         MAGIC + b"\x00\x02" + bytes(16) + b"\x00\x00" + b"\xff" * 8,
         MAGIC + b"\x00\x02" + bytes(16) + b"\x00\x00" + bytes(8) + b"more",
     ],
-    ids=["a name beyond the end", "a name that is no text", "a payload beyond the end", "bytes behind the payload"],
+    ids=["a name beyond the end", "a name that is not text", "a payload beyond the end", "bytes behind the payload"],
 )
 def test_lengths_that_lie_are_damage(body: bytes) -> None:
     """A crafted envelope with a right checksum and wrong lengths is damage, not a crash."""

@@ -46,7 +46,7 @@ def test_every_truncation_and_extension_is_found() -> None:
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "7", "{}", "{", "\0", '{"format": true}', "[" * 100_000])
 def test_something_else_is_damage(text: str) -> None:
-    """A file that is no identity is damage, with the way to heal it."""
+    """A file that is not an identity is damage, with the way to heal it."""
     with pytest.raises(IntegrityError, match=r"store\.json is damaged") as caught:
         StoreIdentity.decode(text.encode(), what="store.json")
 

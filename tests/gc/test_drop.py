@@ -143,7 +143,7 @@ def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpo
 
 
 def test_a_run_may_be_dropped_to_the_last(three: Store, saved: Checkpoints) -> None:
-    """Every question says that there is nothing; it is no run that could be meant, and begins again with any save."""
+    """Every question says that there is nothing; nobody can mean the run, and any save begins it again."""
     three.ingest(saved(2), run="other")
     for step in (2, 4, 6):
         tip = three.drop(f"r@{step}").tip

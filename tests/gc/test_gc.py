@@ -428,7 +428,7 @@ def test_a_commit_of_a_node_whose_clock_stands_still_is_young(
 def test_a_commit_that_lost_its_moments_is_as_old_as_before(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The collection has written a new record for it, and that is no save."""
+    """The collection has written a new record for it, and that is not a save."""
     with monkeypatch.context() as earlier:
         earlier.setattr(time, "time_ns", lambda: 10**9)
         for step in (10, 20):

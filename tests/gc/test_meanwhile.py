@@ -171,7 +171,7 @@ def test_an_ingest_decides_again_when_what_it_looked_at_is_collected(
 def test_what_is_collected_while_many_are_looked_at_is_left_out_in_silence(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, left_out: Callable[[Store], Sequence[object]]
 ) -> None:
-    """It is no damage, and nobody asked for it by name."""
+    """It is not damage, and nobody asked for it by name."""
     saved.into(store, 10, 20, 30)
     grow_old(store)
     monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, 1))

@@ -250,7 +250,7 @@ def test_replacing_ends_what_was_ambiguous(store: Store, tmp_path: Path) -> None
 
 
 def test_replacing_leaves_other_attempts_alone(store: Store, tmp_path: Path) -> None:
-    """A step that only an abandoned attempt has is no step of the history: it is saved, and nothing replaced."""
+    """A step that only an abandoned attempt has is not a step of the history: it is saved, and nothing replaced."""
     for step in (2, 4):
         store.ingest(checkpoint(tmp_path / "a", step=step))
     store.ingest(checkpoint(tmp_path / "b", seed=1), rollback=True)
@@ -262,7 +262,7 @@ def test_replacing_leaves_other_attempts_alone(store: Store, tmp_path: Path) -> 
 
 
 def test_a_pin_that_means_what_is_replaced_is_told_of_before(store: Store, tmp_path: Path) -> None:
-    """Nothing is replaced; the same command again is no error once the pin means what it saves."""
+    """Nothing is replaced; the same command again is not an error once the pin means what it saves."""
     store.ingest(checkpoint(tmp_path / "a", seed=0), pin="best")
     before = snapshot(store)
 

@@ -86,7 +86,7 @@ def test_only_what_was_trained_has_changed(store: Store, tmp_path: Path) -> None
 
 
 def test_layers_that_only_one_has_are_named_as_such(store: Store, tmp_path: Path) -> None:
-    """Runs of models of different depth can be compared; a layer without a partner is no change."""
+    """Runs of models of different depth can be compared; a layer without a partner is not a change."""
     store.ingest(checkpoint(tmp_path / "a"), run="shallow")
     store.ingest(checkpoint(tmp_path / "b", layers=3), run="deep")
 

@@ -108,7 +108,7 @@ def test_compact_saves_are_compared_as_they_decode(store: Store, tmp_path: Path)
 
 
 def test_a_layer_that_one_side_lacks_has_parameters_all_the_same(store: Store, tmp_path: Path) -> None:
-    """They are only there, which is no failure and is not measured."""
+    """They are only there, which is not a failure and is not measured."""
     store.ingest(checkpoint(tmp_path / "a"), run="shallow")
     store.ingest(checkpoint(tmp_path / "b", layers=3), run="deep")
 

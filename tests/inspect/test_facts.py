@@ -263,7 +263,7 @@ def test_timings_are_in_order_whatever_a_line_of_their_file_says(drifting: Path,
 
 
 def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
-    """Where nothing was recorded there is nothing; what is no number any more is a word."""
+    """Where nothing was recorded there is nothing; what is not a number any more is a word."""
     with layerstore.open(drifting) as store:
         drift, plain = store.report()["runs"]
         took = {(of.attempt, of.step): of for of in store.timings("drift")}
@@ -290,7 +290,7 @@ def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
 
 
 def test_metrics_are_what_training_measured(tmp_path: Path) -> None:
-    """By name, losses first, those of most saves; what is no finite number is none, and there are only a few names."""
+    """By name, losses first, those of most saves; only finite numbers count, and there are a few names."""
     names = ("accuracy", "eval_loss", "loss", "x" * 200, *(f"score-{number}" for number in range(9)))
     build(tmp_path / "store", History(run="sft", saves=9, layers=4, metrics=names), History(run="other", saves=2))
     with layerstore.open(tmp_path / "store") as store:
@@ -308,7 +308,7 @@ def test_metrics_are_what_training_measured(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path) -> None:
-    """Texts, infinities and huge numbers in place of seconds are no seconds."""
+    """Texts, infinities and huge numbers in place of seconds are not seconds."""
     with layerstore.open(drifting) as store:
         [path] = (store.path / "stats" / "drift").iterdir()
         before = path.read_bytes()

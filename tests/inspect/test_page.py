@@ -55,7 +55,7 @@ class Elements(HTMLParser):
             self._text.append("")
 
     def handle_endtag(self, tag: str) -> None:
-        """Note that what follows is no script or style any more."""
+        """Note that what follows is not a script or style any more."""
         self._text = None
 
     def handle_data(self, data: str) -> None:

@@ -132,7 +132,7 @@ def attempt(engine: Any, store: Path, **named: Any) -> str:
 
 
 def stumble(each: Resumption, engine: Any, out: Path) -> Facts:
-    """Train *engine* as :func:`train` does, but try to resume after the first step from what is no good."""
+    """Train *engine* as :func:`train` does, but try to resume after the first step from what is not a good."""
     seed(SEED)
     trace = [train_step(each.scenario, engine)]
 

@@ -191,7 +191,7 @@ def test_what_peft_has_no_place_for_is_refused(trained: Path, store: Store, tmp_
         "method": ("raw@2", {CONFIG: other}, Unsupported, "'default' is of type VBLORA"),
         "absent": ("raw@2", {CONFIG: own, f"other/{CONFIG}": own}, Unsupported, "no parameter of adapter 'other'"),
         "stray": ("two@2", {CONFIG: own}, Unsupported, "belongs to no adapter with a config"),
-        "garbage": ("raw@2", {CONFIG: b"{"}, SourceCheckpoint, "is no config of an adapter"),
+        "garbage": ("raw@2", {CONFIG: b"{"}, SourceCheckpoint, "is not a config of an adapter"),
     }[case]
     composite = Composite(cast(Any, OtherFiles(store.repo, files)), store.compose(ref).composition)
 

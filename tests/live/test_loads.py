@@ -80,7 +80,7 @@ def test_stages_1_and_2_load_the_weights_of_the_module(loaded: Launch) -> None:
 
 
 def test_a_load_of_weights_alone_begins_an_attempt(attempts: Launch) -> None:
-    """The moments are no commit's: every layer is saved first. A load of everything goes on from its commit."""
+    """The moments are not commit's: every layer is saved first. A load of everything goes on from its commit."""
     assert len(due(attempts, "weights")[2]) == LAYERS
     assert len(due(attempts)[2]) < LAYERS
     assert len(due(attempts, "all")[2]) < LAYERS

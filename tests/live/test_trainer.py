@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Path:
         ({"on_saved": 3}, InvalidInput, "on_saved is 3"),
         ({"on_failed": "print"}, InvalidInput, "on_failed is 'print'"),
         ({"run": "a/b"}, InvalidInput, "a/b"),
-        ({"run": "sft@3"}, InvalidInput, "'sft@3' is no run but a reference"),
+        ({"run": "sft@3"}, InvalidInput, "'sft@3' is not a run but a reference"),
         ({"run": "best"}, Conflict, "'best' is a pin"),
     ],
 )

@@ -70,7 +70,7 @@ def each_of(cases: Iterable[T], run: Callable[[T, Any, Path, Facts], None], out:
             with built_engine(case.scenario) as engine:
                 run(case, engine, out, facts)
         except RuntimeError as exc:
-            # No compiler, or one that is too old: that is no fault of ours.
+            # No compiler, or one that is too old: that is not a fault of ours.
             if case.name not in COMPILED or "extension" not in str(exc):
                 raise
             facts["unavailable"] = str(exc)

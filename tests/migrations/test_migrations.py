@@ -305,7 +305,7 @@ def test_a_planted_link_is_not_followed(old: Path, tmp_path: Path, name: str) ->
     (old / name).symlink_to(tmp_path / "elsewhere")
     before = snapshot(tmp_path)
 
-    with pytest.raises(IntegrityError, match=f"{name} is no folder"):
+    with pytest.raises(IntegrityError, match=f"{name} is not a folder"):
         migrate(old)
     assert snapshot(tmp_path) == before
 

@@ -1,4 +1,4 @@
-"""Which commits rules keep: each rule alone, several together, and what is no rule."""
+"""Which commits rules keep: each rule alone, several together, and what is not a rule."""
 
 from datetime import timedelta
 from typing import Any
@@ -121,7 +121,7 @@ def test_what_does_not_name_the_best(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "14", "d", "-1d", "1y", "9999999999999w"])
 def test_what_is_no_duration(text: str) -> None:
     """One line says what is."""
-    with pytest.raises(InvalidInput, match="is no duration"):
+    with pytest.raises(InvalidInput, match="is not a duration"):
         duration(text)
 
 

@@ -75,7 +75,7 @@ def test_a_single_value_may_be_repeated_by_alias() -> None:
         ("base: &me [«*me]\n", "there is no anchor &me of a single value"),
         ("base: &twice 1\nlayers: &twice {a: 1}\nrest: «*twice\n", "there is no anchor &twice of a single value"),
         ("«*norm: 1\nbase: 1\n", "there is no anchor &norm"),
-        ("layers: {«[1, 2]: 3}\n", "a list or a mapping is no key"),
+        ("layers: {«[1, 2]: 3}\n", "a list or a mapping is not a key"),
         ("base: «@1100\n", "found character '@'"),
         ("base: [1\n«", "this is not YAML"),
         ("«\tbase: 1\n", "this is not YAML"),

@@ -133,7 +133,7 @@ def test_any_valid_recipe_means_what_its_grammar_says(case: Case) -> None:
         ("[0, 2] «[2, 5]", "[2, 5] ends after block 4, but the model has 4: 0 to 3"),
         ("[0, 2] «[1, 4]", "[1, 4] stands where block 2 is due"),
         ("«[2, 4] [0, 2]", "[2, 4] stands where block 0 is due"),
-        ("«[3, 1] [0, 4]", "[3, 1] is no range"),
+        ("«[3, 1] [0, 4]", "[3, 1] is not a range"),
         ("«[0, 2, 4]", "layer_range has 3 numbers"),
         ("[0, «x]", "layer_range is 'x', not a whole number"),
         ("[0, «04]", "which YAML may read as octal"),
@@ -164,9 +164,9 @@ def test_every_auxiliary_layer_needs_a_slice() -> None:
 @pytest.mark.parametrize(
     ("group", "match"),
     [
-        (1, "[1, 1] is no auxiliary layer of this model"),
+        (1, "[1, 1] is not an auxiliary layer of this model"),
         (5, "[5, 5] takes lm_head, which line 4 took already"),
-        (7, "[7, 7] is no auxiliary layer of this model"),
+        (7, "[7, 7] is not an auxiliary layer of this model"),
     ],
 )
 def test_group_ids_mean_one_auxiliary_layer_each(group: int, match: str) -> None:
@@ -185,7 +185,7 @@ def test_a_head_of_its_own_in_a_tied_model_is_refused() -> None:
     slice_of_head = recipe(*WHOLE[:3], one(100, 6, 6).replace("[6", "«[6"))
     weights_of_head = recipe(*WHOLE[:3], more="post_weights: [{name: «lm_head.weight, model: run/checkpoint-200}]\n")
 
-    refused(slice_of_head, tied, match="[6, 6] is no auxiliary layer of this model")
+    refused(slice_of_head, tied, match="[6, 6] is not an auxiliary layer of this model")
     problem = refused(weights_of_head, tied, match="'lm_head.weight' is tied")
     assert problem.hint == "remove this entry; model.embed_tokens brings it along"
 
@@ -289,8 +289,8 @@ def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
 @pytest.mark.parametrize(
     ("written", "match"),
     [
-        ("«run/final", "'run/final' is no folder called checkpoint-N"),
-        ("«meta-llama/Llama-3.1-8B", "is no folder called checkpoint-N"),
+        ("«run/final", "'run/final' is not a folder called checkpoint-N"),
+        ("«meta-llama/Llama-3.1-8B", "is not a folder called checkpoint-N"),
         ("«run@a/checkpoint-200", "asks for a revision or an adapter"),
         ("{model: «run/checkpoint-200+lora}", "asks for a revision or an adapter"),
         ("{model: run/checkpoint-200, «lora: x}", "'lora' is not supported"),

@@ -108,8 +108,8 @@ def test_the_order_of_entries_means_nothing() -> None:
         ("base: 1\nlayers: {«'model.layers.[0-4]': 1}\nrest: base\n", "names index 4, which no layer has"),
         ("base: 1\nlayers: {«'model.layers.[0,7]': 1}\nrest: base\n", "names index 7, which no layer has"),
         # Patterns.
-        ("base: 1\nlayers: {«'x.[0:4]': 1}\n", "'0:4' in 'x.[0:4]' is no range of numbers"),
-        ("base: 1\nlayers: {«'x.[01]': 1}\n", "is no range of numbers"),
+        ("base: 1\nlayers: {«'x.[0:4]': 1}\n", "'0:4' in 'x.[0:4]' is not a range of numbers"),
+        ("base: 1\nlayers: {«'x.[01]': 1}\n", "is not a range of numbers"),
         ("base: 1\nlayers: {«'x.[3-1]': 1}\n", "the range 3-1 in 'x.[3-1]' is empty"),
         ("base: 1\nlayers: {«'x.[0-3': 1}\n", "has a bracket without its partner"),
         ("base: 1\nlayers: {«'': 1}\n", "an empty name fits no layer"),

@@ -112,7 +112,7 @@ def test_an_endpoint_without_a_scheme(environment: dict[str, str], name: str) ->
         config = Path(environment["AWS_CONFIG_FILE"])
         config.write_text(config.read_text().replace("http://lab:9000", "lab:9000"))
         environment["AWS_PROFILE"] = "lab"
-    with pytest.raises(InvalidInput, match=f"^{name} is no URL"):
+    with pytest.raises(InvalidInput, match=f"^{name} is not a URL"):
         s3_options(environment)
 
 

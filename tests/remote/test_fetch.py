@@ -142,7 +142,7 @@ def test_the_cache_is_bounded(
     assert digests(tmp_path / "there") == digests(tmp_path / "here")
     assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "cache").rglob("objects/??/*")) <= 40_000
     monkeypatch.setenv("LAYERSTORE_CACHE_SIZE", "much")
-    with pytest.raises(InvalidInput, match="is no size"):
+    with pytest.raises(InvalidInput, match="is not a size"):
         layerstore.open(url)
 
 
@@ -346,7 +346,7 @@ def test_the_command_line_bounds_the_cache_too(pushed: Store, tmp_path: Path) ->
     pushed.push(f"file://{tmp_path}/bucket")
     command = [sys.executable, "-m", "layerstore.cli", "--store", f"file://{tmp_path}/bucket", "--cache", "much"]
     done = subprocess.run([*command, "show", "r@2"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: 'much' is no size")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: 'much' is not a size")
 
 
 def test_two_processes_fetch_each_object_once(

@@ -44,7 +44,7 @@ def names_of(store: Store, step: int, kind: str) -> list[str]:
 def test_a_commit_of_which_the_bucket_has_lost_something_stays_here(
     pushed: Store, bucket: Bucket, kind: str, how: str
 ) -> None:
-    """Its record alone is no second copy; once a push has sent the rest again, it may go."""
+    """Its record alone is not a second copy; once a push has sent the rest again, it may go."""
     victim = names_of(pushed, 2, kind)[0]
     bucket.remove([victim]) if how == "gone" else bucket.write(victim, lambda: [b"short"])
 

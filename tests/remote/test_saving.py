@@ -168,7 +168,7 @@ def test_what_a_record_names_is_relied_on_however_old(
 
 
 def test_what_the_bucket_has_lost_is_not_inherited(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
-    """A record is no proof: a save asks for each blob that it inherits, whatever the cache still has."""
+    """A record proves nothing: a save asks for each blob that it inherits, whatever the cache still has."""
     saved.into(in_a_folder, 2, policy="parity")
     in_a_folder.compose("r").write(tmp_path / "out")  # now the cache has them
     for entry in _record(in_a_folder).layers:
@@ -349,7 +349,7 @@ def test_another_store_in_its_place_is_noticed(in_a_folder: Store, saved: Checkp
 
 
 def test_a_missing_bucket_is_not_an_empty_one(s3: str) -> None:
-    """A mistyped bucket is no place where training begins from nothing."""
+    """A mistyped bucket is not a place where training begins from nothing."""
     assert store_if_there(s3) is None
     with pytest.raises(NoStore, match="there is no such bucket"):
         store_if_there(s3.replace("bucket-", "typo-"))
@@ -372,7 +372,7 @@ def test_what_needs_a_disk_is_refused(
 
 
 def test_what_ends_a_save_is_tried_once(in_a_folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has failed already: to say so, and to remove parts, is no reason to hold the next save."""
+    """The server has failed already: to say so, and to remove parts, is not a reason to hold the next save."""
     parts, tried = in_a_folder.repo.parts, list[str]()
     client = in_a_folder.repo.objects.reliance.bucket._client  # type: ignore[attr-defined] # of a mirror
 

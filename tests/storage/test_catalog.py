@@ -175,7 +175,7 @@ def test_a_record_that_names_no_id_is_damaged(repo: Repository, name: str) -> No
 
 
 def test_runs_without_commits_are_none(repo: Repository) -> None:
-    """An empty folder, left by a crash before the link, is no run."""
+    """An empty folder, left by a crash before the link, is not a run."""
     repo.layout.run("empty").mkdir()
 
     assert repo.catalog.runs() == ["sft"]

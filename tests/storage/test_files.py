@@ -288,7 +288,7 @@ def test_remove_tree_does_not_follow_links(tmp_path: Path) -> None:
 
 
 def make_odd(kind: str, path: Path) -> None:
-    """Make something at *path* that is no regular file."""
+    """Make something at *path* that is not a regular file."""
     match kind:
         case "folder":
             path.mkdir()

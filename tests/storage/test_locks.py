@@ -131,7 +131,7 @@ def test_a_lock_whose_file_was_removed_is_lost(tmp_path: Path) -> None:
 
 
 def test_without_flock_everybody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No promise depends on a lock, so a filesystem that has none is no reason to stop."""
+    """No promise depends on a lock, so a filesystem that has none is not a reason to stop."""
 
     def absent(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

@@ -41,7 +41,7 @@ def digests(folder: Path, *, leave_out: str = "") -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        # What a composite is made of lies beside its shards, and is no part of the checkpoint.
+        # What a composite is made of lies beside its shards, and is not part of the checkpoint.
         if path.is_file() and path.name != "layerstore.json" and not (leave_out and path.name.endswith(leave_out))
     }
 

@@ -249,7 +249,7 @@ WHY_SEAM = (
     "disk/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "
     "nor can tests inject faults into it"
 )
-# What the command line and the demo write is no part of the store.
+# What the command line and the demo write is not part of the store.
 SEAM_EXEMPT = ("layerstore.cli.", "layerstore.demo.")
 
 OS_CALLS = _words(

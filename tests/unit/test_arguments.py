@@ -87,7 +87,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
         (store.gc, {"confirmed": 40}, "confirmed is 40", "gc(dry_run=True)"),
         (store.report, {"keep": 3}, "keep is 3", "layerstore.Keep(last=3)"),
         (store.show, {"ref": 40}, "Store.show: ref is 40, but must be text or None", "RUN@STEP"),
-        (store.compose, {"policy": 3}, "int is no policy", "a policy has a name"),
+        (store.compose, {"policy": 3}, "int is not a policy", "a policy has a name"),
         (store.gc, {"runs": "sft"}, "Store.gc: runs is 'sft', but must be a list or None", "runs=['sft']"),
         (store.push, {"refs": ["sft", 4]}, "Store.push: refs is ['sft', 4]", ""),
         (store.gc, {"dry_run": "no"}, "Store.gc: dry_run is 'no', but must be True or False", ""),
@@ -98,7 +98,7 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
         (layerstore.Store, {"path": 3}, "open: path is 3, but must be text or a path", ""),
         (store.remotes.add, {"name": "origin", "url": 3}, "Remotes.add: url is 3, but must be text", ""),
         (layerstore.init, {"path": None}, "init: path is None, but must be text or a path", ""),
-        (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is no DeepSpeed engine", ""),
+        (layerstore.resume, {"engine": object(), "store": store, "run": "sft"}, "object is not a DeepSpeed engine", ""),
         (layerstore.resume, {"engine": object(), "store": store, "run": 3}, "resume: run is 3, but must be text", ""),
     ]
 

@@ -74,7 +74,7 @@ def test_element_types_are_in_their_table() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("more than 32768 bytes that is no layer", limits.INLINE_BYTES_MAX == 32768),
+        ("more than 32768 bytes that is not a layer", limits.INLINE_BYTES_MAX == 32768),
         ("The grace age is 5 minutes", limits.GC_GRACE_SECONDS == 5 * 60),
         ("in which nothing was done for a day", limits.GC_UNFINISHED_GRACE_SECONDS == 24 * 3600),
         ("of every 16 MiB of the file", limits.VERIFY_CHUNK_BYTES == 16 << 20),

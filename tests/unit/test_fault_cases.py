@@ -13,9 +13,9 @@ NUMBERED, NAMED = PAGES
 @pytest.mark.parametrize(
     ("page", "source", "match"),
     [
-        (NUMBERED, "pytestmark = pytest.mark.fault(1)\n", "fault is no decorator of a test"),
-        (NUMBERED, "@pytest.mark.fault\ndef test_x(): ...\n", "fault is no decorator of a test"),
-        (NUMBERED, "@pytest.mark.fault(1)\ndef helper(): ...\n", "fault is no decorator of a test"),
+        (NUMBERED, "pytestmark = pytest.mark.fault(1)\n", "fault is not a decorator of a test"),
+        (NUMBERED, "@pytest.mark.fault\ndef test_x(): ...\n", "fault is not a decorator of a test"),
+        (NUMBERED, "@pytest.mark.fault(1)\ndef helper(): ...\n", "fault is not a decorator of a test"),
         (NUMBERED, "@pytest.mark.fault('1')\ndef test_x(): ...\n", "fault names a case as in"),
         (NUMBERED, "@pytest.mark.fault(True)\ndef test_x(): ...\n", "fault names a case as in"),
         (NAMED, "@pytest.mark.known_fault(7)\ndef test_x(): ...\n", "known_fault names a case as in"),

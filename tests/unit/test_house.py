@@ -63,7 +63,7 @@ def test_linked_folders_count_once() -> None:
 
 
 def test_a_walk_counts_the_products_functions() -> None:
-    """Each once, however often it is called; functions of tests and of other libraries are no part of it."""
+    """Each once, however often it is called; functions of tests and of other libraries are not part of it."""
     walked = walk(lambda: [size(number) for number in range(3)])
 
     assert Walk(files=1, rooms=1, functions=1) == walked

@@ -78,7 +78,7 @@ def collected(folder: Path, *runs: list[str]) -> list[set[str]]:
 
 
 def test_a_sample_is_as_large_as_it_says_and_its_seed_decides(tmp_path: Path) -> None:
-    """Three at random, two in any case; what is no matrix is not touched. Other seeds look at others."""
+    """Three at random, two in any case; what is not a matrix is not touched. Other seeds look at others."""
     runs = [[*USUAL, f"--randomly-seed={seed}"] for seed in (1, 1, 2)]
     first, again, other = collected(tmp_path, *runs)
 

@@ -64,7 +64,7 @@ def test_the_parent_of_several_names_them_and_a_command(out: Path, look: Callabl
 
 
 def test_a_tag_that_is_asked_for_changes_nothing(out: Path) -> None:
-    """The halves are no tags."""
+    """The halves are not tags."""
     with pytest.raises(SourceCheckpoint, match="and not of DeepSpeed"):
         discover(out / "checkpoint-500", tag="pytorch_model_fsdp_0")
 

@@ -41,7 +41,7 @@ def with_bytes(flat: Tensor, data: bytes) -> Tensor:
 
 
 def junk_padding(flat: Tensor, sizes: list[int], rank: int, world_size: int) -> Tensor:
-    """Fill what is no parameter's own with NaNs."""
+    """Fill what is not a parameter's own with NaNs."""
     data, start = bytearray(held(flat.storage)), 0
     for size in sizes:
         length, valid = slice_length(size, world_size), valid_elements(size, world_size, rank)

@@ -41,7 +41,7 @@ def test_slices_of_stage_3_tile_each_parameter(groups: list[Any], world_size: in
 
 @given(groups_of, st.integers(1, 9), st.booleans())
 def test_partitions_tile_each_group(groups: list[Any], world_size: int, is_aligned: bool) -> None:
-    """Partitions are alike and even; what is no parameter's comes last, or between parameters that are aligned."""
+    """Partitions are alike and even; what is not a parameter's comes last, or between parameters that are aligned."""
     paddings = [[-prod(shape) % 8 for shape in group] for group in groups] if is_aligned else []
     sharding = PartitionSharding(named(groups), world_size, paddings)
 

@@ -60,7 +60,7 @@ class StoreWriter(StorageWriter, AsyncStager):
     One is made for each save; ``commit`` is its commit afterwards, on the coordinator.
 
     Raises:
-        InvalidInput: *run* is not a name, or *step* is no step.
+        InvalidInput: *run* is not a name, or *step* is not a step.
         Conflict: The run has this step already, or a later one.
     """
 
@@ -79,7 +79,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         create: bool = True,
     ) -> None:
         if not 0 <= step < STEP_MAX:
-            raise InvalidInput(f"step {step} is no step", hint="a step is a whole number, 0 or more")
+            raise InvalidInput(f"step {step} is not a step", hint="a step is a whole number, 0 or more")
         self._options = SaveOptions(
             run=check_name(run, what="the run's name"),
             step=step,

@@ -122,7 +122,7 @@ class StoreCheckpointEngine:
 
     def fill(self, engine: ZeroEngine, loaded: Loaded) -> None:
         """Make *engine* load *loaded* with its own loader, as if a pointer led to it."""
-        # The engine gets empty files, which are no pointers, so preset what it will find for them.
+        # The engine gets empty files, which are not pointers, so preset what it will find for them.
         self._engine, self._load, self._has_begun = engine, (None, loaded), False
         try:
             engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)

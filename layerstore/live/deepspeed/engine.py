@@ -53,7 +53,7 @@ class ZeroEngine:
         stage = getattr(engine, "zero_optimization_stage", None)
         if not callable(stage) or not hasattr(engine, "checkpoint_engine"):
             raise InvalidInput(
-                f"{type(engine).__name__} is no DeepSpeed engine",
+                f"{type(engine).__name__} is not a DeepSpeed engine",
                 hint="pass what deepspeed.initialize returns first, or accelerator.prepare",
             )
         if stage() not in {1, 2, 3}:

@@ -210,7 +210,7 @@ def _pushed(store: Store, newest: RecordName, remote: str) -> dict[str, Any]:
     """
     Push the run of the *newest* commit; return its step if the *remote* has it, and why not all could be sent.
 
-    A damaged commit or a pin that was moved is no reason to keep the newest save from being safe, or to collect nothing
+    A damaged commit or a moved pin is not a reason to keep the newest save from being safe, or to collect nothing
     until the disk is full: what the remote lacks stays in any case.
     """
     from layerstore.remote import Bucket, kept_there

@@ -117,7 +117,7 @@ class SaverKeywords(TypedDict, total=False):
 
 
 def _buffer_bytes(wanted: int | str) -> int | None:
-    """Return the size of a host buffer that is *wanted*, None for ``auto``; raises InvalidInput if it is no size."""
+    """Return the size of a host buffer that is *wanted*, None for ``auto``; raises InvalidInput if it is not a size."""
     if wanted == "auto":
         return None
     size = size_in_bytes(wanted)

@@ -97,7 +97,7 @@ def _metrics(metrics: object) -> dict[str, float]:
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
-            raise InvalidInput(f"metrics= has {name!r}: {value!r}, which is no number") from exc
+            raise InvalidInput(f"metrics= has {name!r}: {value!r}, which is not a number") from exc
     return found
 
 

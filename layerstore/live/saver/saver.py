@@ -138,7 +138,7 @@ class Saver:
         Raises:
             TypeError: *client_state* holds something other than plain values, tensors and numpy's types.
             InvalidInput: Gradients are being accumulated for an update that is still to come; or a file does not
-                exist, *step* is no step, or *pin* is taken.
+                exist, *step* is not a step, or *pin* is taken.
             Conflict: *step* is not after the last one, or the ranks do not want the same.
         """
         read = partial(

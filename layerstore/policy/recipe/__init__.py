@@ -51,4 +51,4 @@ def parse_recipe(text: str, *, name: str) -> Recipe:
         return read_llmtailor(document, name=name)
     if ours:
         return read_own(document, name=name)
-    raise document.spot.error("this is no recipe: no key of one stands at the top", hint=_HINT)
+    raise document.spot.error("this is not a recipe: no key of one stands at the top", hint=_HINT)

@@ -222,7 +222,7 @@ class _Reader:
         for event in self._until(yaml.MappingEndEvent):
             key = self._node(event, depth=depth + 1)
             if not isinstance(key, Scalar):
-                raise key.spot.error("a list or a mapping is no key", hint="quote a key that begins with [ or {")
+                raise key.spot.error("a list or a mapping is not a key", hint="quote a key that begins with [ or {")
             if key.text in entries:
                 first = entries[key.text][0].spot.line
                 raise key.spot.error(

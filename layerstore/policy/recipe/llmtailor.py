@@ -103,7 +103,7 @@ def _slice(node: Node, notes: list[str]) -> LayerRange:
         raise ends.spot.error(f"layer_range has {len(ends.items)} numbers", hint=_RANGE_HINT)
     start, stop = (as_integer(end, what="layer_range") for end in ends.items)
     if start < 0 or stop < start:
-        raise ends.spot.error(f"layer_range [{start}, {stop}] is no range", hint=_RANGE_HINT)
+        raise ends.spot.error(f"layer_range [{start}, {stop}] is not a range", hint=_RANGE_HINT)
     return LayerRange(checkpoint=checkpoint, start=start, stop=stop, spot=ends.spot)
 
 
@@ -184,7 +184,7 @@ def _folder(value: Scalar) -> Choice:
     match = _FOLDER.fullmatch(posixpath.basename(posixpath.normpath(value.text)))
     if match is None:
         raise value.spot.error(
-            f"{value.text!r} is no folder called checkpoint-N, so its step is unknown",
+            f"{value.text!r} is not a folder called checkpoint-N, so its step is unknown",
             hint="write …/checkpoint-N, or a recipe with base: and layers:, which names runs and steps",
         )
     return Choice(run=None, step=int(match["step"]), path=value.text, spot=value.spot)

@@ -224,7 +224,7 @@ def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -
         if layer is None:
             known = ", ".join(f"[{group}, {group}] {name}" for group, name in auxiliary.items())
             raise part.spot.error(
-                f"{part} is no auxiliary layer of this model",
+                f"{part} is not an auxiliary layer of this model",
                 hint=f"auxiliary layers here: {known}; one block is written [g, g+1]",
             )
         if layer in owner:

@@ -112,7 +112,8 @@ def _indices(text: str, key: Scalar) -> _Indices:
             continue
         if match is None:
             raise key.spot.error(
-                f"{item!r} in {key.text!r} is no range of numbers", hint="write [0-3], [0-3,8], [28-], [even] or [odd]"
+                f"{item!r} in {key.text!r} is not a range of numbers",
+                hint="write [0-3], [0-3,8], [28-], [even] or [odd]",
             )
         first = int(match["first"])
         last = int(match["last"]) if match["last"] else None if match["range"] else first

@@ -233,5 +233,5 @@ def path_of_rank(path: str, rank: int) -> str:
     """
     place = PurePosixPath(path)
     if not SHARD_STEM.fullmatch(place.stem):
-        raise IntegrityError(f"a commit's state names the file {path!r}, which is no rank's")
+        raise IntegrityError(f"a commit's state names the file {path!r}, which is not a rank's")
     return str(place.with_name(re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), place.name)))

@@ -92,7 +92,7 @@ class State:
         return init_device_mesh("cpu", (dist.get_world_size(),))
 
     def rest(self) -> dict[str, Any]:
-        """Return what is no tensor of a layer: counters and the scheduler."""
+        """Return what is not a tensor of a layer: counters and the scheduler."""
         states = self.engine.optimizer.optimizer.state
         return {
             "global_steps": self.engine.global_steps,

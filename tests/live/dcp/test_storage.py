@@ -416,7 +416,7 @@ def test_a_name_that_is_none_is_refused_at_once(store: Store, run: str) -> None:
 @pytest.mark.parametrize("step", [-1, 2**63])
 def test_a_step_that_is_none_is_refused_at_once(store: Store, step: int) -> None:
     """The same."""
-    with pytest.raises(InvalidInput, match="is no step"):
+    with pytest.raises(InvalidInput, match="is not a step"):
         StoreWriter(store, run="sft", step=step)
 
 
@@ -494,7 +494,7 @@ def test_another_shape_is_refused(store: Store) -> None:
 
 
 def test_another_models_key_is_refused(store: Store) -> None:
-    """A load that finds only a part is no load."""
+    """A load that finds only a part is not a load."""
     kept(store, Training().state())
 
     with pytest.raises(BaseException, match=r"model\.other\.weight"):

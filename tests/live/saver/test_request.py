@@ -79,9 +79,9 @@ ASKED: dict[str, Any] = {
         ({"client_state": ["epoch"]}, NotPlain, "client_state is a list, no dictionary"),
         ({"client_state": {"module": 1}}, InvalidInput, "client_state has the key 'module'"),
         ({"metrics": [2.5]}, InvalidInput, "metrics= is a list; it maps names to numbers"),
-        ({"metrics": {"loss": "low"}}, InvalidInput, "metrics= has 'loss': 'low', which is no number"),
-        ({"metrics": {"loss": [1, 2]}}, InvalidInput, "metrics= has 'loss': [1, 2], which is no number"),
-        ({"metrics": {"n": 10**400}}, InvalidInput, "which is no number"),
+        ({"metrics": {"loss": "low"}}, InvalidInput, "metrics= has 'loss': 'low', which is not a number"),
+        ({"metrics": {"loss": [1, 2]}}, InvalidInput, "metrics= has 'loss': [1, 2], which is not a number"),
+        ({"metrics": {"n": 10**400}}, InvalidInput, "which is not a number"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(
@@ -110,7 +110,7 @@ def test_metrics_become_plain_numbers_of_client_state(store: Store) -> None:
 @pytest.mark.parametrize(
     ("run", "error", "words"),
     [
-        ("sft@12", InvalidInput, "'sft@12' is no run but a reference"),
+        ("sft@12", InvalidInput, "'sft@12' is not a run but a reference"),
         ("best", Conflict, "'best' is a pin"),
         ("a/b", InvalidInput, "the run's name 'a/b'"),
     ],
