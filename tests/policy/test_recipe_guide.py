@@ -32,7 +32,7 @@ def test_both_grammars_of_the_worked_example_give_one_plan() -> None:
 
     assert theirs.base.step == ours.base.step == 200
     assert steps(theirs) == {name: 200 if choice.is_base else choice.step for name, choice in ours.layers.items()}
-    assert theirs.notes == (f"{FILE}:15:1: 'dtype' has no effect on a checkpoint of whole layers",)
+    assert theirs.notes == (f"{FILE}:18:1: 'dtype' has no effect on a checkpoint of whole layers",)
     assert ours.notes == ()
     assert parse_recipe(THEIRS, name=FILE).run_hint == "out"
 
