@@ -344,7 +344,7 @@ TRAINERS: list[tuple[Edit, str]] = [
     (_file(f"{HF}/{_INDEX}", json.dumps({"weight_map": {"b": "absent.safetensors"}})), "absent.safetensors"),
     *((_file(f"{HF}/{_INDEX}", text), _INDEX) for text in ("", "[]", "{}", '{"weight_map": []}', "[" * 100_000)),
     *(
-        (_file(f"{HF}/model.safetensors", _safetensors(shape=[1], offsets=offsets)), "no whole numbers")
+        (_file(f"{HF}/model.safetensors", _safetensors(shape=[1], offsets=offsets)), "not whole numbers")
         for offsets in ([0.0, 2.0], [0, 2.0], [False, 2], [-2, 0])
     ),
     *(

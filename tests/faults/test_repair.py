@@ -606,7 +606,7 @@ def test_store_json_comes_back_when_the_records_agree(store: Store, harm: Callab
     assert f"layerstore repair --store-id {store.id}" in (caught.value.hint or "")
     with pytest.raises(InvalidInput, match="nothing was changed"):
         restore_identity(store.path, "0" * 32)
-    with pytest.raises(InvalidInput, match="no store's id"):
+    with pytest.raises(InvalidInput, match="not a store's id"):
         restore_identity(store.path, "../x")
     assert restore_identity(store.path, store.id, dry_run=True)
     with pytest.raises(IntegrityError):
