@@ -87,6 +87,7 @@ SELDOM = {
     "`ingest --all`, `--watch`": "code hint kind message path store trust",
     "`log`": "blocked_seconds copied_bytes damaged durable_seconds queued reason save visible_seconds written_bytes "
     "metric name value",
+    "`runs`": "name value",
     "`show`": "gc kind name relative_greatest relative_rms size state value",
     "`ls`": "kind relative_greatest relative_rms size state",
     "`bisect log`": "layers layers_from sentence skipped",
