@@ -38,13 +38,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in chain.from_iterable(cases[name] for name in left):
             item.add_marker(pytest.mark.exhaustive)
     for test, many in _matrices(asked).items():
-        for name in _chosen_out(many, USUAL, f"{test}/{seed}"):
+        for name in _all_but(many, USUAL, f"{test}/{seed}"):
             for item in many[name]:
                 item.add_marker(pytest.mark.full)
 
 
 def _matrices(items: list[pytest.Item]) -> dict[str, Cases]:
-    """Return the cases of each test that says nothing else of how many are taken."""
+    """Return the cases of each test without a mark that says how many are taken."""
     found: dict[str, Cases] = defaultdict(lambda: defaultdict(list))
     for item in items:
         test, _, case = item.nodeid.partition("[")
@@ -76,10 +76,10 @@ def _marked(item: pytest.Item) -> Iterator[tuple[pytest.Mark, str, str]]:
 
 def _left_out(mark: pytest.Mark, cases: Collection[str], seed: str) -> set[str]:
     [size] = mark.args
-    return _chosen_out(set(cases) - set(mark.kwargs.get("always", ())), size, seed)
+    return _all_but(set(cases) - set(mark.kwargs.get("always", ())), size, seed)
 
 
-def _chosen_out(cases: Collection[str], size: int, seed: str) -> set[str]:
+def _all_but(cases: Collection[str], size: int, seed: str) -> set[str]:
     """Return all but *size* of the *cases*."""
     others = sorted(cases)
     return set(others) - set(random.Random(seed).sample(others, min(size, len(others))))

@@ -108,7 +108,7 @@ class ObjectWriter:
         return self.put_back(ref) and self._claimed_as_reused(ref)
 
     def refer(self, ref: BlobRef) -> bool:
-        """Claim *ref*, which what is saved is read with; return whether the store has it."""
+        """Claim *ref*, which is needed to read what is saved; return whether the store has it."""
         is_there = self.put_back(ref)
         if is_there:
             with self._guard:
