@@ -34,8 +34,7 @@ from layerstore.limits import RECORD_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_MOM
 from layerstore.model import Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, OBJECT_FOLDERS, Bucket
-from layerstore.remote.mirror import Remote, is_stranger
-from layerstore.remote.saving import to_trash
+from layerstore.remote.mirror import Remote, is_stranger, to_trash
 from layerstore.storage import RecordName, name_in
 from layerstore.threads import Threads
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from layerstore.disk import Files, alone
 from layerstore.errors import AlreadyExists, IntegrityError, NoStore, NotFound, StorageIO, Unsupported
@@ -31,8 +31,8 @@ from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, 
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.folder import Listed
 from layerstore.remote.identity import identity_of
-from layerstore.remote.saving import BucketParts, BucketTrash, BucketWriter, Reliance, to_trash
-from layerstore.storage import RecordName, RecordStore, Repository, name_in, open_repository
+from layerstore.remote.saving import BucketParts, BucketWriter, Reliance
+from layerstore.storage import RecordName, RecordStore, Repository, Trash, name_in, open_repository
 from layerstore.threads import Threads
 
 Answer = TypeVar("Answer")
@@ -359,3 +359,33 @@ def reread(repo: Repository) -> None:
     """Read all records and pins of the mirror *repo* once more from its bucket."""
     assert isinstance(repo.records, MirroredRecords), "it is a mirror"
     repo.records.refresh(anew=True)
+
+
+class BucketTrash(Trash):
+    """The trash of a bucket, where records go that a save replaces."""
+
+    def __init__(self, bucket: Bucket, *args: Any) -> None:
+        super().__init__(*args)
+        self._bucket = bucket
+
+    def take_record(self, name: RecordName) -> bool:
+        """Move the record *name* here; return whether it existed."""
+        path = self._layout.record(name.run, name.step, name.id)
+        is_there = to_trash(self._bucket, self._layout.name(path))
+        self._files.discard(path)
+        return is_there
+
+
+def to_trash(bucket: Bucket, called: str, check: Callable[[], None] = lambda: None) -> bool:
+    """
+    Move the record *called* to the trash of *bucket*; return False if it was gone.
+
+    It is copied first, so that it is always in at least one place, and removed after *check*, which may raise.
+    """
+    data = bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+    if data is None:
+        return False  # another collection has moved it
+    bucket.write(f"trash/{called}", lambda: [data])
+    check()
+    bucket.remove([called])
+    return True

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
-from typing import Any
 
 from layerstore.disk import Files, hours_on
 from layerstore.errors import IntegrityError, Overtaken
@@ -32,7 +31,7 @@ from layerstore.limits import (
 from layerstore.model import BlobRef, Commit, ObjectId, Part
 from layerstore.remote.bucket import Bucket
 from layerstore.remote.identity import collected_since
-from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, RecordName, Repository, Staged, Trash
+from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, Repository, Staged
 from layerstore.threads import Threads
 
 _YOUNG_SECONDS = REMOTE_GRACE_SECONDS / 2
@@ -412,33 +411,3 @@ class BucketParts(PartStore):
         """Remove what is left of *session* if it *is_over*."""
         if is_over:
             self._bucket.remove([each.name for each in self._bucket.listed(f"parts/{session}")])
-
-
-class BucketTrash(Trash):
-    """The trash of a bucket, where records go that a save replaces."""
-
-    def __init__(self, bucket: Bucket, *args: Any) -> None:
-        super().__init__(*args)
-        self._bucket = bucket
-
-    def take_record(self, name: RecordName) -> bool:
-        """Move the record *name* here; return whether it existed."""
-        path = self._layout.record(name.run, name.step, name.id)
-        is_there = to_trash(self._bucket, self._layout.name(path))
-        self._files.discard(path)
-        return is_there
-
-
-def to_trash(bucket: Bucket, called: str, check: Callable[[], None] = lambda: None) -> bool:
-    """
-    Move the record *called* to the trash of *bucket*; return False if it was gone.
-
-    It is copied first, so that it is always in at least one place, and removed after *check*, which may raise.
-    """
-    data = bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
-    if data is None:
-        return False  # another collection has moved it
-    bucket.write(f"trash/{called}", lambda: [data])
-    check()
-    bucket.remove([called])
-    return True
