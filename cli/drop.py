@@ -26,7 +26,7 @@ def drop(
     """
     Move one commit to the trash.
 
-    layerstore undrop brings it back; a gc empties the trash after 7 days.
+    layerstore undrop brings it back; a gc empties the trash after 7 days, in a bucket after a day.
     Later commits that have layers from it keep them, and so does a pin.
     A commit whose record cannot be read is given up; until then, it blocks gc.
 
@@ -36,6 +36,7 @@ def drop(
       layerstore drop sft@200
     """
     with opened(store) as opened_store:
+        in_bucket = opened_store.repo.remote is not None
         given_up = opened_store.give_up(ref, dry_run=dry_run)
         dropped = None if given_up else opened_store.drop(ref, dry_run=dry_run)
     if dropped is None:
@@ -47,10 +48,10 @@ def drop(
     elif as_json:
         say_json({**json_fields(dropped), "dry_run": dry_run})
     else:
-        _tell(dropped, dry_run=dry_run)
+        _tell(dropped, dry_run=dry_run, in_bucket=in_bucket)
 
 
-def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
+def _tell(dropped: "Dropped", *, dry_run: bool, in_bucket: bool) -> None:
     name = f"{shown(dropped.reference)} (commit {short_id(dropped.commit)})"
     say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
     if dropped.inherited_by:
@@ -67,6 +68,7 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
         say_warning(note)
     if not dry_run:
         back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
-        up_to = f"frees up to {size(dropped.size_bytes)} after 7 days, or at once with --empty-trash"
+        when = "a day later" if in_bucket else "after 7 days, or at once with --empty-trash"
+        up_to = f"frees up to {size(dropped.size_bytes)} {when}"
         freed = up_to if dropped.size_bytes else "frees nothing: others need all that it has"
         say(f"gc {freed}; to bring it back: {back}")

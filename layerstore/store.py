@@ -430,7 +430,8 @@ class Store:
         """
         Move the commit *ref* to the trash; `undrop` moves it back until a collection empties the trash, by age.
 
-        Commits that inherited its layers keep them. With *dry_run*, nothing is written.
+        Commits that inherited its layers keep them. With *dry_run*, nothing is written. A bucket's trash keeps what is
+        dropped for a day, a store's for 7.
         """
         from layerstore.gc import execute_drop, plan_drop
 
@@ -454,6 +455,7 @@ class Store:
         Raises:
             NotFound: It is not in the trash.
             Conflict: Another commit has taken its place.
+            Locked: A collection of the bucket that the store is in is at work.
         """
         from layerstore.gc import undrop
 

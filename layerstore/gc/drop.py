@@ -101,7 +101,7 @@ def execute_drop(repo: Repository, ref: str) -> Dropped:
     """
     Move the commit *ref* to the trash, durably; raises as `plan_drop` does.
     """
-    repo.prepare_writing()
+    repo.prepare_saving()
     with repo.lock_run(resolve(repo, ref).record.run):
         plan = plan_drop(repo, ref)
         name = RecordName(plan.run, plan.step, CommitId(plan.commit))
@@ -133,7 +133,7 @@ def give_up(repo: Repository, ref: str) -> list[RecordName]:
     """Move the damaged records at the step of *ref* to the trash; a collection will remove what only they need."""
     if not damaged_records(repo, ref):
         return []
-    repo.prepare_writing()
+    repo.prepare_saving()
     with repo.lock_run(parse_reference(ref).name):
         names = damaged_records(repo, ref)  # an ingest may have written one again
         for name in names:
@@ -187,7 +187,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
         Conflict: Another commit has taken its step, or another attempt its number.
         Overtaken: An object that it needs is gone; it stays in the trash.
     """
-    repo.prepare_writing()
+    repo.prepare_saving()
     commit = find_dropped(repo, ref)
     record = commit.record
     with repo.lock_run(record.run):
@@ -218,13 +218,13 @@ def undrop(repo: Repository, ref: str) -> Commit:
                 hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
             )
         try:
-            repo.objects.look_anew()
-            for needed in Needs(repo).add_record(record):
-                repo.objects.check_there(needed)  # a repair, or somebody's rm, may have taken what a blob names
-            republish(repo, commit)
+            with repo.trash.restoring(commit):
+                repo.objects.look_anew()
+                for needed in Needs(repo).add_record(record):
+                    repo.objects.check_there(needed)  # a repair, or somebody's rm, may have taken what a blob names
+                republish(repo, commit)
         except (IntegrityError, Overtaken) as exc:
             raise Overtaken(f"{ref} cannot come back: {exc}", hint="ingest its checkpoint again") from exc
-        repo.trash.remove_record(repo.records.name_of(commit))
     return commit
 
 

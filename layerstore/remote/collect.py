@@ -106,6 +106,7 @@ def _collected(
         trashed = [_to_trash(remote, name, watch) for name in moved]
         # Those that were there before and have come once more are young again.
         old_trash = [*(each for each in old_trash if each not in trashed), *(() if grace_seconds else trashed)]
+        _empty_trash(bucket, old_trash, old_before_ns, watch)
     progress.start("folders of objects", len(OBJECT_FOLDERS))
 
     def sweep(folder: str) -> tuple[Gone, Gone]:
@@ -119,7 +120,7 @@ def _collected(
     if not dry_run:
         # Marks of collections, and parts of jobs that are over.
         left = (each for folder in ("gc", "parts") for each in bucket.listed(folder))
-        bucket.remove([*old_trash, *(each.name for each in left if each.modified_ns < min(old_before_ns, now_ns))])
+        bucket.remove([each.name for each in left if each.modified_ns < min(old_before_ns, now_ns)])
     references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
     return GcOutcome(
         commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
@@ -200,7 +201,12 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
         IntegrityError: Something in it is not a record by its name, so what it needs is unknown.
     """
     held, old = Needs(remote.repo, besides=needs), []
-    for each in remote.bucket.listed("trash/commits"):
+    for each in remote.bucket.listed("trash"):
+        if each.name.startswith("trash/damaged/"):  # it keeps nothing
+            old += [each.name] if each.modified_ns < old_before_ns else []
+            continue
+        if not each.name.startswith("trash/commits"):
+            continue
         if is_stranger(each):
             raise stranger(each.name, remote=remote.url)
         if each.modified_ns < old_before_ns:
@@ -232,6 +238,14 @@ def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> str:
     to_trash(remote.bucket, called, watch.check)
     remote.repo.files.discard(path)
     return f"trash/{called}"
+
+
+def _empty_trash(bucket: Bucket, names: Collection[str], old_before_ns: int, watch: "_Watch") -> None:
+    """Remove *names* from the trash, but for those that have come there once more since they were listed."""
+    if names:
+        watch.check()
+        listed, going = bucket.listed("trash"), set(names)
+        bucket.remove([each.name for each in listed if each.name in going and each.modified_ns < old_before_ns])
 
 
 def _swept(

@@ -7,6 +7,7 @@ The mirror is in the user's cache folder: the bucket's records and pins, and the
 Several processes may share it. Saves write straight to the bucket (`saving.py`), records last.
 """
 
+import contextlib
 import errno as errnos
 import mmap
 import time
@@ -16,10 +17,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from layerstore.disk import Files, alone
-from layerstore.errors import AlreadyExists, IntegrityError, NoStore, NotFound, StorageIO, Unsupported
+from layerstore.errors import AlreadyExists, IntegrityError, Locked, NoStore, NotFound, StorageIO, Unsupported
 from layerstore.format import StoreIdentity, seal_pin
 from layerstore.hashing import object_id
 from layerstore.layers import is_name, typed
@@ -30,7 +31,7 @@ from layerstore.remote.bucket import OBJECT_FOLDERS, Bucket, in_parallel
 from layerstore.remote.cache import FOLDER_VARIABLE, cache_bytes, cache_folder, make_room, trim
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.folder import Listed
-from layerstore.remote.identity import identity_of
+from layerstore.remote.identity import collected_since, identity_of
 from layerstore.remote.saving import BucketParts, BucketWriter, Reliance
 from layerstore.storage import RecordName, RecordStore, Repository, Trash, name_in, open_repository
 from layerstore.threads import Threads
@@ -69,7 +70,7 @@ class Remote:
             mirror,
             make_writer=partial(BucketWriter, reliance),
             parts=BucketParts(reliance, layout, files, store_id=identity.store_id),
-            trash=BucketTrash(bucket, layout, files, self._records),
+            trash=BucketTrash(reliance, layout, files, self._records),
             report_retries=bucket.report_retries,
         )
         """The mirror; saves go to the bucket."""
@@ -362,11 +363,12 @@ def reread(repo: Repository) -> None:
 
 
 class BucketTrash(Trash):
-    """The trash of a bucket, where records go that a save replaces."""
+    """The trash of a bucket, where records that were dropped, replaced or collected lie for a day."""
 
-    def __init__(self, bucket: Bucket, *args: Any) -> None:
-        super().__init__(*args)
-        self._bucket = bucket
+    def __init__(self, reliance: Reliance, layout: Layout, files: Files, records: RecordStore) -> None:
+        super().__init__(layout, files, records)
+        self._reliance = reliance
+        self._bucket = reliance.bucket
 
     def take_record(self, name: RecordName) -> bool:
         """Move the record *name* here; return whether it existed."""
@@ -375,17 +377,72 @@ class BucketTrash(Trash):
         self._files.discard(path)
         return is_there
 
+    def take_damaged(self, path: Path) -> Path | None:
+        """Move the damaged record *path* here; return its new path, None if it was gone."""
+        called = self._layout.name(path)
+        is_there = to_trash(self._bucket, called, target=f"trash/damaged/{called}")
+        self._files.discard(path)
+        return self._layout.trash / "damaged" / called if is_there else None
 
-def to_trash(bucket: Bucket, called: str, check: Callable[[], None] = lambda: None) -> bool:
+    def listed(self) -> Iterator[RecordName | Path]:
+        """Yield the name of every record in the trash; the store's own records yield what else lies there."""
+        for each in self._bucket.listed("trash/commits"):
+            *_, run, file_name = each.name.split("/")
+            if is_name(run) and (name := name_in(run, file_name)) is not None:
+                yield name
+
+    def read_record(self, name: RecordName) -> Commit:
+        """Return the commit of the record *name*, checked; raises NotFound if it is no longer here."""
+        data = self._bucket.read(self._called(name), size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            raise self._gone(name)
+        return self._records.decode(data, name)
+
+    def modified_ns(self, name: RecordName) -> int:
+        """Return when the record *name* came here, 0 if it is gone."""
+        listed = self._bucket.look(self._called(name))
+        return 0 if listed is None else listed.modified_ns
+
+    def _called(self, name: RecordName) -> str:
+        return self._layout.name(self._record(name))
+
+    @contextlib.contextmanager
+    def restoring(self, commit: Commit) -> Iterator[None]:
+        """
+        Keep what *commit* needs while the block makes its record visible; then remove it from here.
+
+        Its record is written here once more, so that every collection that begins from now on holds what it needs for
+        another day. One that had begun before may have found it too old.
+        """
+        name = self._records.name_of(commit)
+        data = self._records.encode(commit)
+        self._bucket.write(self._called(name), lambda: [data])
+        renewed_ns = self.modified_ns(name)
+        if collected_since(self._bucket, renewed_ns):
+            raise Locked(
+                f"a collection of {self._bucket.url} is at work, or was killed less than half a day ago, and may be "
+                "removing what that commit needs; nothing was changed",
+                hint="repeat the command when it has ended",
+            )
+        self._reliance.count_on(commit.record.blobs)
+        yield
+        # One that has begun since may have listed the records before this one was there, and lists the trash after it.
+        if not collected_since(self._bucket, renewed_ns):
+            self._bucket.remove([self._called(name)])
+
+
+def to_trash(
+    bucket: Bucket, called: str, check: Callable[[], None] = lambda: None, *, target: str | None = None
+) -> bool:
     """
-    Move the record *called* to the trash of *bucket*; return False if it was gone.
+    Move the record *called* to the trash of *bucket*, or to another *target*; return False if it was gone.
 
     It is copied first, so that it is always in at least one place, and removed after *check*, which may raise.
     """
     data = bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:
         return False  # another collection has moved it
-    bucket.write(f"trash/{called}", lambda: [data])
+    bucket.write(target or f"trash/{called}", lambda: [data])
     check()
     bucket.remove([called])
     return True

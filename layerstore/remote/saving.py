@@ -59,6 +59,11 @@ class Reliance:
         """Note that *version* names *objects*."""
         self._version_of.update(dict.fromkeys(objects, version))
 
+    def count_on(self, blobs: Iterable[BlobRef]) -> None:
+        """Count on *blobs* as on those that a record names, for half a day at most."""
+        with self._guard:
+            self._blobs.update(blob.id for blob in blobs)
+
     def ask_time(self) -> None:
         """Ask the server for its time: this host's clock may have stood still since."""
         asked_at = hours_on()

@@ -183,7 +183,11 @@ class Repository:
             self.files.sync_directory(path.parent)
 
     def prepare_saving(self) -> None:
-        """Make sure that commits and pins can be added; raises as `prepare_writing` does, but takes a remote."""
+        """
+        Make sure that commits and pins can be added, and commits dropped and brought back.
+
+        Raises as `prepare_writing` does, but takes a remote.
+        """
         if self.remote is None:
             self.prepare_writing()
         else:
@@ -200,7 +204,7 @@ class Repository:
         """
         if self.remote is not None:
             raise Unsupported(
-                f"{self.remote} is in a bucket: it takes saves and pins, and is collected, and nothing else",
+                f"{self.remote} is in a bucket: it takes saves, pins and drops, and is collected, and nothing else",
                 hint=f"layerstore clone {typed(self.remote)} PATH makes a store on a disk, and pushes there",
             )
         self.records.check_store()

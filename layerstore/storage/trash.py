@@ -66,8 +66,11 @@ class Trash:
         """
         data = self._files.read_if_there(self._record(name), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
-            raise NotFound(f"{name.run}@{name.step} (commit {short_id(name.id)}) is not in the trash any more")
+            raise self._gone(name)
         return self._records.decode(data, name)
+
+    def _gone(self, name: RecordName) -> NotFound:
+        return NotFound(f"{name.run}@{name.step} (commit {short_id(name.id)}) is not in the trash any more")
 
     def modified_ns(self, name: RecordName) -> int:
         """Return when the record *name* came here, 0 if it is gone."""
@@ -77,6 +80,12 @@ class Trash:
         """Remove the record *name* for good."""
         self._files.unlink(self._record(name))
         self._files.sync_directory(self._record(name).parent)
+
+    @contextlib.contextmanager
+    def restoring(self, commit: Commit) -> Iterator[None]:
+        """Remove the record of *commit* from here once the block has made it visible."""
+        yield
+        self.remove_record(self._records.name_of(commit))
 
     def _record(self, name: RecordName) -> Path:
         return self._layout.dropped / name.run / name.file_name

@@ -22,7 +22,11 @@ def url(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
-        (["drop", "sft"], 16, "layerstore clone {url} PATH makes a store on a disk, and pushes there"),
+        (
+            ["remote", "add", "far", "s3://a/b"],
+            16,
+            "layerstore clone {url} PATH makes a store on a disk, and pushes there",
+        ),
         (
             ["migrate"],
             2,
@@ -44,6 +48,15 @@ def test_hints_for_a_store_by_its_url_can_be_followed(
     """Nothing that moves files is suggested there."""
     outcome = run("--store", url, *words, "--json")
     assert (outcome.code, outcome.error["hint"]) == (code, hint.format(url=url))
+
+
+def test_a_commit_there_is_dropped_and_brought_back(run: Run, url: str) -> None:
+    """What the commands say can be done there."""
+    dropped = run("--store", url, "drop", "sft@4")
+    assert "a day later; to bring it back: layerstore undrop" in dropped.out
+    assert "--empty-trash" not in dropped.out
+    assert "sft" in run("--store", url, "log", "--dropped").out
+    assert "sft@4 is back" in run("--store", url, "undrop", "sft@4").out
 
 
 def test_what_is_counted_there_is_in_the_bucket(run: Run, url: str, store: Path) -> None:

@@ -1,5 +1,5 @@
 """
-A model of pushes beside collections of a remote: what each does to one object, request by request.
+A model of pushes and undrops beside collections of a remote: what each does to one object, request by request.
 
 Time passes in halves of the grace. Everybody may sleep anywhere, for any of them; a collection may be killed anywhere,
 and another one begin, or two run at once. The steps are those of `remote.push` and `remote.collect`;
@@ -170,35 +170,84 @@ COLLECTION: dict[str, Callable[[Bucket, Actor], Move]] = {
 }
 
 
+# -- an undrop ---------------------------------------------------------------------------------------------------------
+
+
+def _renew(bucket: Bucket, me: Actor) -> Move:
+    """Write the record to the trash once more: every collection that begins from now on finds it young."""
+    return replace(bucket, trash_age=0), me.go("look for collections", since=0, is_watched=False)
+
+
+def _look_for_marks(bucket: Bucket, me: Actor) -> Move:
+    return bucket, me.go("refused" if me.is_watched else "look at all")
+
+
+def _look_at_all(bucket: Bucket, me: Actor) -> Move:
+    return bucket, me.go("refused" if bucket.object_age is None or me.since >= HALF else "write")
+
+
+def _restore(bucket: Bucket, me: Actor) -> Move:
+    return replace(bucket, has_new=True), me.go("look at the clock")
+
+
+def _look_at_the_clock(bucket: Bucket, me: Actor) -> Move:
+    """Withdraw the record if this has slept, to the trash."""
+    if me.since >= HALF:
+        return replace(bucket, has_new=False, trash_age=0), me.go("refused")
+    return bucket, me.go("look for more marks")
+
+
+def _look_for_more_marks(bucket: Bucket, me: Actor) -> Move:
+    return bucket, me.go("restored" if me.is_watched else "remove the copy")
+
+
+def _remove_copy(bucket: Bucket, me: Actor) -> Move:
+    return replace(bucket, trash_age=None), me.go("restored")
+
+
+UNDROP: dict[str, Callable[[Bucket, Actor], Move]] = {
+    "renew": _renew,
+    "look for collections": _look_for_marks,
+    "look at all": _look_at_all,
+    "write": _restore,
+    "look at the clock": _look_at_the_clock,
+    "look for more marks": _look_for_more_marks,
+    "remove the copy": _remove_copy,
+}
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 World = tuple[Bucket, tuple[Actor, ...]]
 
 
-def worlds(first: Bucket, *, pushes: int, collections: int) -> Iterator[World]:
-    """Yield every state that pushes and collections, which begin again and again, can bring about."""
-    begin: World = (
-        first,
-        (*(Actor("list records") for _ in range(pushes)), *(Actor("ask") for _ in range(collections))),
-    )
+def worlds(first: Bucket, *, pushes: int, collections: int, undrops: bool = False) -> Iterator[World]:
+    """
+    Yield every state that pushes and collections, which begin again and again, can bring about.
+
+    With *undrops*, those take the place of the pushes.
+    """
+    others = (Actor("renew" if undrops else "list records") for _ in range(pushes))
+    begin: World = (first, (*others, *(Actor("ask") for _ in range(collections))))
     seen, waiting = {begin}, [begin]
+    steps = UNDROP if undrops else PUSH
     while waiting:
         world = waiting.pop()
         yield world
-        for following in _following(world, pushes):
+        for following in _following(world, pushes, steps):
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
 
 
-def _following(world: World, pushes: int) -> Iterator[World]:
+def _following(world: World, pushes: int, steps: dict[str, Callable[[Bucket, Actor], Move]]) -> Iterator[World]:
     bucket, actors = world
     yield bucket.passed(), tuple(map(_slept, actors))
     is_removing = any(each.at == "remove" for each in actors)
     if any(each.at != "ask" for each in actors[pushes:]):
         actors = (*(replace(each, is_watched=True) for each in actors[:pushes]), *actors[pushes:])
     for number, me in enumerate(actors):
-        step = (PUSH if number < pushes else COLLECTION).get(me.at)
+        step = (steps if number < pushes else COLLECTION).get(me.at)
         if step is not None and not (me.at == WAITS and is_removing):
             after, moved = step(bucket, me)
             all_moved = (*actors[:number], moved, *actors[number + 1 :])
@@ -223,6 +272,6 @@ def _told(before: Bucket, after: Bucket, each: Actor) -> Actor:
 
 
 def lacks(world: World) -> bool:
-    """Whether a push has ended, and the bucket lacks what its record names."""
+    """Whether a push or an undrop has ended, and the bucket lacks what its record names."""
     bucket, actors = world
-    return any(each.at == "pushed" for each in actors) and bucket.object_age is None
+    return any(each.at in {"pushed", "restored"} for each in actors) and bucket.object_age is None

@@ -1,9 +1,9 @@
-"""Every interleaving of pushes and collections of a remote, in a model: what was pushed stays whole."""
+"""Every interleaving of pushes, undrops and collections of a remote, in a model: what was pushed stays whole."""
 
 import pytest
 
 from tests.remote import model
-from tests.remote.model import Actor, Bucket, lacks, worlds
+from tests.remote.model import UNDROP, Actor, Bucket, lacks, worlds
 
 BUCKETS = {
     "an old commit names it": Bucket(object_age=model.GRACE, has_old=True),
@@ -66,3 +66,35 @@ def test_counting_on_the_old_a_push_would_lose(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setitem(model.PUSH, "list objects", trusting)
     assert any(map(lacks, worlds(BUCKETS["a killed push left it"], pushes=1, collections=1)))
+
+
+DROPPED = [Bucket(object_age=model.GRACE, has_old=False, trash_age=age) for age in (0, model.HALF, model.GRACE)]
+
+
+@pytest.mark.parametrize("bucket", DROPPED, ids=lambda bucket: f"dropped {bucket.trash_age} halves ago")
+@pytest.mark.parametrize("collections", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_no_interleaving_costs_an_undropped_commit_an_object(bucket: Bucket, collections: int) -> None:
+    """However long it has lain in the trash."""
+    ends = set()
+    for world in worlds(bucket, pushes=1, collections=collections, undrops=True):
+        ends.add(world[1][0].at)
+        assert not lacks(world), world
+    assert ends >= {"restored", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("step", "following"),
+    [
+        ("renew", "look for collections"),
+        ("look for collections", "look at all"),
+        ("look at all", "write"),
+        ("look at the clock", "look for more marks"),
+        ("look for more marks", "remove the copy"),
+    ],
+)
+def test_without_this_step_an_undrop_would_lose(monkeypatch: pytest.MonkeyPatch, step: str, following: str) -> None:
+    """Each of them is needed."""
+    monkeypatch.setitem(UNDROP, step, lambda bucket, me: (bucket, me.go(following, since=0, is_watched=False)))
+    if step != "renew":
+        monkeypatch.setitem(UNDROP, step, lambda bucket, me: (bucket, me.go(following)))
+    assert any(any(map(lacks, worlds(each, pushes=1, collections=1, undrops=True))) for each in DROPPED)

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import layerstore
 from layerstore import Keep, Store
 from layerstore.disk import hours_on
-from layerstore.errors import AlreadyExists, IntegrityError, NoStore, Overtaken, StorageIO, Unsupported
+from layerstore.errors import (
+    AlreadyExists,
+    IntegrityError,
+    Locked,
+    NoStore,
+    NotFound,
+    Overtaken,
+    StorageIO,
+    Unsupported,
+)
 from layerstore.format import ref_of
 from layerstore.limits import REMOTE_MOMENT_SECONDS
 from layerstore.live.ranks import store_if_there
@@ -27,6 +38,8 @@ from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
 
 HALF_A_DAY = 12 * 3600
+
+collect_room = sys.modules["layerstore.remote.collect"]  # the package's attribute of this name is the function
 
 
 @pytest.fixture
@@ -361,14 +374,130 @@ def test_it_is_made_once(there: Store, url: str) -> None:
         layerstore.init(url)
 
 
-@pytest.mark.parametrize("change", [lambda of: of.drop("r@2"), lambda of: of.undrop("r@2"), lambda of: of.repair()])
-def test_what_needs_a_disk_is_refused(
-    in_a_folder: Store, saved: Checkpoints, change: Callable[[Store], object]
-) -> None:
-    """Commands that move files are for a store on a disk, and say so."""
+def test_a_repair_needs_a_disk(in_a_folder: Store, saved: Checkpoints) -> None:
+    """What the bucket has lost is sent by a store that has it."""
     saved.into(in_a_folder, 2)
     with pytest.raises(Unsupported):
-        change(in_a_folder)
+        in_a_folder.repair()
+
+
+def test_a_dropped_commit_comes_back(there: Store, saved: Checkpoints, url: str) -> None:
+    """Any host may bring it back; a second commit of its step is named by its id."""
+    saved.into(there, 2, 4)
+    commit = there.show("r@4").commit
+
+    dropped = there.drop(commit[:8])
+    assert (dropped.step, dropped.tip) == (4, "r@2")
+    assert [entry.step for entry in there.log("r")] == [2]
+    with layerstore.open(url) as other:
+        assert [each.commit.id for each in other.dropped("r")] == [commit]
+        assert other.verify(read_data=True).orphans == 0
+        assert other.undrop("r@4").id == commit
+        assert other.dropped("r") == []
+        with pytest.raises(NotFound, match="is not in the trash"):
+            other.undrop("r@4")
+        assert other.verify(read_data=True).ok
+    with layerstore.open(url) as third:
+        assert [entry.step for entry in third.log("r")] == [4, 2]
+
+
+def test_what_is_dropped_is_held_for_a_day(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """Bringing it back writes its record first where collections look, and then where everybody does."""
+    bucket = tmp_path / "remote"
+    saved.into(in_a_folder, 2, 4)
+    old(bucket / "objects", 25 * 3600)
+    commit = in_a_folder.drop("r@4").commit
+    in_a_folder.gc()
+    old(bucket / "trash", 23 * 3600)
+    in_a_folder.gc()
+    for mark in (bucket / "gc").rglob("*"):
+        os.utime(mark, (time.time() - 60,) * 2)
+
+    assert in_a_folder.undrop("r@4").id == commit
+    assert in_a_folder.verify(read_data=True).ok
+
+    in_a_folder.drop("r@4")
+    old(bucket / "trash", 25 * 3600)
+    assert in_a_folder.gc().trash.count == 1
+    with pytest.raises(NotFound):
+        in_a_folder.undrop("r@4")
+    assert in_a_folder.verify(read_data=True).ok
+
+
+def test_nothing_comes_back_beside_a_collection(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """It may have found the record too old to keep anything for it; afterwards the same command works."""
+    saved.into(in_a_folder, 2, 4)
+    in_a_folder.drop("r@4")
+    mark = f"{COLLECTIONS_AT_WORK}/{'0' * 16}"
+    Bucket(in_a_folder.repo.name).mark(mark)
+
+    with pytest.raises(Locked, match="is at work"):
+        in_a_folder.undrop("r@4")
+    assert [entry.step for entry in in_a_folder.log("r")] == [2]
+
+    (tmp_path / "remote" / mark).unlink()
+    in_a_folder.undrop("r@4")
+    assert [entry.step for entry in in_a_folder.log("r")] == [4, 2]
+
+
+def test_what_collections_took_does_not_come_back(in_a_folder: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """An undrop looks for every object; the commit stays in the trash."""
+    saved.into(in_a_folder, 2, 4)
+    mine = {path for path in (tmp_path / "remote" / "objects").rglob("*") if path.is_file()}
+    in_a_folder.ingest(saved(6, seed=6), run="r")
+    in_a_folder.drop("r@6")
+    next(path for path in (tmp_path / "remote" / "objects").rglob("*") if path.is_file() and path not in mine).unlink()
+
+    with pytest.raises(Overtaken, match="cannot come back"):
+        in_a_folder.undrop("r@6")
+
+    assert [each.commit.record.step for each in in_a_folder.dropped()] == [6]
+    assert not in_a_folder.verify(read_data=True).ok  # it says what the dropped commit has lost
+
+
+def test_a_damaged_record_is_given_up(
+    in_a_folder: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it blocks collections; it lies in the trash for a day."""
+    saved.into(in_a_folder, 2, 4)
+    path = next((tmp_path / "remote" / "commits" / "r").glob("4.*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(tmp_path / "other-cache"))
+    with layerstore.open(in_a_folder.repo.name) as store:
+        with pytest.raises(IntegrityError):
+            store.gc()
+        assert len(store.give_up("r@4")) == 1
+        assert [entry.step for entry in store.log("r")] == [2]
+        assert store.gc().trash.count == 0
+        damaged = tmp_path / "remote" / "trash" / "damaged" / "commits" / "r" / path.name
+        assert damaged.exists()
+        old(tmp_path / "remote" / "trash", 25 * 3600)
+        assert store.gc().trash.count == 1
+        assert not damaged.exists()
+
+
+def test_what_comes_to_the_trash_again_stays_there(
+    in_a_folder: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection that had found an older copy of a record there looks at its time once more."""
+    saved.into(in_a_folder, 2, 4)
+    record = next((tmp_path / "remote" / "commits" / "r").glob("4.*"))
+    copy = tmp_path / "remote" / "trash" / "commits" / "r" / record.name
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(record.read_bytes())
+    old(tmp_path / "remote" / "trash", 25 * 3600)
+    expired = collect_room._trash
+
+    def and_dropped(*asked: Any) -> Any:
+        found = expired(*asked)
+        with layerstore.open(in_a_folder.repo.name) as other:
+            other.drop("r@4")
+        return found
+
+    monkeypatch.setattr(collect_room, "_trash", and_dropped)
+    in_a_folder.gc()
+
+    assert copy.exists()
 
 
 def test_what_ends_a_save_is_tried_once(in_a_folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
