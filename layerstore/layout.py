@@ -193,6 +193,16 @@ def folder_of(path: "StrPath") -> Path:
     return Path(path)
 
 
+def place(named: "StrPath") -> str:
+    """Return the folder or URL *named*, a folder by its absolute path."""
+    return named if isinstance(named, str) and is_url(named) else str(folder_of(named).absolute())
+
+
+def url_of(place: str) -> str:
+    """Return the URL that reads *place*, an absolute path or a URL."""
+    return place if is_url(place) else Path(place).as_uri()
+
+
 def layout_at(path: Path) -> Layout:
     """Return the layout of the store at *path*, with links resolved; raises InvalidInput if it is not a path."""
     try:

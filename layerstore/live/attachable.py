@@ -1,6 +1,6 @@
 """What a saver is attached to, and a commit is resumed into: DeepSpeed's engine, or a module with its optimizers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from reprlib import repr as short
 from typing import Any, Protocol, cast
@@ -9,6 +9,7 @@ from layerstore.compose import Composition
 from layerstore.errors import InvalidInput
 from layerstore.live.binding import Binding
 from layerstore.live.engine import Engine
+from layerstore.live.levels import Levels, levels_of
 from layerstore.live.ranks import Exchange
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath
@@ -67,24 +68,24 @@ class Attachable(Protocol):
         """Log *notes* on *what*, on one of all ranks."""
 
 
-def trained_and_store(
-    where: str, trained: object, optimizers: object, store: Store | StrPath | None
-) -> tuple[Attachable, Store | StrPath]:
+def trained_and_levels(
+    where: str, trained: object, optimizers: object, store: Store | StrPath | Iterable[StrPath] | None
+) -> tuple[Attachable, Levels]:
     """
-    Return what is trained, and the store: the last of what was given, since DeepSpeed's engine needs no optimizer.
+    Return what is trained, and where: the last of what was given, since DeepSpeed's engine needs no optimizer.
 
     Raises:
         InvalidInput: *trained* is nothing that can be saved, or *store* is not a store.
         Unsupported: It keeps state where it cannot be saved.
     """
     if store is None:
-        optimizers, store = None, cast("Store | StrPath", optimizers)
-    if not isinstance(store, Store | str | PathLike):
+        optimizers, store = None, cast("Store | StrPath | list[StrPath]", optimizers)
+    if not isinstance(store, Store | str | PathLike | list | tuple):
         raise InvalidInput(
             f"{where}: store is {short(store)}, but must be a store, or the path of one",
             hint=f'{where}(engine, "runs/store", run=…), or {where}(model, optimizer, "runs/store", run=…)',
         )
-    return attachable(trained, optimizers), store
+    return attachable(trained, optimizers), levels_of(store)
 
 
 def attachable(trained: object, optimizers: object = None) -> Attachable:

@@ -1,19 +1,21 @@
 """``layerstore.attach``: check that the ranks want the same, and give what they train a saver."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Unpack
 
 from layerstore.arguments import checked, show_fields
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound, Unsupported
 from layerstore.layout import is_url
-from layerstore.live.attachable import Attachable, trained_and_store
+from layerstore.live.attachable import Attachable, trained_and_levels
 from layerstore.live.engine import Engine, NotPlain
+from layerstore.live.levels import Levels, make_levels, open_levels
 from layerstore.live.log import LOG
-from layerstore.live.ranks import AttemptLock, Exchange, make_together, open_together, place_resumed
+from layerstore.live.ranks import AttemptLock, Exchange, make_together, place_resumed
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.policy import chosen_policy
@@ -24,7 +26,7 @@ from layerstore.store import Store, StrPath, as_store
 def attach(
     engine: object,
     optimizer: object = None,
-    store: Store | StrPath | None = None,
+    store: Store | StrPath | Iterable[StrPath] | None = None,
     *,
     run: str,
     **options: Unpack[SaverKeywords],
@@ -36,7 +38,8 @@ def attach(
     trains; several optimizers come in a list.
 
     Every rank calls it. The *options* are the fields of `SaverOptions`, such as ``policy="parity"``. If *store* is a
-    path without a store, one is made there, unless *create* is False.
+    path without a store, one is made there, unless *create* is False. If it is a list, the first place takes each save,
+    and the others have it soon after, as with *push*: ``["/dev/shm/sft", "s3://checkpoints/sft"]``.
 
     On a run that has commits, this begins a new attempt, whose first save is full. To continue a run, call
     ``layerstore.resume`` first, or load through the engine before the first save. An engine whose saver was closed
@@ -51,14 +54,24 @@ def attach(
         Conflict: *engine* already has a saver, or the ranks see different commits.
         Unsupported: It does not train under ZeRO, or keeps state where it cannot be saved.
     """
-    trained, found = trained_and_store("attach", engine, optimizer, store)
-    return attach_with(SaverOptions(**options), trained, found, run=run)
+    trained, levels = trained_and_levels("attach", engine, optimizer, store)
+    return attach_with(options_for(levels, options), trained, levels, run=run)
+
+
+def options_for(levels: Levels, options: SaverKeywords) -> SaverOptions:
+    """Return *options*, checked, with *levels* after the first as what saves are sent to."""
+    if not levels.others:
+        return SaverOptions(**options)
+    if options.get("push") is not None:
+        raise InvalidInput("push= is given as well as several places", hint="add it to the list")
+    options["push"] = levels.others
+    return SaverOptions(**options)
 
 
 show_fields(attach, SaverOptions)  # to help() and editors, and to what checks the arguments
 
 
-def attach_with(options: SaverOptions, trained: Attachable, store: Store | StrPath, *, run: str) -> Saver:
+def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, run: str) -> Saver:
     """Do as `attach` does, with *options* that were checked when they were made."""
     known = trained.engine
     if known.ungated and options.mode == "async":
@@ -66,7 +79,7 @@ def attach_with(options: SaverOptions, trained: Attachable, store: Store | StrPa
         LOG.warning("saves are synchronous: %s", known.ungated)
     exchange = Exchange()
     try:
-        opened, resumed = _agreed(exchange, store, trained, options, run=run)
+        opened, resumed = _agreed(exchange, levels, trained, options, run=run)
         attempt = AttemptLock(exchange, opened.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
@@ -89,10 +102,10 @@ def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | 
 
 
 def _agreed(
-    exchange: Exchange, store: Store | StrPath, trained: Attachable, options: SaverOptions, *, run: str
+    exchange: Exchange, levels: Levels, trained: Attachable, options: SaverOptions, *, run: str
 ) -> tuple[Store, Composition | None]:
     """Return the store and what *trained* continues from; raise on every rank unless all want the same."""
-    opened = open_together(exchange, store)
+    opened, store = open_levels(exchange, levels, run), levels.first
     with exchange.raise_on_all():
         check_run(opened, run)
         if opened is None and not options.create:
@@ -100,7 +113,7 @@ def _agreed(
         attached = trained.binding.saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
-        check_push(opened, options.push)
+        check_places(opened, options.places)
     trained.meet(exchange)
     with exchange.raise_on_all():  # by itself: DeepSpeed's part of it may need all ranks
         _check_saves(trained.engine, options)
@@ -118,8 +131,8 @@ def _agreed(
             raise Unsupported(
                 "a remote's commits keep their moments", hint="leave drop_optimizer_older_than out, or save to a disk"
             )
-        if options.push is not None and exchange.rank == 0:
-            opened.check_remote(options.push)
+        if exchange.rank == 0:
+            make_levels(opened, options.places)
     stores = exchange.texts(f"{opened.id} at {opened.repo.name}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
@@ -131,25 +144,26 @@ def _same_on_all_ranks(options: SaverOptions, run: str) -> str:
     policy = chosen_policy(options.policy)
     return (
         f"run {run}, mode {options.mode}, on_pressure {options.on_pressure}, frozen {options.frozen}, "
-        f"push {options.push}, durable {options.durable}, policy {policy.name} {policy.parameters}, "
+        f"push {', '.join(options.places)}, durable {options.durable}, policy {policy.name} {policy.parameters}, "
         f"precision {options.precision}, exact_every {options.exact_every}"
     )
 
 
-def check_push(store: Store | None, push: str | None) -> None:
-    """Raise unless *push* is a remote of *store*, which has none but URLs if it is yet to be made."""
-    if push is None:
-        return
-    if store is not None and store.repo.remote is not None:
+def check_places(store: Store | None, places: Sequence[str]) -> None:
+    """Raise unless saves to *store* can be sent to *places*; one that is yet to be made has no remotes with names."""
+    if places and store is not None and store.repo.remote is not None:
         raise InvalidInput(f"push= is for a store on a disk: {store.repo.remote} is a bucket", hint="leave it out")
-    if store is not None:
-        store.remotes.url(push)
-    elif is_url(push):
-        from layerstore.remote import checked_url
+    for each in places:
+        if Path(each).is_absolute():
+            continue
+        if store is not None:
+            store.remotes.url(each)
+        elif is_url(each):
+            from layerstore.remote import checked_url
 
-        checked_url(push)
-    else:
-        raise NotFound(f"there is no remote {push!r}: the store is yet to be made", hint="push=URL names a bucket")
+            checked_url(each)
+        else:
+            raise NotFound(f"there is no remote {each!r}: the store is yet to be made", hint="push=URL names a bucket")
 
 
 def _check_saves(engine: Engine, options: SaverOptions) -> None:

@@ -6,6 +6,7 @@ everything else that depends on the masters come out right. A module's tensors a
 A query says which version of each layer to take.
 """
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,11 @@ from layerstore.compose import naming_damage
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.attachable import Attachable, Loading, trained_and_store
+from layerstore.live.attachable import Attachable, Loading, trained_and_levels
 from layerstore.live.binding import wait_for_saves
 from layerstore.live.engine import set_random_state
-from layerstore.live.ranks import Exchange, log_nothing_yet, open_together, runs_here
+from layerstore.live.levels import open_levels
+from layerstore.live.ranks import Exchange, log_nothing_yet, runs_here
 from layerstore.policy import Policy
 from layerstore.rank_options import AdamStep
 from layerstore.store import Store, StrPath, as_store
@@ -49,7 +51,7 @@ class Resumed:
 def resume(
     engine: object,
     optimizer: object = None,
-    store: Store | StrPath | None = None,
+    store: Store | StrPath | Iterable[StrPath] | None = None,
     *,
     run: str,
     step: int | Literal["latest"] = "latest",
@@ -66,7 +68,8 @@ def resume(
     trainer saved the commit.
 
     None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
-    says so. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
+    says so. If *store* is a list of places, nearest first, the newest step that any of them has is taken, and read from
+    the nearest. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
     newest step; otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from
     *step*; with *exact*, the newest save up to *step* that was kept bit for bit takes its place. If DeepSpeed's
     engine goes on from what FSDP2 saved, DeepSpeed's own state is that of the newest commit of DeepSpeed before it, or
@@ -78,10 +81,11 @@ def resume(
         LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
-    trained, wanted = trained_and_store("resume", engine, optimizer, store)
+    trained, levels = trained_and_levels("resume", engine, optimizer, store)
+    wanted = levels.first
     trained.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
-        opened = open_together(exchange, wanted)
+        opened = open_levels(exchange, levels, run)
         with exchange.raise_on_all():
             check_run(opened, run)
             if opened is None and must_exist:

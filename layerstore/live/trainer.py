@@ -1,7 +1,7 @@
 """The callback for Transformers' Trainer; see `layerstore.transformers`."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
@@ -14,8 +14,9 @@ from layerstore.errors import InvalidInput, NoStore
 from layerstore.filenames import TRAINER_STATE
 from layerstore.layout import folder_of, is_url
 from layerstore.live.attachable import Attachable, attachable
-from layerstore.live.attaching import attach_with, check_push
+from layerstore.live.attaching import attach_with, check_places, options_for
 from layerstore.live.deepspeed import StoreCheckpointEngine, engine_of, engines_are_made_with
+from layerstore.live.levels import levels_of
 from layerstore.live.log import LOG
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
@@ -39,17 +40,22 @@ class LayerstoreCallback(TrainerCallback):
 
     @checked
     def __init__(
-        self, store: Store | StrPath, *, run: str, every: int | None = None, **options: Unpack[SaverKeywords]
+        self,
+        store: Store | StrPath | Iterable[StrPath],
+        *,
+        run: str,
+        every: int | None = None,
+        **options: Unpack[SaverKeywords],
     ) -> None:
         if every is not None and every < 0:
             raise InvalidInput(f"every is {every!r}", hint="every=50 also saves at every fiftieth step")
         self.saver: Saver | None = None
         """None unless the Trainer is training."""
-        self._store = store
+        self._levels = levels_of(store)
         self._run = run
         self._every = every
-        self._options = SaverOptions(**options)
-        _check_store(store, run, self._options)
+        self._options = options_for(self._levels, options)
+        _check_store(self._levels.first, run, self._options)
         self._count: _Count | None = None
         # A Trainer that resumes loads its checkpoint before on_train_begin, so pointers must work by then.
         if find_spec("deepspeed") is not None:
@@ -62,7 +68,7 @@ class LayerstoreCallback(TrainerCallback):
         """Attach to what the Trainer has made: DeepSpeed's engine, or a module that FSDP2 shards."""
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         trained = attachable(model, optimizer) if trains_with_fsdp() else attachable(engine_of(model, optimizer))
-        self.saver = attach_with(self._options, trained, self._store, run=self._run)
+        self.saver = attach_with(self._options, trained, self._levels, run=self._run)
         self._count = _Count(state, lambda: trained.engine.step, resumed=self._resumed_step(trained))
         self.saver.step_of = self._count.step
 
@@ -118,7 +124,7 @@ def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> Non
 
 def _check_names(store: Store | None, run: str, options: SaverOptions) -> None:
     check_run(store, run)
-    check_push(store, options.push)
+    check_places(store, options.places)
 
 
 class _Count:

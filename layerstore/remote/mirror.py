@@ -91,6 +91,10 @@ class Remote:
         """What lay among records and pins at the last refresh and is neither."""
         return self._records.beside
 
+    def checked(self, ref: BlobRef) -> Iterator[memoryview]:
+        """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
+        return (data for _, data in self.source.checked(ref))
+
     def refresh(self) -> None:
         """Update the mirror's records and pins from the bucket."""
         self.listed = self._records.refresh()

@@ -13,17 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import Protocol
 
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput
+from layerstore.format import StoreIdentity
+from layerstore.hashing import NameHasher
 from layerstore.history import named_by, references_to, resolve
 from layerstore.json_text import parse_json
 from layerstore.layers import typed
 from layerstore.layout import layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, Pin
-from layerstore.progress import Progress
+from layerstore.progress import Progress, Silent
 from layerstore.publish import Transaction, check_pin_means
 from layerstore.remote.bucket import in_parallel
 from layerstore.remote.fetch import FetchedObjects, Source
@@ -31,7 +35,16 @@ from layerstore.remote.mirror import Remote
 from layerstore.remote.push import Left, raise_left
 from layerstore.remote.remotes import Remotes, check_elsewhere, checked_url
 from layerstore.shares import ALONE, Shares, cut
-from layerstore.storage import ObjectWriter, RecordName, Repository, Staged, make_store, open_repository
+from layerstore.storage import (
+    ObjectWriter,
+    RecordName,
+    Repository,
+    Staged,
+    check_hash,
+    make_store,
+    open_repository,
+    read_chunks,
+)
 from layerstore.threads import Threads
 
 _NAMED_BYTES = 128 << 20
@@ -51,9 +64,49 @@ class Pulled:
     """Size of the objects and blobs that were fetched."""
 
 
-def pull(repo: Repository, remote: Remote, *, refs: Iterable[str] | None, progress: Progress) -> Pulled:
+class Origin(Protocol):
+    """Another store that commits come from: a remote, or a store on a disk."""
+
+    @property
+    def url(self) -> str:
+        """Its name for people, and that of a remote for other processes."""
+
+    @property
+    def repo(self) -> Repository:
+        """Its records and blobs."""
+
+    def checked(self, ref: BlobRef) -> Iterator[memoryview]:
+        """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
+
+
+class OnDisk:
+    """An open store on a disk as the origin of commits; what it lacks itself, it fetches."""
+
+    def __init__(self, repo: Repository) -> None:
+        self.repo = repo
+        self.url = repo.name
+
+    def checked(self, ref: BlobRef) -> Iterator[memoryview]:
+        """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
+        hasher = NameHasher()
+        with self.repo.objects.open(ref) as file:
+            for data in read_chunks(file):
+                yield data
+                hasher.update(data)
+        check_hash(ref, hasher)
+
+
+def pull(
+    repo: Repository,
+    remote: Remote,
+    *,
+    refs: Iterable[str] | None = None,
+    runs: Iterable[str] | None = None,
+    progress: Progress,
+) -> Pulled:
     """
-    Fetch the commits and pins of *remote* that are missing here, or only *refs*, which are names in the remote.
+    Fetch the commits and pins of *remote*, in *runs* or in all runs, that are missing here, or only *refs*, which are
+    names in the remote.
 
     Raises:
         Conflict: It belongs to another store.
@@ -67,7 +120,38 @@ def pull(repo: Repository, remote: Remote, *, refs: Iterable[str] | None, progre
             hint=f"layerstore clone {typed(remote.url)} PATH makes a store of it",
         )
     repo.prepare_writing()
-    return _Pull(repo, remote, progress).run(refs)
+    return _Pull(repo, remote, progress).run(refs, runs)
+
+
+def send_to_folder(repo: Repository, path: Path, *, run: str) -> None:
+    """
+    Copy what *run* has that is newer than all that the store at *path* has of it; of a new store, the newest commit.
+
+    Raises:
+        Conflict: There is another store.
+        IntegrityError: A commit is damaged here; all others were copied.
+    """
+    target = open_repository(path, Files())
+    try:
+        check_same_store(target, repo.identity)
+        target.prepare_writing()
+        rows, there = repo.catalog.view(run).visible, target.catalog.find(run)
+        newest = max((_in_order(row) for row in there.visible), default=None) if there is not None else None
+        wanted = rows[-1:] if newest is None else [row for row in rows if _in_order(row) > newest]
+        _Pull(target, OnDisk(repo), Silent()).fetch([repo.catalog.commit(row.name) for row in wanted], [], {})
+    finally:
+        target.close()
+
+
+def check_same_store(repo: Repository, identity: StoreIdentity) -> None:
+    """Raise Conflict unless *repo* is a copy of the store *identity*."""
+    if repo.identity.store_id != identity.store_id:
+        raise Conflict(
+            f"{repo.name} is another store ({repo.identity.store_id}); nothing was changed", hint="name another folder"
+        )
+
+
+_in_order = attrgetter("attempt", "step")
 
 
 def clone(
@@ -112,7 +196,7 @@ def clone(
 
 
 class _Pull:
-    def __init__(self, repo: Repository, remote: Remote, progress: Progress) -> None:
+    def __init__(self, repo: Repository, remote: Origin, progress: Progress) -> None:
         self._repo = repo
         self._remote = remote
         self._progress = progress
@@ -120,10 +204,14 @@ class _Pull:
         self._objects = 0
         self._bytes_received = 0
 
-    def run(self, refs: Iterable[str] | None) -> Pulled:
+    def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
         left: Left = {}
-        commits, pins = self._asked(refs, left)
+        commits, pins = self._asked(refs, runs, left)
+        return self.fetch(commits, pins, left)
+
+    def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], left: Left) -> Pulled:
+        """Fetch *commits* and *pins*; raise what is in *left* or joins it there."""
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
                 with (
@@ -146,7 +234,9 @@ class _Pull:
             bytes_received=self._bytes_received,
         )
 
-    def _asked(self, refs: Iterable[str] | None, left: Left) -> tuple[list[Commit], list[Pin]]:
+    def _asked(
+        self, refs: Iterable[str] | None, runs: Iterable[str] | None, left: Left
+    ) -> tuple[list[Commit], list[Pin]]:
         """
         Return the requested commits and pins that are missing here, commits by step.
 
@@ -155,22 +245,23 @@ class _Pull:
         theirs = self._remote.repo
         if refs is None:
             gone = set(self._repo.trash.records())
-            views = [view for run in theirs.catalog.runs() if (view := theirs.catalog.find(run)) is not None]
+            wanted = theirs.catalog.runs() if runs is None else [*runs]
+            views = [view for run in wanted if (view := theirs.catalog.find(run)) is not None]
             names = [row.name for view in views for row in view.visible if row.name not in gone]
             lost = [each for view in views for each in view.damaged.items() if each[0] not in gone]
             left |= {f"{name.run}@{name.step}": why for name, why in lost if not self._repo.records.is_there(name)}
             here, pins = self._repo.records.pin_names(), []
             for called, found in theirs.records.pins():
                 if isinstance(found, Pin):
-                    pins.append(called)
-                elif called not in here:
+                    pins += [called] if runs is None or found.record.run in wanted else []
+                elif called not in here and runs is None:
                     left[f"pin {called}"] = found
         else:
             resolved = [resolve(theirs, ref) for ref in refs]
             commits = [commit for commit in resolved if commit.pin is None]
             names = [RecordName(each.record.run, each.record.step, each.commit) for each in commits]
             pins = [each.pin for each in resolved if each.pin is not None]
-        wanted = [theirs.catalog.commit(name) for name in sorted(names) if not self._repo.records.is_there(name)]
+        lacking = [theirs.catalog.commit(name) for name in sorted(names) if not self._repo.records.is_there(name)]
         missing = []
         for name in pins:
             pin = theirs.records.read_pin(name)
@@ -178,7 +269,7 @@ class _Pull:
                 check_pin_means(self._repo, name, pin.base)
             if name not in self._repo.records.pin_names():
                 missing.append(pin)
-        return wanted, missing
+        return lacking, missing
 
     def _fetch(self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord) -> None:
         """Stage everything that *record* names and the store lacks; blobs come after what they name."""
@@ -225,7 +316,7 @@ class _Pull:
         self._objects += 1
 
     def _counted(self, ref: BlobRef) -> Iterator[memoryview]:
-        for _, data in self._remote.source.checked(ref):
+        for data in self._remote.checked(ref):
             self._bytes_received += len(data)
             self._progress.advance(len(data))
             yield data
@@ -268,6 +359,30 @@ def completed(repo: Repository) -> Repository:
     url = partial_of(repo)
     assert url is not None, "it is one"
     return replace(repo, objects=FetchedObjects(repo.layout, repo.files, Source(url, repo.layout)))
+
+
+def take_over(remote: Remote, path: Path, *, run: str) -> None:
+    """
+    Give the store at *path*, made where there is none, what *remote* has of *run*; tensors are fetched when needed.
+
+    Raises:
+        Conflict: It is another store.
+        AlreadyExists: *path* holds something else.
+    """
+    identity, files = remote.repo.identity, Files()
+    try:
+        make_store(path, files, identity=identity)
+    except AlreadyExists:
+        if not files.exists(layout_at(path).identity):
+            raise
+    repo = open_repository(path, files)
+    try:
+        check_same_store(repo, identity)
+        if partial_of(repo) != remote.url:
+            _make_partial(repo, remote.url)
+        pull(repo, remote, runs=[run], progress=Silent())
+    finally:
+        repo.close()
 
 
 def partial_of(repo: Repository) -> str | None:

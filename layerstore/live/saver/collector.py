@@ -1,5 +1,5 @@
 """
-After each commit of a saver: push it, and remove commits that the run need not keep.
+After each commit of a saver: send it to the next levels, and remove commits that the run need not keep.
 
 A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc` at the lowest
 priority. A thread alone would hold training up, because marking a store takes Python's interpreter lock: on a store of
@@ -15,13 +15,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked
 from layerstore.gc import Facts, has_work
+from layerstore.layout import url_of
 from layerstore.live.log import LOG, words_of
 from layerstore.policy import Best, Keep
 from layerstore.storage import RecordName
@@ -45,22 +48,23 @@ answer_question()
 
 
 class Collector:
-    """Pushes and collects after commits; several commits in the meantime cause one more run, not one each."""
+    """Sends and collects after commits; several commits in the meantime cause one more run, not one each."""
 
-    def __init__(self, store: Store, keep: Keep | None, *, run: str, push: str | None) -> None:
+    def __init__(self, store: Store, keep: Keep | None, *, run: str, places: Sequence[str]) -> None:
+        """*places*: where commits are sent, nearest first: remotes by name or URL, and folders."""
         self._store = store
         self._keep = keep
         self._facts = None if keep is None else Facts(store.repo, keep)
-        self._push = push
+        self._places = tuple(places)
         self._run_name = run
         self._wishes: SimpleQueue[bool] = SimpleQueue()
         self._ends_at_once = False
         self.error = ""
         """Why the last run failed; empty if it succeeded, or none has run."""
         self.push_error = ""
-        """Why the last push failed, regardless of the collection after it."""
+        """Why some place lacks the newest commit, regardless of the collection after it."""
         self.pushed_step: int | None = None
-        """The newest step that was pushed."""
+        """The newest step that the last of the places has."""
         self._warned = ""
         self._collected_at = -math.inf
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,11 +115,11 @@ class Collector:
     def _collect(self, *, is_new: bool) -> None:
         try:
             # Cheap, so most commits start no process.
-            if (self._push is not None and (is_new or self.error)) or (self._is_time() and self._has_work()):
+            if (self._places and (is_new or self.error)) or (self._is_time() and self._has_work()):
                 self._collected_at = time.monotonic()
                 self._note(self._answer(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
-            self.push_error = words_of(exc) if self._push is not None else ""
+            self.push_error = words_of(exc) if self._places else ""
             self._warn(words_of(exc))
 
     def _is_time(self) -> bool:
@@ -138,7 +142,7 @@ class Collector:
         return {
             "store": self._store.repo.name,
             "run": self._run_name,
-            "push": self._push,
+            "places": self._places,
             "keep": rules,
             "grace_seconds": GRACE_SECONDS,
         }
@@ -165,7 +169,7 @@ class Collector:
 
     def _note(self, answer: dict[str, Any]) -> None:
         self.pushed_step = answer.get("pushed_step", self.pushed_step)
-        self.push_error = "" if "pushed_step" in answer else answer.get("error", self.push_error)
+        self.push_error = answer.get("push_error", answer.get("error", "") if self._places else "")
         if "error" in answer:
             self._warn(answer["error"])
             return
@@ -179,7 +183,7 @@ class Collector:
         self.error = why
         # Only once: before the first evaluation, for example, every save would warn that there is no best commit.
         if why != self._warned:
-            LOG.warning("not all was %s: %s", "pushed and collected" if self._push else "collected", why)
+            LOG.warning("not all was %s: %s", "pushed and collected" if self._places else "collected", why)
         self._warned = why
 
 
@@ -190,15 +194,14 @@ def answer_question() -> None:
     answer: dict[str, Any] = {}
     try:
         with Store(question["store"]) as store:
-            run, push = question["run"], question["push"]
+            run, places = question["run"], question["places"]
             view = store.repo.catalog.find(run)
             newest = view.visible[-1].name if view is not None and view.visible else None
-            if newest is not None and push is not None:
-                answer |= _pushed(store, newest, push)
+            if newest is not None:
+                answer |= _sent(store, newest, places)
             if newest is not None and question["keep"] is not None:
                 keep, grace_seconds = Keep(**question["keep"]), question["grace_seconds"]
-                found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=push)
-                answer |= {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
+                answer |= _collected(store, run, places, keep, grace_seconds)
     except Locked:
         answer["is_locked"] = True
     except LayerstoreError as exc:
@@ -206,18 +209,59 @@ def answer_question() -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-def _pushed(store: Store, newest: RecordName, remote: str) -> dict[str, Any]:
+def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:
     """
-    Push the run of the *newest* commit; return its step if the *remote* has it, and why not all could be sent.
+    Send the run of the *newest* commit to all *places*; return its step if the last one has it, and what went wrong.
 
-    A damaged commit or a moved pin is not a reason to keep the newest save from being safe, or to collect nothing
-    until the disk is full: what the remote lacks stays in any case.
+    A place that cannot take it keeps it from no other, and nothing is removed here that it lacks.
     """
+    answer: dict[str, Any] = {"push_error": ""}
+    for place in places:
+        try:
+            _send(store, newest.run, place)
+        except LayerstoreError as exc:
+            answer.setdefault("error", words_of(exc))
+            # A damaged commit or a moved pin is not a reason to keep the newest save from being safe.
+            if not (isinstance(exc, AlreadyExists | IntegrityError) and _has(store, newest, place)):
+                answer["push_error"] = answer["push_error"] or words_of(exc)
+                continue
+        if place == places[-1]:
+            answer["pushed_step"] = newest.step
+    return answer
+
+
+def _send(store: Store, run: str, place: str) -> None:
+    from layerstore.remote import send_to_folder
+
+    if Path(place).is_absolute():
+        send_to_folder(store.repo, Path(place), run=run)
+    else:
+        store.push(place, runs=[run])
+
+
+def _has(store: Store, newest: RecordName, place: str) -> bool:
     from layerstore.remote import Bucket, kept_there
 
     try:
-        store.push(remote, runs=[newest.run])
-    except (AlreadyExists, IntegrityError) as exc:
-        there = kept_there(store.repo, Bucket(store.remotes.url(remote)))
-        return {"error": words_of(exc)} | ({"pushed_step": newest.step} if newest.id in there else {})
-    return {"pushed_step": newest.step}
+        return newest.id in kept_there(store.repo, Bucket(_remote(store, place)))
+    except LayerstoreError:
+        return False  # the place itself is gone, as the first error says
+
+
+def _collected(
+    store: Store, run: str, places: Sequence[str], keep: Keep, grace_seconds: float | None
+) -> dict[str, Any]:
+    """Apply *keep* here and in the folders among *places*, each of which only loses what the next place has."""
+    found = store.gc(
+        keep, runs=[run], grace_seconds=grace_seconds, pushed_to=_remote(store, places[0]) if places else None
+    )
+    for place, following in pairwise(places):
+        if Path(place).is_absolute():
+            with Store(place) as there:
+                there.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=_remote(store, following))
+    return {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
+
+
+def _remote(store: Store, place: str) -> str:
+    """Return the URL of *place*."""
+    return url_of(place) if Path(place).is_absolute() else store.remotes.url(place)

@@ -3,12 +3,14 @@
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal, TypedDict, get_args
 
 from layerstore.errors import InvalidInput
-from layerstore.layers import compile_pattern
+from layerstore.layers import compile_pattern, is_name
+from layerstore.layout import place
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
 from layerstore.policy import Keep, Policy, chosen_policy
@@ -51,14 +53,14 @@ class SaverOptions:
     """
     keep: Keep | None = None
     """Which commits of the run to keep: after each save, the others are collected in the background."""
-    push: str | None = None
+    push: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None
     """
-    A remote's name or URL: after each save, the run is pushed there in the background, and *keep* removes only what the
-    remote has.
+    A remote's name or URL, or a folder: after each save, the run is sent there in the background, and *keep* removes
+    only what is there. Of a list, nearest first, *keep* trims all but the last, each of what the next one has.
     """
     durable: Durable = "local"
     """
-    With ``remote``, a save counts as safe only once the remote has it, and ``wait`` and ``sync`` saves return then.
+    With ``remote``, a save counts as safe only once *push* has it, and ``wait`` and ``sync`` saves return then.
     """
     frozen: Frozen = "once"
     """Whether frozen weights are written ``once``, or left out: ``exclude``."""
@@ -80,11 +82,17 @@ class SaverOptions:
         keyframes(self.precision, self.exact_every)
         compile_pattern(self.layer_pattern)
         _buffer_bytes(self.host_buffer)
-        if self.durable == "remote" and self.push is None:
+        if self.durable == "remote" and not self.places:
             raise InvalidInput(
                 'durable is "remote", but there is no push',
                 hint='push="s3://BUCKET/PREFIX" names one; leave durable out if the store is itself in a bucket',
             )
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where each save is sent: remotes by name or URL, folders by absolute path."""
+        named = [self.push] if isinstance(self.push, str | PathLike) else list(self.push or ())
+        return tuple(each if isinstance(each, str) and is_name(each) else place(each) for each in named)
 
     @property
     def excludes_frozen(self) -> bool:
@@ -107,7 +115,7 @@ class SaverKeywords(TypedDict, total=False):
     host_buffer: int | str
     on_pressure: Pressure
     keep: Keep | None
-    push: str | None
+    push: str | PathLike[str] | Iterable[str | PathLike[str]] | None
     durable: Durable
     frozen: Frozen
     layer_pattern: str | None

@@ -92,8 +92,8 @@ class Saver:
             self._pool = Pool(pool_bytes(engine, options.host_buffer), pinned=is_cuda)
         self._is_closed = False
         self._session = open_session(exchange, self._repo)
-        follows = self._is_first and (options.keep is not None or options.push is not None)
-        self._collector = Collector(store, options.keep, run=run, push=options.push) if follows else None
+        follows = self._is_first and (options.keep is not None or bool(options.places))
+        self._collector = Collector(store, options.keep, run=run, places=options.places) if follows else None
         refers = None if options.precision == "exact" else (engine.shard, engine.world_size)
         self._background = Background(
             self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector, refers=refers
@@ -260,7 +260,7 @@ class Saver:
         if self.options.durable == "remote":
             with self.exchange.raise_on_all():
                 if self._collector is not None and self._collector.push_error:
-                    raise StorageIO(self._collector.push_error, errno=None, filename=str(self.options.push))
+                    raise StorageIO(self._collector.push_error, errno=None, filename=", ".join(self.options.places))
 
     def copied(self) -> None:
         """Return once this rank's saves hold copies: others than its optimizer may change what is trained."""

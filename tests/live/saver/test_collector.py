@@ -40,7 +40,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def collect(store: Store, keep: Keep | None, *, times: int = 1, push: str | None = None) -> Collector:
     """Collect as behind a saver, after so many commits."""
-    behind = Collector(store, keep, run=RUN, push=push)
+    behind = Collector(store, keep, run=RUN, places=() if push is None else (push,))
     for _ in range(times - 1):
         behind._collect(is_new=True)
     if push is not None:
@@ -242,7 +242,7 @@ def test_a_wait_may_be_short(store: Store, tmp_path: Path, monkeypatch: pytest.M
     """A saver's other ranks must not wait in silence for an hour of pushing."""
     is_over = threading.Event()
     monkeypatch.setattr(Collector, "_answer", lambda *_: is_over.wait() and {"pushed_step": 30})
-    behind = Collector(store, None, run=RUN, push=f"file://{tmp_path}/bucket")
+    behind = Collector(store, None, run=RUN, places=[f"file://{tmp_path}/bucket"])
     behind.wake()
     assert not behind.wait(0.05)
     is_over.set()
@@ -253,7 +253,7 @@ def test_a_wait_may_be_short(store: Store, tmp_path: Path, monkeypatch: pytest.M
 def test_waiting_tries_again_what_could_not_be_pushed(store: Store, tmp_path: Path) -> None:
     """The bucket may be there by now."""
     (tmp_path / "bucket").write_text("a file, for now")
-    behind = Collector(store, None, run=RUN, push=f"file://{tmp_path}/bucket")
+    behind = Collector(store, None, run=RUN, places=[f"file://{tmp_path}/bucket"])
     behind.wake()
     assert behind.wait()
     assert behind.push_error != ""

@@ -1,0 +1,138 @@
+"""
+Levels: the first place takes each save, and the others have it soon after.
+
+    levels = ["/dev/shm/sft", "/shared/sft", "s3://checkpoints/sft"]
+    layerstore.resume(engine, levels, run="sft")
+    saver = layerstore.attach(engine, levels, run="sft", keep=Keep(last=3))
+
+Every level is the same store, under one id, and each can be used by itself. Each later one is filled from the first; a
+resume takes the newest step that any of them has, and reads from the nearest.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from layerstore.disk import Files
+from layerstore.errors import Conflict, InvalidInput, StorageIO
+from layerstore.layout import is_url, place, url_of
+from layerstore.live.log import LOG
+from layerstore.live.ranks import Exchange, open_together, store_if_there
+from layerstore.storage import RecordRow, make_store
+from layerstore.store import Store, StrPath
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Where a run is kept, nearest first."""
+
+    first: Store | StrPath
+    others: tuple[str, ...] = ()
+    """Folders, as absolute paths, and URLs."""
+
+
+def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
+    """
+    Return the levels that *store* names, which are several if it is a list.
+
+    Raises:
+        InvalidInput: They are not places, or one comes twice, or a bucket comes first.
+    """
+    if isinstance(store, Store | str | PathLike):
+        return Levels(store)
+    named = list(store)
+    if not named or not all(isinstance(each, str | PathLike) for each in named):
+        raise InvalidInput(
+            f"the levels are {named!r}", hint='list places, nearest first: ["/dev/shm/sft", "s3://bucket/sft"]'
+        )
+    first, *others = map(place, named)
+    if others and is_url(first):
+        raise InvalidInput(f"{first} is the first level, and a bucket", hint="begin with a folder, or name it alone")
+    if twice := {each for each in others if each == first or others.count(each) > 1}:
+        raise InvalidInput(f"level {twice.pop()} comes twice", hint="name each place once, the nearest first")
+    return Levels(first, tuple(others))
+
+
+def open_levels(exchange: Exchange, levels: Levels, run: str) -> Store | None:
+    """
+    Return the first of *levels*, opened on every rank, once it has all that the others have of *run*; None if all are
+    empty.
+    """
+    if levels.others:
+        with exchange.raise_on_all():
+            if exchange.rank == 0:
+                _take_over(levels, run)
+    return open_together(exchange, levels.first)
+
+
+def _take_over(levels: Levels, run: str) -> None:
+    """Give the first level what a later one has of *run* that is newer, and say so."""
+    from layerstore.remote import Bucket, Remote, take_over
+
+    near = Path(str(levels.first))
+    with ExitStack() as stack:
+        opened = store_if_there(near)
+        mine = None if opened is None else _newest(stack.enter_context(opened), run)
+        for level in levels.others:
+            there = _looked_up(level, near)
+            if there is None:
+                continue
+            theirs = _newest(stack.enter_context(there), run)
+            if opened is not None and there.id != opened.id:
+                raise Conflict(
+                    f"{level} is another store ({there.id}) than {near} ({opened.id}); nothing was changed",
+                    hint="all levels hold one store; name other places",
+                )
+            if opened is None or (theirs is not None and _is_newer(theirs, mine)):
+                with Remote(Bucket(url_of(level)), Files()) as remote:
+                    take_over(remote, near, run=run)
+                opened, mine = stack.enter_context(Store(near)), theirs
+                if theirs is not None:
+                    LOG.info("%s@%d is read from %s: %s does not have it", run, theirs.step, level, near)
+
+
+def _looked_up(level: str, near: Path) -> Store | None:
+    try:
+        return store_if_there(level)
+    except StorageIO as exc:
+        raise StorageIO(
+            f"{level} may have newer steps than {near}, and cannot be read: {exc}",
+            errno=exc.errno,
+            filename=exc.filename,
+            hint="try again; or name the other levels alone, to go on from what they have",
+        ) from exc
+
+
+def _newest(store: Store, run: str) -> RecordRow | None:
+    view = store.repo.catalog.find(run)
+    return view.visible[-1] if view is not None and view.visible else None
+
+
+def _is_newer(theirs: RecordRow, mine: RecordRow | None) -> bool:
+    return mine is None or (theirs.attempt, theirs.step) > (mine.attempt, mine.step)
+
+
+def make_levels(store: Store, others: Iterable[str]) -> None:
+    """
+    Make sure that each of the *others* can take what is saved to *store*; a folder without a store becomes one.
+
+    Raises:
+        Conflict: One of them is another store.
+        StorageIO: A bucket does not answer, or refuses the key.
+    """
+    for level in others:
+        if is_url(level):
+            store.check_remote(level)
+            continue
+        there = store_if_there(level)
+        if there is None:
+            make_store(Path(level), Files(), identity=store.repo.identity)
+            continue
+        with there:
+            if there.id != store.id:
+                raise Conflict(
+                    f"{level} is another store ({there.id}) than {store.repo.name} ({store.id}); nothing was changed",
+                    hint="name another folder",
+                )

@@ -1,0 +1,159 @@
+"""Several levels: what is lost of the nearer ones is read from the others, and one that fails stops no other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore.errors import Conflict, InvalidInput, StorageIO
+from layerstore.live.attaching import options_for
+from layerstore.live.levels import levels_of, make_levels, open_levels
+from layerstore.live.ranks import Exchange
+from layerstore.live.saver import SaverKeywords
+from tests.forked import Nursery
+from tests.live.launched import losses, one
+from tests.live.on_levels import RUN, STEPS
+
+PROGRAMS = "tests.live.on_levels"
+NAMES = ("near", "shared", "bucket")
+
+
+def options_in(folder: Path, **more: object) -> dict[str, Any]:
+    """Return the options of a program with three levels in *folder*."""
+    levels = [str(folder / "near"), str(folder / "shared"), f"file://{folder}/bucket"]
+    return {"levels": levels, "cache": str(folder / "cache"), **more}
+
+
+def steps_in(level: str) -> list[int]:
+    """Return the steps that *level* has, newest first."""
+    with layerstore.open(level) as store:
+        assert store.verify(read_data=True).damaged == ()
+        return [entry.step for entry in store.log(RUN)]
+
+
+def ids_in(level: str) -> dict[int, str]:
+    """Return the commits that *level* has, by step."""
+    with layerstore.open(level) as store:
+        return {entry.step: entry.commit for entry in store.log(RUN)}
+
+
+def test_the_nearest_level_that_is_left_is_resumed_from(
+    ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """All levels but the last are trimmed; whatever is lost of them, the next job goes on without a trace."""
+    first = tmp_path / "first"
+    first.mkdir()
+    options = options_in(first, until=4)
+    with ranks.launch(f"{PROGRAMS}:begun", options, folder=tmp_path, name="begun") as begun:
+        begun.done()
+    assert one(begun, "status")["pushed_step"] == 4
+    assert one(begun, "status")["collection_error"] == ""
+    assert [steps_in(level) for level in options["levels"]] == [[4, 3], [4, 3], [4, 3, 2, 1]]
+    commits = [ids_in(level) for level in options["levels"]]
+    assert commits[0] == commits[1] == {step: commit for step, commit in commits[2].items() if step > 2}
+
+    for count in range(3):  # of the nearer levels, lost
+        folder = tmp_path / f"lost{count}"
+        shutil.copytree(first, folder, symlinks=True)
+        for name in NAMES[:count]:
+            shutil.rmtree(folder / name)
+        with ranks.launch(f"{PROGRAMS}:requeued", options_in(folder), folder=tmp_path, name=folder.name) as again:
+            again.done()
+        assert one(again, "resumed")["step"] == 4
+        assert losses(begun) | losses(again) == undisturbed
+        read = [line for line in again.log.read_text().splitlines() if "is read from" in line]
+        assert len(read) == bool(count)
+        assert all(options_in(folder)["levels"][count] in line for line in read)
+        near, shared, bucket = map(steps_in, options_in(folder)["levels"])
+        assert near[: STEPS - 4] == bucket[: STEPS - 4] == [*range(STEPS, 4, -1)]
+        assert shared[0] == STEPS  # a new one begins with the newest commit
+
+
+@pytest.mark.parametrize("broken", [("shared",), ("bucket",), ("shared", "bucket")])
+def test_a_level_that_breaks_stops_no_other(
+    broken: tuple[str, ...], ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """The others have every save, the status says which has not, and what was near is not lost with the process."""
+    options = options_in(tmp_path, broken=[str(tmp_path / name) for name in broken])
+    with ranks.launch(f"{PROGRAMS}:broken", options, folder=tmp_path, name="broken") as first:
+        first.until("killed", count=2)
+        first.statuses()
+    for name in broken:
+        (tmp_path / name).unlink()
+        (tmp_path / f"{name}.gone").rename(tmp_path / name)
+    places = dict(zip(NAMES, options["levels"], strict=True))
+    error = one(first, "status")["collection_error"]
+    assert str(tmp_path / broken[0]) in error
+    for name in NAMES:
+        assert steps_in(places[name])[0] == (2 if name in broken else 4)
+
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued") as second:
+        second.done()
+    assert one(second, "resumed")["step"] == 4
+    assert losses(first) | losses(second) == undisturbed
+    near, shared, bucket = map(steps_in, options["levels"])
+    assert near == bucket == [*range(STEPS, 0, -1)]
+    assert shared[0] == STEPS
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ([], r"the levels are \[\]"),
+        ([1], r"the levels are \[1\]"),
+        (["s3://bucket/store", "near"], "is the first level, and a bucket"),
+        (["near", "./near"], "comes twice"),
+        (["near", "s3://bucket/store", "s3://bucket/store"], "comes twice"),
+    ],
+)
+def test_levels_are_places_in_order(named: list[str], said: str) -> None:
+    """Anything else is refused before a store is looked at."""
+    with pytest.raises(InvalidInput, match=said):
+        levels_of(named)
+
+
+def test_levels_and_push_are_one_thing() -> None:
+    """A list says where saves go; whoever also says push= means something else by one of them."""
+    levels = levels_of(["near", "s3://bucket/store"])
+    assert options_for(levels, SaverKeywords()).places == ("s3://bucket/store",)
+    assert options_for(levels_of("near"), SaverKeywords(push=["/shared", "origin"])).places == ("/shared", "origin")
+    with pytest.raises(InvalidInput, match="push= is given as well as several places"):
+        options_for(levels, SaverKeywords(push="origin"))
+
+
+def test_all_levels_are_one_store(tmp_path: Path) -> None:
+    """A folder that is another store is refused, and stays as it is; an empty place becomes a copy of the store."""
+    near, other, new = (str(tmp_path / name) for name in ("near", "other", "new"))
+    layerstore.init(near).close()
+    layerstore.init(other).close()
+    with pytest.raises(Conflict, match="is another store"):
+        open_levels(Exchange(), levels_of([near, other]), RUN)
+    with layerstore.open(near) as store:
+        with pytest.raises(Conflict, match="is another store"):
+            make_levels(store, [other])
+        make_levels(store, [new, f"file://{tmp_path}/bucket"])
+        assert open_levels(Exchange(), levels_of([new, near, f"file://{tmp_path}/bucket"]), RUN) is not None
+        with layerstore.open(new) as copy:
+            assert copy.id == store.id
+
+
+def test_a_level_that_cannot_be_read_may_have_newer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To resume from an older step unknowingly would be worse than to stop; the error says how to go on."""
+    near = str(tmp_path / "near")
+    layerstore.init(near).close()
+    monkeypatch.setattr("layerstore.remote.bucket.REMOTE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with (
+        pytest.raises(StorageIO, match=r"s3://bucket/store may have newer steps than .*, and cannot be read"),
+        pytest.warns(layerstore.remote.RemoteNotice),
+    ):
+        open_levels(Exchange(), levels_of([near, "s3://bucket/store"]), RUN)
