@@ -4,13 +4,16 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
-from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
+from layerstore.format import commit_id
 from layerstore.history import NextCommit
 from layerstore.model import (
     DCP,
     BlobRef,
     CodingLoss,
     Commit,
+    CommitId,
+    CommitRecord,
     Kind,
     LayerEntry,
     LayerPart,
@@ -34,6 +37,7 @@ from layerstore.staging import (
     stage_version,
 )
 from layerstore.storage import ObjectWriter, Repository
+from layerstore.units import short_id
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
@@ -223,11 +227,21 @@ def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> li
     return [found[rank] for rank in sorted(found)] if len(found) == joint.share.world_size else None
 
 
-def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
+def join(
+    repo: Repository,
+    joint: JointCommit,
+    parts: Sequence[Part],
+    *,
+    inherited: Mapping[str, LayerEntry],
+    own: set[CommitId],
+) -> Commit:
     """
     Publish the commit that *parts* make up; layers that are not due are *inherited*.
 
+    *own* has the ids of what this job has tried to publish so far, and gets that of this commit.
+
     Raises:
+        Conflict: Another job saves the same attempt to the same bucket.
         InheritedLayerLost: A layer to be inherited was collected.
         GivenUp: A layer is neither due nor inherited, because the save before was given up; or a part is gone.
         LayoutMismatch: The ranks disagree on what they have saved.
@@ -276,9 +290,30 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
         )
         try:
             tx.trust(parts)
+            _check_alone(repo, record, own, after=joint.place.after)
             return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
             raise GivenUp(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+
+
+def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, after: int | None) -> None:
+    """
+    Note that *record* is this job's own; raise Conflict if another job has saved the attempt *after* this one began.
+
+    On a disk, locks see to that. Hosts that save to a bucket do not see each other's.
+    """
+    own.add(commit_id(record))  # first: if the server's answer is lost, the record may be there all the same
+    if repo.remote is None:
+        return
+    repo.records.refresh(run=record.run)
+    view = repo.catalog.find(record.run)
+    for row in [] if view is None else view.of_attempt(record.attempt):
+        # An older one was brought back, say.
+        if row.id not in own and (after is None or row.step > after):
+            raise Conflict(
+                f"step {record.step} is given up: another job saves attempt {record.attempt} of run {record.run!r} too "
+                f"and has saved step {row.step} (commit {short_id(row.id)}); end one of the two, and resume the other"
+            )
 
 
 def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:

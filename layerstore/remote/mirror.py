@@ -156,15 +156,24 @@ class MirroredRecords(RecordStore):
         self.beside: list[str] = []
         """What lay beside them in the bucket at the last refresh."""
 
-    def refresh(self, *, anew: bool = False) -> frozenset[str]:
-        """Update them from the bucket, *anew* rereads all; return the names of those that it has."""
+    def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
+        """
+        Update them from the bucket, or only the records of *run*; return the names of those that it has.
+
+        *anew* rereads all.
+        """
         files, layout = self._files, self._layout
-        folders = [*map(layout.run, files.names_in_folder(layout.commits)), layout.pins]  # glob would follow links
+        if run is None:
+            folders = [*map(layout.run, files.names_in_folder(layout.commits)), layout.pins]  # glob would follow links
+            asked = [layout.commits, layout.pins]
+        else:
+            folders = asked = [layout.run(run)]
         paths = [folder / name for folder in folders for name in files.names_in_folder(folder)]
         here = {layout.name(path): path for path in paths}
-        there = [each for folder in ("commits", "pins") for each in self._bucket.listed(folder)]
+        there = [each for folder in asked for each in self._bucket.listed(layout.name(folder))]
         listed = {each.name: each for each in there if _is_ours(each.name)}
-        self.beside = [each.name for each in there if is_stranger(each)]
+        if run is None:
+            self.beside = [each.name for each in there if is_stranger(each)]
         for name in here.keys() - listed.keys():
             files.discard(here[name])
         # A pin may mean something else by now; a record never changes.

@@ -156,8 +156,9 @@ class RecordStore:
         self._seen: tuple[bytes, list[str]] | None = None
         """The text of ``store.json`` as it was last checked, and its unknown flags."""
 
-    def refresh(self) -> frozenset[str]:
-        """Read again what is somewhere else: nothing, but for a bucket's mirror."""
+    def refresh(self, *, run: str | None = None) -> frozenset[str]:
+        """Read again what is somewhere else, of *run* or all: nothing, but for a bucket's mirror."""
+        del run
         return frozenset()
 
     def runs(self) -> list[str]:

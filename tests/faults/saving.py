@@ -55,7 +55,7 @@ class Save:
 
     def join(self) -> Commit:
         """Make them one commit."""
-        return join(self.store.repo, self.joint, self.parts(), inherited=self.joint.place.inherited)
+        return join(self.store.repo, self.joint, self.parts(), inherited=self.joint.place.inherited, own=set())
 
     def finish(self) -> Commit:
         """Do that, and clear the parts and their session away."""

@@ -54,7 +54,7 @@ def written(store: Store, tmp_path: Path) -> Save:
 
 def joined(save: Save, parts: list[Part]) -> Commit:
     """Join *parts*, which were read before something else happened."""
-    return join(save.store.repo, save.joint, parts, inherited={})
+    return join(save.store.repo, save.joint, parts, inherited={}, own=set())
 
 
 @pytest.mark.fault(49, 51)

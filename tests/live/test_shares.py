@@ -80,7 +80,7 @@ def test_a_save_whose_parts_are_gone_is_given_up(saves: Saves, when: str) -> Non
         lose()
     saves.hook = lose
     with pytest.raises(GivenUp, match="step 1 is given up: what rank 1 had written was collected"):
-        join(saves.store.repo, save.joint, parts, inherited={})
+        join(saves.store.repo, save.joint, parts, inherited={}, own=set())
     saves.hook = None
 
     assert saves.store.runs() == []

@@ -16,7 +16,7 @@ from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.retries import Retries
 from layerstore.live.saver.snapshot import Copier, Pool
-from layerstore.model import Commit, LayerEntry, Part
+from layerstore.model import Commit, CommitId, LayerEntry, Part
 from layerstore.publish import (
     FrozenWeights,
     GivenUp,
@@ -106,6 +106,8 @@ class Background:
         self._older: OlderVersions = {}
         self._inherited: dict[str, LayerEntry] = {}
         """The newest visible version of each layer."""
+        self._own: set[CommitId] = set()
+        """What this job has tried to publish."""
         self._stop = threading.Event()
         self._copying = _Worker("copy", self._copy)
         self._writing = _Worker("write", self._write)
@@ -207,7 +209,7 @@ class Background:
             waited_seconds = time.monotonic() - begun
             if self._stop.wait(min(max(waited_seconds / 10, POLL_SECONDS), POLL_SECONDS_MAX)):
                 raise GivenUp(f"step {joint.step} is given up: the saver was closed before all ranks had written")
-        commit = join(self._repo, joint, parts, inherited=self._inherited)
+        commit = join(self._repo, joint, parts, inherited=self._inherited, own=self._own)
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
 
