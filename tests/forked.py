@@ -28,9 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from layerstore.demo.launch import cpu_environment, free_port
 from tests.environment import REPOSITORY
 from tests.hosts import Host, enter
+from tests.ranks.launch import cpu_environment, free_port
 
 MARK = "@rank "
 POLL_SECONDS = 0.02

@@ -13,8 +13,8 @@ import os
 
 from filelock import FileLock, Timeout
 
-from layerstore.demo.launch import cpu_environment
 from tests.environment import REPOSITORY
+from tests.ranks.launch import cpu_environment
 
 FOLDER = REPOSITORY / ".pytest_cache" / "operators"
 

@@ -39,6 +39,7 @@ FULL = (
     "live/test_matrix.py",
     "live/test_parallel.py",
     "live/test_resume.py",
+    "ranks",
     "unit/test_one_file.py",
     "unit/test_packaging.py",
     "unit/test_quality.py",

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from layerstore.demo.launch import cpu_environment, free_port
 from tests import operators
+from tests.ranks.launch import cpu_environment, free_port
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,9 +16,9 @@ from typing import Any
 import layerstore
 from layerstore import Store
 from layerstore.bisect import Judged
-from layerstore.demo.training import SEQUENCE, corpus
 from tests.bench.bisect_job import CLEAN, HIDDEN, LAYERS, Fault
 from tests.bench.ranked import result_of
+from tests.ranks.llama import SEQUENCE, corpus
 
 _SAMPLES = 32
 _MARGIN = 0.15

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import layerstore
-from layerstore.demo.training import SEQUENCE, build_engine, corpus
 from tests.bench.ranked import asked, begin, end
+from tests.ranks.llama import SEQUENCE, build_engine, corpus
 
 if TYPE_CHECKING:
     pass

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import layerstore
-from layerstore.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
 from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.ranked import asked, begin, end
+from tests.ranks.llama import SEQUENCE, Engine, build_engine, corpus
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,6 @@ from statistics import mean, median
 from typing import ClassVar
 
 from layerstore import Keep
-from layerstore.demo.launch import free_port, search_path
 from layerstore.live.saver.options import SaverKeywords
 from tests.bench.loop_job import Training
 from tests.bench.measure import disk_bytes
@@ -31,6 +30,7 @@ from tests.bench.peers.state import Engine
 from tests.bench.report import Bar, Table
 from tests.bench.rows import Row, Rows
 from tests.bench.shapes import ModelShape
+from tests.ranks.launch import free_port, search_path
 
 SECONDS_MAX = 450
 SAVES = 2

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerstore.demo.launch import run_ranks
+from tests.ranks.launch import run_ranks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -22,11 +22,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from layerstore.demo.launch import cpu_environment, free_port, search_path
 from tests.deepspeed.compare import file_tree
 from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.environment import REPOSITORY
 from tests.forked import nursery
+from tests.ranks.launch import cpu_environment, free_port, search_path
 
 HERE = Path(__file__).parent
 

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from layerstore.demo.launch import cpu_environment
 from tests.environment import REPOSITORY, memory
 from tests.foreign.plugin import FOLDER, OUTCOMES, STAGES
 from tests.operators import claim
+from tests.ranks.launch import cpu_environment
 
 WAYS = ("plain", "drop-in", "round-trip")
 

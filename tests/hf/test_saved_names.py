@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from layerstore.demo.launch import cpu_environment
 from layerstore.errors import Unsupported
 from layerstore.hf.weight_names import FileTensor, ask_transformers, may_be_renamed
 from tests.environment import REPOSITORY
+from tests.ranks.launch import cpu_environment
 
 EXPERTS = {
     "model_type": "mixtral",

@@ -14,9 +14,9 @@ from typing import BinaryIO
 import pytest
 
 import layerstore
-from layerstore.demo.launch import cpu_environment, free_port
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop, train
 from tests.live.cases import BUCKET, EXAMPLES, EXAMPLES_FOLDER
+from tests.ranks.launch import cpu_environment, free_port
 from tests.remote.servers import credentials, seaweedfs
 
 pytestmark = pytest.mark.timeout(3 * LAUNCH_SECONDS_MAX)

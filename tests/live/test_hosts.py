@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.demo.launch import cpu_environment
 from layerstore.store import Store
 from tests.environment import REPOSITORY
 from tests.forked import Nursery
 from tests.hosts import KINDS, Host, settle, two_hosts
 from tests.live.launched import due, losses, one
 from tests.live.on_hosts import RUN, SAVED, STEPS
+from tests.ranks.launch import cpu_environment
 
 PROGRAMS = "tests.live.on_hosts"
 LAYERS = 6

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.demo.launch import cpu_environment
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop
 from tests.environment import REPOSITORY
 from tests.live.cases import EXAMPLES_FOLDER
 from tests.live.test_examples import wait_for
+from tests.ranks.launch import cpu_environment
 
 pytestmark = [
     pytest.mark.exhaustive,

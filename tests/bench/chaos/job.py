@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import layerstore
-from layerstore.demo.launch import cpu_environment
-from layerstore.demo.training import build_engine, train
+from tests.ranks.launch import cpu_environment
+from tests.ranks.llama import build_engine, train
 
 SAVERS = ("deepspeed", "layerstore", "layerstore-async")
 STEPS = 12

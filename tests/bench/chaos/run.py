@@ -14,10 +14,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from layerstore.demo.launch import cpu_environment
 from tests.bench.chaos.job import SAVERS
 from tests.bench.rows import Row, Rows
 from tests.operators import claim
+from tests.ranks.launch import cpu_environment
 
 BUILT_IN = {"hf_trainer": "transformers", "lightning_trainer": "lightning", "dcp_ddp": "torch"}
 """The jobs that ckpt-chaos ships, and the package that each tests."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from time import perf_counter
 
 import layerstore
-from layerstore.demo.launch import cpu_environment
 from tests.bench.generate import generate
 from tests.bench.measure import FamilyPeak, wait_for_quiet
 from tests.bench.peers.job import folder_of
 from tests.bench.peers.systems import RUN, UNIVERSAL, DeepSpeed, Layerstore
 from tests.bench.rows import Row, Rows
 from tests.bench.shapes import shape_of_size
+from tests.ranks.launch import cpu_environment
 
 TO_UNIVERSAL = "ds_to_universal"
 LLMTAILOR = "LLMTailor, merge"

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from layerstore.demo.launch import tell
 from tests.bench.loop_job import Training, shape_of
 from tests.bench.measure import FamilyPeak, disk_bytes, wait_for_quiet
 from tests.bench.peers.state import State
 from tests.bench.peers.systems import IMPOSSIBLE, SYSTEMS, System
 from tests.bench.ranked import asked, begin, leave
 from tests.bench.rows import Row, Rows
+from tests.ranks.launch import tell
 
 LOADS = 3
 SAVES_BETWEEN = 3

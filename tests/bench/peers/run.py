@@ -8,7 +8,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from layerstore.demo.launch import run_ranks
 from layerstore.disk.files import mount_of
 from tests.bench.peers.compose import compose_all
 from tests.bench.peers.page import write
@@ -16,6 +15,7 @@ from tests.bench.peers.plots import draw
 from tests.bench.peers.table import Findings, lines
 from tests.bench.ranked import RANKS
 from tests.bench.rows import Rows
+from tests.ranks.launch import run_ranks
 
 OTHER_RANKS = 1
 COMMITTED = Path(__file__).with_name("rows.jsonl")

@@ -22,8 +22,6 @@ from typing import Any, cast
 import numpy as np
 
 import layerstore
-from layerstore.demo.launch import tell
-from layerstore.demo.training import tag_of
 from layerstore.model import CommitRecord
 from layerstore.policy import Policy
 from tests.bench.quality import means, trial
@@ -34,6 +32,8 @@ from tests.bench.quality.settings import SIZES, TASKS, Settings, TaskName
 from tests.bench.quality.training import BASE, DATA, Trainer
 from tests.bench.ranked import begin, leave
 from tests.bench.rows import Row, Rows
+from tests.ranks.launch import tell
+from tests.ranks.llama import tag_of
 
 Saving = tuple[layerstore.Store, Policy | str, Arm]
 """A store, what is saved into it, and how finely."""

@@ -7,13 +7,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-from layerstore.demo.launch import Event, run_ranks
 from tests.bench.quality import data, means, page, precision_trial, real_model, table, trial
 from tests.bench.quality.job import lacking
 from tests.bench.quality.plots import draw
 from tests.bench.quality.settings import TASKS, Settings, TaskName
 from tests.bench.quality.training import BASE, DATA
 from tests.bench.rows import Row, Rows
+from tests.ranks.launch import Event, run_ranks
 
 _ROOT = Path(__file__).parents[3]
 COMMITTED = Path(__file__).parent / "rows"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import layerstore
-from layerstore.demo.launch import tell
 from tests.bench.quality.data import ANSWERS, IGNORED, Data, data_of, digest_of
 from tests.bench.quality.settings import SIZES, Settings
 from tests.bench.ranked import begin, leave
 from tests.bench.rows import Rows
+from tests.ranks.launch import tell
 
 if TYPE_CHECKING:
     import torch
