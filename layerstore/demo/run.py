@@ -1,380 +1,173 @@
 """
-The demo: a real DeepSpeed ZeRO-3 training run goes through a store and comes out the same.
+The demo, from top to bottom: a real DeepSpeed ZeRO-3 training goes through a store and comes out the same.
 
-A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested under every policy that measures
-nothing. DeepSpeed resumes from three composites: one of a single step, after which every loss is compared bit by bit
-with the uninterrupted run's; a mixture of steps; and one for a single rank, whose masters and moments are compared.
-Then most commits are collected, but for a run of the same saves by filter, and an HTML page shows what is left.
 Losses do not depend on every weight (for example, the embedding of a byte that is not in the text), so the layers that
-both runs save at the last step are compared too: they have the same version only if all their weights and moments are
-the same bytes. All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
+both trainings save at the last step are compared, too: they have the same version only if all their weights and moments
+are the same bytes. All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
 """
 
-import math
+import json
 import os
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from layerstore.demo.launch import Event, run_ranks
-from layerstore.demo.stores import (
-    POLICIES,
-    Facts,
-    collect,
-    ingest_under,
-    mixture_of,
-    resized,
-    same_layers,
-    size_bytes,
-    usage_of_deepspeed,
-    usage_under,
-)
+from layerstore.composite import Composite
+from layerstore.demo.training import SAVE_EVERY
 from layerstore.disk import mapped_errors
-from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
-from layerstore.policy import Keep
-from layerstore.store import open_store
-from layerstore.units import size
+from layerstore.errors import AlreadyExists, LayerstoreError, Unsupported
+from layerstore.policy import PREDICTABLE, Keep, policy_named
+from layerstore.store import init, open_store
 
-RANKS = 2
-OTHER_RANKS = 1
-RUN = "demo"
-SAVES = 10
-"""How often the uninterrupted run saves, the last time at its last step; composites are based on the middle save."""
+STEPS, BASE = 20, 10  # composites are based on step 10
+TAGS = [f"global_step{step}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
+POLICIES = {policy.name: policy_named(policy.name, getattr(policy, "small", None)) for policy in PREDICTABLE}
+"""The policies by name, with settings for the model's six blocks."""
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+"""Where DeepSpeed finds ninja, even if the environment is not activated."""
 
-FILTERED_RUN = "demo-filter"
-"""The same saves by filter: they take nothing more at first, and their layers are of different ages."""
-RESUMED_RUN = "resumed"
-RESIZED_RUN = "on-one-rank"
-MIXED = "parity"
-"""The policy of the mixed composite, and the name of its pin."""
-
-STEPS = 20
-STEPS_MIN = SAVES
-
-MARKER = "layerstore-demo.txt"
-"""The file that marks a demo's folder, which ``force`` may clear."""
-
-_MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the folders beside this file.\n"
-_RESULTS = ("checkpoints", "store", "policies", "composites", "resumed", "report.html")
-_CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS
-_LOGS = "logs"
-_TRAINING = "training"
-
-_MODULE = "layerstore.demo.training"
-
-_PACKAGES = ("torch", "deepspeed", "transformers")
+Facts = dict[str, Any]
 
 
-def loss_of(step: int, *, uninterrupted: float, resumed: float) -> Facts:
-    """Return both losses of a step, averaged over the ranks, and whether they are the same to the last bit."""
-    identical = math.isfinite(resumed) and uninterrupted.hex() == resumed.hex()
-    return {"step": step, "uninterrupted": uninterrupted, "resumed": resumed, "identical": identical}
-
-
-def problems_of(facts: Facts) -> list[str]:
-    """Return in words every fact that is not as expected."""
-    losses = sum(not loss["identical"] for loss in facts["losses"])
-    layers = sum(not is_same for is_same in facts["layers"].values())
-    mixture, other = facts["mixture"], facts["other_ranks"]
-    mixed, tensors = mixture["layers"] - mixture["same"], other["tensors"] - other["same"]
-    found = {
-        f"{losses} of {len(facts['losses'])} losses after the resume are not the uninterrupted run's": losses,
-        f"{layers} of {len(facts['layers'])} layers at the last step are not the uninterrupted run's": layers,
-        f"{mixed} of {mixture['layers']} layers of the mixture are not those that were saved by parity": mixed,
-        f"{tensors} of {other['tensors']} tensors are others on another number of ranks": tensors,
-        "what the collection left is damaged": not facts["gc"]["is_sound"],
-    }
-    return [text for text, is_wrong in found.items() if is_wrong]
-
-
-def run_demo(
-    folder: Path,
-    *,
-    steps: int = STEPS,
-    keep: bool = False,
-    force: bool = False,
-    say: Callable[[str], object] = lambda line: None,
-) -> Facts:
-    """
-    Train, ingest, compose, resume and compare, all below *folder*; return what ``layerstore demo --json`` prints.
-
-    The store and the logs stay. Unless *keep*, checkpoints are removed once they are ingested, and composites once all
-    have proved identical. *force* removes what an earlier demo left in *folder*. *say* gets progress lines. However it
-    ends, no rank is left running; an interrupt removes everything but the logs.
-
-    Raises:
-        Unsupported: DeepSpeed needs something that is missing; nothing was changed.
-        AlreadyExists: *folder* is not empty, or with *force* not a demo's; nothing was changed.
-        LayerstoreError: The training failed; the message names its log, and ``facts["tail"]`` has the log's end.
-    """
-    if steps < STEPS_MIN:
-        raise InvalidInput(
-            f"{steps} steps are too few: the demo saves {SAVES} times", hint=f"--steps {STEPS_MIN} or more"
-        )
-    check_needs()
-    folder = folder.resolve()
-    _prepare(folder, force=force)
-    try:
-        return _Demo(folder, steps=steps, keep=keep, say=say).run()
-    except BaseException as exc:
-        if not isinstance(exc, Exception):  # after a failure everything stays for inspection
-            for name in _RESULTS:
-                _remove(folder / name)
-        raise
-
-
-def check_needs() -> None:
-    """
-    Check that DeepSpeed can train here, without importing anything heavy.
-
-    Raises:
-        Unsupported: Packages, ninja or the C++ compiler are missing; the message names everything that is missing.
-    """
-    packages = [name for name in _PACKAGES if find_spec(name) is None]
-    if not _program("ninja"):
-        packages.append("ninja")
-    # torch compiles DeepSpeed's operators with $CXX, else with c++.
-    compiler = os.environ.get("CXX", "c++")
-    missing = [*packages, *([] if _program(compiler) else [f"the C++ compiler {compiler}"])]
+def run_demo(folder: Path, *, say: Callable[[str], object] = lambda line: None) -> Facts:
+    """Train, ingest, compose, resume and compare in the new *folder*; return what ``--json`` prints."""
+    missing = [name for name in ("torch", "deepspeed", "transformers") if find_spec(name) is None]
+    missing += [name for name in ("ninja", os.environ.get("CXX", "c++")) if not shutil.which(name, path=PATH)]
     if missing:
-        hints = ["in a fresh virtual environment: pip install -e '.[demo]'"] if packages else []
-        if len(missing) > len(packages):
-            hints.append("install a C++ compiler, for example with: apt-get install g++")
         raise Unsupported(
-            f"the demo trains with DeepSpeed, and this is missing: {', '.join(missing)}", hint="; ".join(hints)
+            f"the demo trains with DeepSpeed, and this is missing: {', '.join(missing)}",
+            hint="in a fresh virtual environment: pip install -e '.[demo]'; a C++ compiler: apt-get install g++",
         )
-
-
-def _program(name: str) -> str | None:
-    """Return where the ranks find *name*: on the PATH, or in this Python's own folder."""
-    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-
-
-def _prepare(folder: Path, *, force: bool) -> None:
-    """Make *folder*, or clear what an earlier demo left there."""
-    if folder.exists() and not folder.is_dir():
-        raise AlreadyExists(f"{folder} is there and is not a folder; nothing was changed", hint="choose another --dir")
+    folder, began = folder.resolve(), time.monotonic()
     with mapped_errors(folder, doing="use"):
         if folder.exists() and any(folder.iterdir()):
-            _check_replaceable(folder, force=force)
-            for name in (*_RESULTS, _LOGS):
-                _remove(folder / name)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).write_text(_MARKER_TEXT)
-        (folder / _LOGS).mkdir()
+            raise AlreadyExists(f"{folder} is not empty; nothing was changed", hint="choose another --dir")
+        (folder / "logs").mkdir(parents=True)
+    facts = _run(folder, say)
+    checks = {
+        "losses after the resume": all(loss["identical"] for loss in facts["losses"]),
+        "layers at the last step": all(facts["layers"].values()),
+        "layers of the mixture": facts["mixture"]["same"] == facts["mixture"]["layers"],
+        "masters and moments on one rank": facts["other_ranks"]["same"] == facts["other_ranks"]["tensors"],
+        "bytes that the collection left": facts["gc"]["is_sound"],
+    }
+    facts["problems"] = [name for name, is_right in checks.items() if not is_right]
+    if not facts["problems"]:
+        shutil.rmtree(folder / "work")
+    return facts | {"identical": not facts["problems"], "seconds": time.monotonic() - began}
 
 
-def _check_replaceable(folder: Path, *, force: bool) -> None:
-    if not (folder / MARKER).exists():
-        hint = "choose another --dir"
-        raise AlreadyExists(f"{folder} is not empty and not a demo's folder; nothing was changed", hint=hint)
-    if not force and any((folder / name).exists() for name in _RESULTS):
-        hint = "choose another --dir, or replace it with --force"
-        raise AlreadyExists(f"{folder} holds an earlier demo; nothing was changed", hint=hint)
+def _run(folder: Path, say: Callable[[str], object]) -> Facts:
+    work, saved, times = folder / "work", folder / "work" / "saved", dict[str, float]()
+    facts: Facts = {"resumed_from": BASE, "dir": folder, "store": folder / "store", "report": folder / "report.html"}
 
+    def begin(part: str, text: str) -> None:
+        say(text)
+        times[part] = time.monotonic()
 
-class _Demo:
-    """One demo while it runs."""
-
-    def __init__(self, folder: Path, *, steps: int, keep: bool, say: Callable[[str], object]) -> None:
-        self._folder = folder
-        self._store = folder / _STORE
-        self._steps = steps
-        self._keeps_all = keep
-        self._say = say
-        self._saves = [steps * save // SAVES for save in range(1, SAVES + 1)]
-        self._base = self._saves[SAVES // 2 - 1]
-        self._rules = Keep(last=3, every=self._base)
-        self._facts: Facts = {"resumed_from": self._base, "sizes": {}, "seconds_by_part": {}}
-        self._facts |= {"dir": folder, "store": self._store, "report": folder / _REPORT}
-
-    def run(self) -> Facts:
-        """Run all parts."""
-        facts, began = self._facts, time.monotonic()
-        uninterrupted = self._train()
-        self._ingest()
-        self._compose()
-        resumed, mixed = self._resume()
-        self._compare_layers()
-        self._resume_elsewhere()
-        self._collect()
-        self._report()
-        facts["seconds"] = time.monotonic() - began
-        facts["mixture"]["loss"] = mixed[self._steps]
+    begin("training", f"training a tiny Llama with DeepSpeed ZeRO-3 on 2 CPU ranks, {STEPS} steps")
+    say("  the first time, DeepSpeed compiles its C++ operator, for a minute or more")
+    (losses,) = _train(folder, "saved")
+    begin("ingest", f"ingesting {len(TAGS)} checkpoints under each of {len(POLICIES)} policies")
+    facts["saved"] = [_usage("DeepSpeed", saved, [_size_bytes(saved / tag) for tag in TAGS])]
+    for name, policy in POLICIES.items():
+        with init(facts["store"] if name == "full" else work / name) as store:
+            new = [store.ingest(saved, run="demo", tag=tag, policy=policy).bytes_new for tag in TAGS]
+        facts["saved"].append(_usage(name, store.path, new))
+    facts["sizes"] = {"checkpoints": _size_bytes(saved), "store": _size_bytes(facts["store"])}
+    with open_store(facts["store"]) as store:
+        for tag in TAGS:  # takes nothing more here, and gives the report layers of different ages to show
+            store.ingest(saved, run="demo-filter", tag=tag, policy=POLICIES["filter"])
+        begin("compose", f"composing demo@{BASE}: as it is, mixed by parity, and for one rank")
+        exact, mixed = store.compose(f"demo@{BASE}"), store.compose(f"demo@{BASE}", policy="parity")
+        facts["sizes"]["composite"] = exact.write(work / "exact").bytes_written
+        exact.write(work / "one-rank", world_size=1)
+        mixed.write(work / "mixed")
+        mixed.pin("parity")
+        with open_store(work / "parity") as by_parity:
+            facts["mixture"] = _mixture(mixed, by_parity.compose(f"demo@{BASE}"))
+        begin("resume", f"resuming from step {BASE} in new processes, and then from the mixture")
+        resumed, from_mixed = _train(folder, "resumed", "exact", "mixed")
+        facts["mixture"]["loss"] = from_mixed[-1]
         facts["losses"] = [
-            loss_of(step, uninterrupted=uninterrupted[step], resumed=resumed[step])
-            for step in range(self._base + 1, self._steps + 1)
+            {"step": step, "uninterrupted": one, "resumed": other, "identical": one == other}
+            for step, one, other in zip(range(BASE + 1, STEPS + 1), losses[BASE:], resumed, strict=True)
         ]
-        problems = problems_of(facts)
-        if not problems:
-            self._drop(_COMPOSITES)
-        return {"identical": not problems, "problems": problems, **facts}
-
-    def _train(self) -> dict[int, float]:
-        checkpoints = self._folder / _CHECKPOINTS
-        text = f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps"
-        with self._part(_TRAINING, text):
-            (losses,) = self._trained(_TRAINING, first=1, last=self._steps, out=checkpoints, saves=self._saves)
-        self._facts["sizes"]["checkpoints"] = size_bytes(checkpoints)
-        return losses
-
-    def _ingest(self) -> None:
-        checkpoints = self._folder / _CHECKPOINTS
-        with self._part("ingest", f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies"):
-            saved = [usage_of_deepspeed(checkpoints, self._saves)]
-            (self._folder / _POLICIES).mkdir()
-            for name in POLICIES:
-                saved.append(usage_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
-                self._note(f"{name}: {size(saved[-1]['total_bytes'])} of store")
-            self._facts["sizes"]["store"] = size_bytes(self._store)
-            with open_store(self._store) as store:
-                ingest_under("filter", checkpoints, self._saves, store=store, run=FILTERED_RUN)
-        self._facts["saved"] = saved
-        self._drop(_CHECKPOINTS)
-
-    def _store_of(self, policy: str) -> Path:
-        """Return the store of the saves under *policy*; the demo's main store has the full ones."""
-        return self._store if policy == next(iter(POLICIES)) else self._folder / _POLICIES / policy
-
-    def _compose(self) -> None:
-        ref, folder = f"{RUN}@{self._base}", self._folder / _COMPOSITES
-        text = f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks"
-        with self._part("compose", text), open_store(self._store) as store:
-            folder.mkdir()
-            exact, mixed = store.compose(ref), store.compose(ref, policy=POLICIES[MIXED])
-            written = exact.write(folder / "exact")
-            exact.write(folder / "other", world_size=OTHER_RANKS)
-            mixed.write(folder / MIXED)
-            mixed.pin(MIXED)
-            self._facts["mixture"] = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
-        self._facts["sizes"]["composite"] = written.bytes_written
-        self._note(f"{size(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
-        self._drop(_POLICIES)
-
-    def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
-        composites = self._folder / _COMPOSITES
-        text = f"resuming from step {self._base} in new processes, and once more from the mixture"
-        with self._part("resume", text):
-            exact, mixed = self._trained(
-                "resumed",
-                first=self._base + 1,
-                last=self._steps,
-                out=self._folder / _RESUMED / "exact",
-                saves=[self._steps],
-                resume=[composites / "exact", composites / MIXED],
-            )
-        return exact, mixed
-
-    def _compare_layers(self) -> None:
-        text = f"ingesting what the resumed run saved at step {self._steps}"
-        with self._part("compare", text), open_store(self._store) as store:
-            ingested = store.ingest(self._folder / _RESUMED / "exact", run=RESUMED_RUN)
-            same = self._facts["layers"] = same_layers(
-                store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN)
-            )
-        self._note(f"{sum(same.values())} of {len(same)} layers are stored already, {size(ingested.bytes_new)} new")
-
-    def _resume_elsewhere(self) -> None:
-        out = self._folder / _RESUMED / "other"
-        text = f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded"
-        with self._part("other ranks", text):
-            self._note("one rank trains on other texts than two, so its loss is another; masters and moments count")
-            self._trained(
-                "other-ranks",
-                count=OTHER_RANKS,
-                first=self._base + 1,
-                last=self._base + 1,
-                out=out,
-                saves=[self._base],
-                resume=[self._folder / _COMPOSITES / "other"],
-            )
-            with open_store(self._store) as store:
-                store.ingest(out, run=RESIZED_RUN)
-                found = self._facts["other_ranks"] = resized(
-                    store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN)
-                )
-        self._note(f"{found['same']} of {found['tensors']} masters and moments have the same bits")
-        self._drop(_RESUMED)
-
-    def _collect(self) -> None:
-        text = (
-            f"removing what is neither of the newest 3 commits nor of every {self._base}th step; {FILTERED_RUN} stays"
-        )
-        with self._part("gc", text), open_store(self._store) as store:
-            found = self._facts["gc"] = collect(store, self._rules, runs=[RUN, RESUMED_RUN, RESIZED_RUN])
-        freed = found["before_bytes"] - found["after_bytes"]
-        self._note(f"{size(freed)} freed; what is left is verified")
-
-    def _report(self) -> None:
-        text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
-        with self._part("report", text), open_store(self._store) as store:
-            store.report(self._folder / _REPORT, keep=self._rules)
-
-    def _trained(
-        self,
-        name: str,
-        *,
-        first: int,
-        last: int,
-        out: Path,
-        saves: list[int],
-        resume: Sequence[Path] = (),
-        count: int = RANKS,
-    ) -> list[dict[int, float]]:
-        """Run the training program; return the losses of steps *first* to *last*, one dict for each of *resume*."""
-        log = self._folder / _LOGS / f"{name}.log"
-        losses: list[dict[int, float]] = [{} for _ in range(max(1, len(resume)))]
-        arguments = ["--steps", str(last), "--out", str(out), "--save-at", *map(str, saves)]
-        arguments += ["--resume", *map(str, resume)] if resume else []
-        current = 0
-
-        def hear(event: Event) -> None:
-            nonlocal current
-            if event["kind"] == "resumed":
-                current = event["checkpoint"]
-                self._note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
-                if resume[current].name == MIXED:
-                    self._note("a mixture is another model: its losses are near those above, and not the same")
-            else:
-                step, loss = event["step"], float.fromhex(event["loss"])
-                losses[current][step] = loss
-                self._note(f"step {step} of {last}, loss {loss:.4f}")
-
-        if name == _TRAINING:
-            self._note(
-                "starting torch and DeepSpeed, which compiles its C++ operator the first time, for a minute or more; "
-                f"the log: {log}"
-            )
-        run_ranks(_MODULE, arguments, count=count, folder=self._folder, log=log, hear=hear)
-        if any(list(found) != list(range(first, last + 1)) for found in losses):
-            raise LayerstoreError(f"the training told of other steps than {first} to {last}; its log is {log}")
-        return losses
-
-    def _drop(self, name: str) -> None:
-        """Remove the folder *name* unless everything is kept."""
-        if not self._keeps_all:
-            _remove(self._folder / name)
-
-    def _note(self, text: str) -> None:
-        """Say a fact about the current part."""
-        self._say(f"  {text}")
-
-    @contextmanager
-    def _part(self, name: str, text: str) -> Iterator[None]:
-        """Announce the part *name*, and time it."""
-        self._say(text)
-        started = time.monotonic()
-        yield
-        self._facts["seconds_by_part"][name] = time.monotonic() - started
+        begin("compare", f"ingesting what the resumed run saved at step {STEPS}")
+        store.ingest(work / "resumed", run="resumed")
+        facts["layers"] = same_layers(store.compose(f"demo@{STEPS}"), store.compose("resumed"))
+        begin("other ranks", "resuming on 1 rank instead of 2, and saving what it has loaded")
+        _train(folder, "resized", "one-rank", steps=BASE, ranks=1)
+        store.ingest(work / "resized", run="on-one-rank")
+        facts["other_ranks"] = same_arrays(store.compose(f"demo@{BASE}"), store.compose("on-one-rank"))
+        begin("gc", f"removing what is neither of the newest 3 commits nor of step {BASE}; demo-filter stays")
+        keep, before = Keep(last=3, every=BASE), _size_bytes(store.path)
+        outcome = store.gc(keep, runs=["demo", "resumed", "on-one-rank"], grace_seconds=0)  # nobody else writes
+        removed, is_sound = len(outcome.removed), store.verify(read_data=True).ok
+        facts["gc"] = {"removed": removed, "kept": len(outcome.commits) - removed, "is_sound": is_sound}
+        facts["gc"] |= {"before_bytes": before, "after_bytes": _size_bytes(store.path)}
+        begin("report", "writing report.html")
+        store.report(facts["report"], keep=keep)
+    ends = [*times.values(), time.monotonic()][1:]
+    return facts | {"seconds_by_part": {part: end - times[part] for part, end in zip(times, ends, strict=True)}}
 
 
-def _remove(path: Path) -> None:
-    with mapped_errors(path, doing="remove"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: int = 2) -> list[list[float]]:
+    """Train from each of *composites*, or from the beginning; return the losses of each training."""
+    paths = [str(folder / "work" / name) for name in (out, *composites)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(ranks), "-m", "layerstore.demo.training", str(steps), *paths]
+    # One thread, since the order of a sum changes its bits; lo, since a host's name may not resolve without a network.
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": PATH}
+    settings |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    log = folder / "logs" / f"{out}.log"
+    # In a session of its own, so that only we get Ctrl-C, and torchrun ends its ranks cleanly.
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, env=os.environ | settings, stdout=output, stderr=output, start_new_session=True
+        ) as process,
+    ):
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()  # does something only if we were interrupted
+            process.wait()
+    if status != 0:
+        raise LayerstoreError(f"the training on {ranks} ranks failed; its log is {log}", log=str(log))
+    return [list(map(float, losses)) for losses in json.loads((folder / "work" / out / "losses.json").read_text())]
+
+
+def _usage(saved_by: str, folder: Path, saves: list[int]) -> Facts:
+    first, *later = saves
+    facts = {"saved_by": saved_by, "saves": len(saves), "total_bytes": _size_bytes(folder)}
+    return facts | {"first_bytes": first, "later_bytes": sum(later) / len(later)}
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _mixture(mixed: Composite, saved: Composite) -> Facts:
+    same, steps = same_layers(saved, mixed), Counter(choice.step for choice in mixed.layers.values())
+    facts = {"policy": mixed.policy, "step": mixed.step, "steps": dict(sorted(steps.items(), reverse=True))}
+    return facts | {"oldest_steps": mixed.staleness.oldest.steps, "layers": len(same), "same": sum(same.values())}
+
+
+def same_layers(expected: Composite, actual: Composite) -> dict[str, bool]:
+    """Return for every layer whether both have the same version: the same weights and moments, bit for bit."""
+    versions = {layer: choice.version for layer, choice in actual.layers.items()}
+    return {layer: versions.get(layer) == choice.version for layer, choice in expected.layers.items()}
+
+
+def same_arrays(expected: Composite, actual: Composite) -> Facts:
+    """Compare masters and moments of two commits for different numbers of ranks, array by array."""
+    pairs = [(expected.tensors(kind), actual.tensors(kind)) for kind in ("master", "optimizer")]
+    same = [ours[name].tobytes() == theirs[name].tobytes() for ours, theirs in pairs for name in ours]
+    return {"ranks": actual.world_size, "tensors": len(same), "same": sum(same)}

@@ -196,7 +196,7 @@ def test_wrong_use_exits_2(run: Run, words: list[str]) -> None:
         (["compose", "--step=-1"], "--step -1 is less than 0"),
         (["compose", "--threshold", "x"], "--threshold x is not a number"),
         (["log", "-n", "ten"], "--limit ten is not a whole number"),
-        (["demo", "--steps", "2000"], "--steps 2000 is more than 1000"),
+        (["estimate", "--world-size", "2000000"], "--world-size 2000000 is more than 1000000"),
         (["compose", "--adam-step", "no"], "--adam-step: 'no' is not one of 'unify', 'per-layer'"),
         (["compose", "--step", "1" * 5000], f"--step {'1' * 5000} is too large"),
     ],

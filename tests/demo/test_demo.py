@@ -1,11 +1,12 @@
 """The demo, once with real training, and how it refuses, without."""
 
+import contextlib
 import json
-import math
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,60 +14,16 @@ import pytest
 
 import layerstore
 from layerstore.cli.app import main
-from layerstore.demo import STEPS, STEPS_MIN, run, run_demo
-from layerstore.demo.launch import Event
-from layerstore.demo.run import MARKER, loss_of, problems_of
-from layerstore.demo.stores import resized, same_layers
-from layerstore.errors import AlreadyExists, InvalidInput
+from layerstore.demo import run, run_demo
+from layerstore.demo.run import same_arrays, same_layers
+from layerstore.errors import AlreadyExists
 from tests.docs.pages import README
 from tests.docs.reference import commands
 from tests.generated import generate
 from tests.inspect.test_page import facts_in
 
 DEMO_SECONDS_MAX = 600
-"""Half a minute is usual; on a fresh machine DeepSpeed first compiles, and the machine may be busy."""
-
-CONTENT = "precious"
-
-
-@pytest.fixture
-def someone_elses(tmp_path: Path) -> Path:
-    """Return a folder with names that the demo uses, too, but not made by it."""
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "file").write_text(CONTENT)
-    return tmp_path
-
-
-def demo_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``layerstore demo`` in a process of its own."""
-    command = [sys.executable, "-m", "layerstore.cli", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEMO_SECONDS_MAX, check=False)
-
-
-def test_what_it_waits_for_is_said_once_with_the_whole_path_of_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And why the losses of a mixture are others than those before."""
-    lines: list[str] = []
-
-    def trained(module: str, arguments: list[str], *, hear: Callable[[Event], object], **_: object) -> None:
-        begin, resumed = (11, ["exact", "parity"]) if "--resume" in arguments else (1, [None])
-        for number, checkpoint in enumerate(resumed):
-            if checkpoint is not None:
-                hear({"kind": "resumed", "checkpoint": number})
-            for step in range(begin, 21):
-                hear({"kind": "step", "step": step, "loss": (2.5).hex()})
-
-    monkeypatch.setattr(run, "run_ranks", trained)
-    demo = run._Demo(tmp_path, steps=20, keep=False, say=lines.append)
-
-    demo._train()
-    demo._resume()
-
-    text = "\n".join(lines)
-    assert text.count("compiles") == 1
-    assert f"the log: {tmp_path}/logs/training.log" in text
-    assert lines[lines.index("  DeepSpeed has loaded composites/parity") + 1].startswith("  a mixture is another model")
+"""A minute is usual; on a fresh machine DeepSpeed first compiles, and the machine may be busy."""
 
 
 @pytest.mark.timeout(DEMO_SECONDS_MAX + 60)
@@ -74,13 +31,14 @@ def test_every_loss_after_the_resume_is_the_uninterrupted_runs(tmp_path: Path) -
     """Real training resumes from the store bit for bit, and the JSON says what was measured."""
     folder = tmp_path / "demo with a space"
 
-    finished = demo_command("--dir", str(folder), "--steps", "10", "--json")
+    command = [sys.executable, "-m", "layerstore.cli", "demo", "--dir", str(folder), "--json"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=DEMO_SECONDS_MAX, check=False)
 
     assert finished.returncode == 0, finished.stderr
     measured = json.loads(finished.stdout.splitlines()[-1])
-    assert (measured["schema"], measured["identical"], measured["resumed_from"]) == (1, True, 5)
+    assert (measured["schema"], measured["identical"], measured["resumed_from"]) == (1, True, 10)
     assert measured["problems"] == []
-    assert [loss["step"] for loss in measured["losses"]] == [6, 7, 8, 9, 10]
+    assert [loss["step"] for loss in measured["losses"]] == list(range(11, 21))
     for loss in measured["losses"]:
         assert loss["identical"]
         assert loss["uninterrupted"].hex() == loss["resumed"].hex()
@@ -90,19 +48,43 @@ def test_every_loss_after_the_resume_is_the_uninterrupted_runs(tmp_path: Path) -
     assert measured["losses"][-1]["resumed"] < 5
     assert all(measured["sizes"][what] > 1_000_000 for what in ("checkpoints", "store", "composite"))
     assert measured["seconds"] >= sum(measured["seconds_by_part"].values())
-    assert {MARKER, "logs", "store", "report.html"} == {path.name for path in folder.iterdir()}
+    assert {"logs", "store", "report.html"} == {path.name for path in folder.iterdir()}
     check_policies(measured)
     check_other_ranks_and_gc(measured)
     check_report(measured)
     with layerstore.open(measured["store"]) as store:
         assert {run: [entry.step for entry in store.log(run)] for run in store.runs()} == {
-            "demo": [10, 9, 8, 5],
-            "demo-filter": [10, 9, 8, 7, 6, 5, 4, 3, 2, 1],
-            "on-one-rank": [5],
-            "resumed": [10],
+            "demo": [20, 18, 16, 10],
+            "demo-filter": [20, 18, 16, 14, 12, 10, 8, 6, 4, 2],
+            "on-one-rank": [10],
+            "resumed": [20],
         }
         assert store.compose("parity").layers.keys() == measured["layers"].keys()
         assert store.verify(read_data=True).ok
+
+
+@pytest.mark.timeout(DEMO_SECONDS_MAX + 60)
+def test_an_interrupt_leaves_no_rank(tmp_path: Path) -> None:
+    """SIGINT reaches the command alone, as from a terminal; it ends when all that it started has ended."""
+    command = [sys.executable, "-m", "layerstore.cli", "demo", "--dir", str(tmp_path / "demo")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + DEMO_SECONDS_MAX
+    while len(started_for(tmp_path)) < 4 and time.monotonic() < end:  # the command, torchrun, and two ranks
+        time.sleep(0.05)
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(DEMO_SECONDS_MAX) == 130
+    assert started_for(tmp_path) == []
+
+
+def started_for(folder: Path) -> list[str]:
+    """Return the command lines of processes that have to do with *folder*."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if str(folder) in line]
 
 
 def check_policies(measured: dict[str, Any]) -> None:
@@ -116,7 +98,7 @@ def check_policies(measured: dict[str, Any]) -> None:
     assert measured["sizes"]["checkpoints"] >= saved["DeepSpeed"]["total_bytes"]
     mixture = measured["mixture"]
     assert mixture["same"] == mixture["layers"] == sum(mixture["steps"].values()) == len(measured["layers"])
-    assert set(mixture["steps"]) == {"5", "4"}
+    assert set(mixture["steps"]) == {"10", "8"}
     # Another training, and not far from the first one.
     assert measured["losses"][-1]["uninterrupted"] != mixture["loss"]
     assert abs(measured["losses"][-1]["uninterrupted"] - mixture["loss"]) < 0.5
@@ -160,25 +142,14 @@ def test_how_long_it_takes_is_said_once_the_same_way() -> None:
         assert len(re.findall(r"(?i)\bminutes?\b", text.partition("## Measured")[0])) == 2
 
 
-def test_a_folder_of_someone_else_is_refused_even_with_force(someone_elses: Path) -> None:
-    """Only what a demo made is ever removed."""
-    for force in (False, True):
-        with pytest.raises(AlreadyExists, match="not a demo's folder"):
-            run_demo(someone_elses, force=force)
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    """Nothing in it is touched; an empty one will do."""
+    (tmp_path / "precious").touch()
 
-    assert (someone_elses / "store" / "file").read_text() == CONTENT
-    assert [path.name for path in someone_elses.iterdir()] == ["store"]
+    with pytest.raises(AlreadyExists, match="not empty"):
+        run_demo(tmp_path)
 
-
-def test_an_earlier_demo_is_only_replaced_with_force(someone_elses: Path) -> None:
-    """The hint says how to replace it, and until then nothing is touched."""
-    (someone_elses / MARKER).touch()
-
-    with pytest.raises(AlreadyExists, match="earlier demo") as raised:
-        run_demo(someone_elses)
-
-    assert "--force" in str(raised.value.hint)
-    assert (someone_elses / "store" / "file").read_text() == CONTENT
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_a_missing_compiler_is_one_clear_error(
@@ -196,68 +167,60 @@ def test_a_missing_compiler_is_one_clear_error(
     assert not (tmp_path / "demo").exists()
 
 
-def test_too_few_steps_are_refused(tmp_path: Path) -> None:
-    """Every save needs a step."""
-    with pytest.raises(InvalidInput, match="too few"):
-        run_demo(tmp_path / "demo", steps=STEPS_MIN - 1)
-
-
-def test_the_command_has_the_librarys_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command repeats default and bound, so that ``--help`` need not import the library."""
-    main(["demo", "--help"])
-
-    assert f"[default: {STEPS}; {STEPS_MIN} to" in " ".join(capsys.readouterr().out.split())
+LOSS = {"step": 2, "uninterrupted": 2.5, "resumed": 2.5, "identical": True}
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    """Return the facts of a demo in which all went well, but for what is *changed*."""
+    """Return what a demo measured in which all went well, but for what is *changed*."""
     usage = {"saves": 2, "total_bytes": 2, "first_bytes": 1, "later_bytes": 1.0}
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "resumed_from": 1,
         "saved": [{"saved_by": name, **usage} for name in "ab"],
-        "losses": [loss_of(2, uninterrupted=2.5, resumed=2.5)],
+        "losses": [LOSS],
         "layers": {"norm": True},
         "mixture": {"policy": "parity", "step": 1, "steps": {1: 1}, "layers": 1, "same": 1, "loss": 2.0},
         "other_ranks": {"ranks": 1, "tensors": 3, "same": 3},
         "gc": {"removed": 1, "kept": 1, "before_bytes": 2, "after_bytes": 1, "is_sound": True},
         "dir": Path("demo"),
-        "store": Path("demo/store"),
         "report": Path("demo/report.html"),
-        "seconds": 2.0,
-        "seconds_by_part": {"training": 1.0},
     }
     for name, value in changed.items():
-        found[name] = found[name] | value if isinstance(found[name], dict) else value
-    return found | {"problems": problems_of(found)}
+        measured[name] = measured[name] | value if isinstance(measured[name], dict) else value
+    return measured
 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"losses": [loss_of(2, uninterrupted=2.5, resumed=2.6)]}, "1 of 1 losses after the resume"),
-        ({"layers": {"norm": False, "head": True}}, "1 of 2 layers at the last step"),
-        ({"mixture": {"same": 0}}, "1 of 1 layers of the mixture"),
-        ({"other_ranks": {"same": 1}}, "2 of 3 tensors"),
-        ({"gc": {"is_sound": False}}, "is damaged"),
+        ({}, ""),
+        ({"losses": [LOSS, LOSS | {"identical": False}]}, "losses after the resume"),
+        ({"layers": {"norm": False, "head": True}}, "layers at the last step"),
+        ({"mixture": {"same": 0}}, "layers of the mixture"),
+        ({"other_ranks": {"same": 1}}, "masters and moments on one rank"),
+        ({"gc": {"is_sound": False}}, "bytes that the collection left"),
     ],
 )
 def test_any_difference_fails_the_demo(
-    changed: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, Any],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The difference is named, and all measurements are still printed."""
-    monkeypatch.setattr("layerstore.demo.run_demo", lambda *_, **__: facts(**changed))
+    """The difference is named, all measurements are still printed, and what was compared stays."""
 
-    assert main(["demo"]) == 1
+    def measured(folder: Path, say: object) -> dict[str, Any]:
+        (folder / "work").mkdir()
+        return facts(**changed)
+
+    monkeypatch.setattr(run, "_run", measured)
+
+    assert main(["demo", "--dir", str(tmp_path)]) == (1 if problem else 0)
     printed = capsys.readouterr()
-    assert problem in printed.err
-    assert "bit for bit" not in printed.out
-    assert facts()["problems"] == []
-
-
-def test_losses_are_identical_to_the_last_bit_only() -> None:
-    """One unit in the last place is a difference, and NaN is never identical."""
-    for one, other, expected in ((2.5, 2.5, True), (2.5, math.nextafter(2.5, 3), False), (math.nan, math.nan, False)):
-        assert loss_of(1, uninterrupted=one, resumed=other)["identical"] is expected
+    assert "2.5" in printed.out
+    assert (f"the demo found a difference: {problem}" in printed.err) is bool(problem)
+    assert ("bit for bit" in printed.out) is not bool(problem)
+    assert (tmp_path / "work").exists() is bool(problem)
 
 
 def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path) -> None:
@@ -272,9 +235,9 @@ def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path)
             source = generate(tmp_path / run, step=1, layers=6, hidden=32, vocab=32, **options)
             store.ingest(source, run=run)
         two, same, other = (store.compose(run) for run in ("two", "same", "other"))
-        different = resized(two, other)
+        different = same_arrays(two, other)
 
-        assert resized(two, same) == {"ranks": 1, "tensors": 3 * (9 * 6 + 3), "same": 3 * (9 * 6 + 3)}
+        assert same_arrays(two, same) == {"ranks": 1, "tensors": 3 * (9 * 6 + 3), "same": 3 * (9 * 6 + 3)}
         assert different["same"] < different["tensors"] == 3 * (9 * 6 + 3)
         assert set(same_layers(two, two).values()) == {True}
         assert set(same_layers(two, other).values()) == {False}
