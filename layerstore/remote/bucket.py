@@ -51,6 +51,8 @@ OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 """The folders that hold objects."""
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
 """Each collection of the last day leaves a mark here."""
+LISTED_AT_ONCE = 1000
+"""How many names a server lists for one request."""
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
 """Not the generator of the program that saves: it draws the same numbers with and without us."""

@@ -8,7 +8,7 @@ lets bytes go here, or says that a bucket has a commit, looks at the objects.
 
 import time
 import warnings
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -16,11 +16,12 @@ from layerstore.errors import AlreadyExists, Conflict, IntegrityError, NotFound
 from layerstore.format import StoreIdentity
 from layerstore.history import PushedNotice, named_by
 from layerstore.layers import typed
-from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_GRACE_SECONDS
+from layerstore.limits import OWN_JSON_BYTES_MAX, REMOTE_GRACE_SECONDS, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId
-from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, Bucket
+from layerstore.remote.bucket import COLLECTIONS_AT_WORK, COLLECTIONS_ENDED, LISTED_AT_ONCE, OBJECT_FOLDERS, Bucket
 from layerstore.remote.folder import Listed
 from layerstore.storage import RecordName, Repository, name_in
+from layerstore.threads import Threads
 
 IDENTITY = "store.json"
 
@@ -87,32 +88,85 @@ def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
 
 
 class Inventory:
-    """The objects that a bucket has listed, held against what records of *repo* name."""
+    """
+    Which objects a bucket has, held against what records of *repo* name.
 
-    def __init__(self, repo: Repository, listed: Iterable[Listed]) -> None:
+    Asked for one by one or all listed, whichever takes fewer requests; listed at once where *lists* is set.
+    """
+
+    def __init__(self, repo: Repository, bucket: Bucket, *, lists: bool) -> None:
         self._repo = repo
-        self._listed = {each.name: each for each in listed}
+        self._bucket = bucket
+        self._found: dict[str, Listed | None] = {}
+        """By name, what is known to be there, or not; of what is listed, only what is there."""
+        self._asked = 0
+        self.is_listed = False
         self.nothing_is_lost = False
         """Whether everything that is here is known to be there, too: then a blob that is there need not be read."""
         self._blobs: dict[ObjectId, bool] = {}
         """Whether each blob that was asked for is there with all that it names."""
+        if lists:
+            self._list()
+
+    def _list(self) -> None:
+        self._found = {each.name: each for each in self._bucket.objects()}
+        self.is_listed = True
+
+    def look_for(self, refs: Sequence[BlobRef]) -> None:
+        """Find out which of *refs* are there; what is known is not asked again."""
+        names = [name for name in self._names(refs) if name not in self._found]
+        if self.is_listed or not names:
+            return
+        self._asked += len(names)
+        if self._asked > len(OBJECT_FOLDERS) and self._asked > self._requests_of_listing:
+            self._list()
+            return
+        with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
+            self._found.update(zip(names, pool.map(self._bucket.look, names), strict=True))
+
+    def look_for_new(self, refs: Sequence[BlobRef]) -> None:
+        """
+        Do that for *refs* that a push is about to send, in its order: where the first ones are not there, none are.
+
+        A push that was killed has sent some of the first, since all send in one order. Whoever errs here sends once
+        more what is there.
+        """
+        new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._found]
+        first, others = new[:REMOTE_REQUESTS_MAX], new[REMOTE_REQUESTS_MAX:]
+        self.look_for(first)
+        if any(map(self.find, first)):
+            self.look_for(others)
+        else:
+            self._found.update(dict.fromkeys(self._names(others)))
+
+    @cached_property
+    def _requests_of_listing(self) -> int:
+        """How many requests a listing takes at least, if the bucket has what is here."""
+        return max(len(OBJECT_FOLDERS), sum(1 for _ in self._repo.objects.ids()) // LISTED_AT_ONCE)
+
+    def _names(self, refs: Iterable[BlobRef]) -> list[str]:
+        return [self._repo.layout.object_name(ref.id) for ref in refs]
 
     def find(self, ref: BlobRef) -> Listed | None:
-        """Return the entry of *ref*, None unless it is listed in full size."""
-        listed = self._listed.get(self._repo.layout.object_name(ref.id))
+        """Return the entry of *ref*, None unless it is there in full size."""
+        name = self._repo.layout.object_name(ref.id)
+        if not self.is_listed and name not in self._found:
+            self.look_for([ref])
+        listed = self._found.get(name)
         return listed if listed is not None and listed.size_bytes == ref.size_bytes else None
 
     def has_all_of(self, record: CommitRecord) -> bool:
         """
-        Whether everything that *record* names is listed in full size.
+        Whether everything that *record* names is there in full size.
 
         Raises:
             IntegrityError: A blob is damaged here, so what it names is unknown.
         """
+        self.look_for(record.blobs)
         return all(map(self._has_all_of_blob, record.blobs))
 
     def has_all_here(self, *, besides: Container[object]) -> bool:
-        """Whether every object of this store, *besides* some, is listed in full size."""
+        """Whether every object of this store, *besides* some, is there in full size."""
         if self._repo.files.exists(self._repo.layout.partial):
             return False  # not every object is here
         sizes = ((name, self._repo.files.size(self._repo.layout.object(name))) for name in self._repo.objects.ids())
@@ -124,17 +178,20 @@ class Inventory:
 
     def _has_all_of_blob(self, blob: BlobRef) -> bool:
         if blob.id not in self._blobs:
-            self._blobs[blob.id] = self.find(blob) is not None and (
-                self.nothing_is_lost or None not in map(self.find, named_by(self._repo, blob))
-            )
+            self._blobs[blob.id] = self.find(blob) is not None and (self.nothing_is_lost or self._has_named_by(blob))
         return self._blobs[blob.id]
+
+    def _has_named_by(self, blob: BlobRef) -> bool:
+        named = named_by(self._repo, blob)
+        self.look_for(named)
+        return None not in map(self.find, named)
 
 
 class SecondCopies:
     """
     The commits of *repo* that its remote *bucket* has with everything that they name, in full size.
 
-    Objects are listed once somebody asks for a commit whose record is there.
+    Objects are looked for once somebody asks for a commit whose record is there.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket) -> None:
@@ -145,7 +202,7 @@ class SecondCopies:
 
     @cached_property
     def _inventory(self) -> Inventory:
-        return Inventory(self._repo, self._bucket.objects())
+        return Inventory(self._repo, self._bucket, lists=False)
 
     def __contains__(self, commit: object) -> bool:
         name = self._there.get(CommitId(str(commit)))

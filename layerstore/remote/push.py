@@ -58,13 +58,15 @@ def push(
     refs: Iterable[Resolved] | None,
     runs: Iterable[str] | None = None,
     moves_pins: bool = False,
+    compares: bool = True,
     progress: Progress,
 ) -> Pushed:
     """
     Send what *bucket* lacks of *refs*, or else of every visible commit and pin, of *runs* or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
-    Objects are listed, and their sizes compared: what the remote has lost of a commit or pin is sent again.
+    Where a commit or pin is there already, objects are listed, and their sizes compared: what the remote has lost is
+    sent again. Unless it *compares*, what is there already counts as whole, and only what is new costs requests.
     A pin that means something else there is left alone, unless *moves_pins* is set.
 
     Raises:
@@ -74,7 +76,7 @@ def push(
     """
     made = claim(bucket, repo.identity)
     pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
-    pushed = pushes.run(*_asked(repo, refs, runs), made=made)
+    pushed = pushes.run(*_asked(repo, refs, runs), made=made, compares=compares)
     raise_left(pushes.left, "sent")
     return pushed
 
@@ -187,7 +189,7 @@ class _Push:
         """The records that the bucket has, together with all that they name."""
         self._common_blobs: set[ObjectId] = set()
         self._named: Needs | None = None
-        self._inventory = Inventory(repo, ())
+        self._inventory = Inventory(repo, bucket, lists=False)
         self._listed_ns = self._old_before_ns = 0
         """By the server's clock."""
         self._list_again_at = 0.0
@@ -200,11 +202,14 @@ class _Push:
         self._objects = 0
         self._bytes_sent = 0
 
-    def run(self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool) -> Pushed:
+    def run(
+        self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool, compares: bool = True
+    ) -> Pushed:
         """
         Send the records *names* and *pins* with all that they name; `left` then adds to *left* what could not be sent.
 
-        *made* says that the bucket was empty: two stores may have seen that at the same time.
+        *made* says that the bucket was empty: two stores may have seen that at the same time. The first run *compares*
+        what is there already.
         """
         self.left, self._made = dict(left), made
         before = pushed_to(self._repo).get(self._bucket.url, frozenset())
@@ -215,9 +220,9 @@ class _Push:
         for name in new:
             if name not in commits and f"{name.run}@{name.step}" not in self.left:
                 _tell_gone(name.run, name.step)
-        is_first = not self._listed_ns and bool(there or pins)
+        is_first = compares and not self._listed_ns and bool(there.intersection(names) or pins)
         if is_first:
-            self._list()
+            self._begin(lists=True)
             commits |= self._incomplete(there.intersection(names), new=commits.values())
         pins = [pin for pin in pins if not self._has_or_leaves(pin, is_first=is_first)]
         paths = {layout.record(name.run, name.step, name.id): name for name in names if name in commits}
@@ -225,7 +230,7 @@ class _Push:
         waiting += ((layout.pin(pin.name), pin.record) for pin in pins)
         if waiting:
             if self._is_stale():
-                self._list()
+                self._begin()
             wanted, seen = list[BlobRef](), set(self._sent)
             waiting = deque(self._process_each(waiting, lambda _, record: wanted.extend(self._missing(record, seen))))
             self._progress.start("push", sum(ref.size_bytes for ref in wanted))
@@ -309,8 +314,8 @@ class _Push:
 
     # -- what is missing -----------------------------------------------------------------------------------------
 
-    def _list(self) -> None:
-        """List what the bucket has; the result is valid for half a grace."""
+    def _begin(self, *, lists: bool = False) -> None:
+        """Find out which records the bucket has, and what else, if it *lists* all; valid for half a grace."""
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
@@ -318,22 +323,34 @@ class _Push:
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
         self._named = None
-        self._inventory = Inventory(self._repo, self._bucket.objects())
+        self._inventory = Inventory(self._repo, self._bucket, lists=lists)
         self._sent.clear()
         self._unnamed.clear()
 
     def _missing(self, record: CommitRecord, seen: set[ObjectId]) -> list[BlobRef]:
         """Return what is missing of *record* and not *seen* yet, each blob after all that it names."""
-        found = []
+        self._inventory.look_for([blob for blob in record.blobs if blob.id in self._common_blobs])
+        new: dict[BlobRef, bool] = {}
         for blob in record.blobs:
-            if blob.id in seen:
-                continue
-            is_common = blob.id in self._common_blobs
-            for ref in (*named_by(self._repo, blob), blob):
-                if ref.id not in seen and not self._has(ref, is_common=is_common):
-                    found.append(ref)
-                seen.add(ref.id)
-        return found
+            if blob.id not in seen:
+                is_common = blob.id in self._common_blobs
+                for ref in (*self._doubtful(blob, is_common=is_common), blob):
+                    new[ref] = new.get(ref, False) or is_common
+        new = {ref: is_common for ref, is_common in new.items() if ref.id not in seen}
+        blobs = {blob.id for blob in record.blobs}
+        self._inventory.look_for_new(sorted(new, key=lambda ref: ref.id in blobs))  # in the order of sending
+        seen.update(ref.id for ref in new)
+        return [ref for ref, is_common in new.items() if not self._has(ref, is_common=is_common)]
+
+    def _doubtful(self, blob: BlobRef, *, is_common: bool) -> Sequence[BlobRef]:
+        """
+        Return what *blob* names, unless that is relied on without asking.
+
+        As by a save to a bucket: a blob that is there, and named by a record there, has come after all that it names.
+        Where all is listed, nobody need be asked.
+        """
+        is_relied_on = is_common and not self._inventory.is_listed and self._inventory.find(blob) is not None
+        return () if is_relied_on else named_by(self._repo, blob)
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
         """Whether the bucket has *ref* and will keep it; *is_common* says that a record there names it."""
@@ -365,7 +382,7 @@ class _Push:
         group = [waiting.popleft()]
         while group:
             if self._is_stale():
-                self._list()
+                self._begin()
             group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
             if self._is_stale():
                 continue

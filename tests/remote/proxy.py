@@ -1,12 +1,15 @@
 """A proxy that counts what goes over the wire."""
 
+import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 _CONNECTIONS_MAX = 1000
+_REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (/\S*) HTTP/1\.1\r\n")
 
 
 class Wire:
@@ -18,11 +21,14 @@ class Wire:
         self._guard = threading.Lock()
         self.sent_bytes = self.received_bytes = 0
         """By whoever asks: with every header, listing and repetition."""
+        self.requests = Counter[str]()
+        """How many there were, by method; a listing is a ``LIST``."""
 
     def forget(self) -> None:
         """Count anew."""
         with self._guard:
             self.sent_bytes = self.received_bytes = 0
+            self.requests.clear()
 
     def serve(self, server: socket.socket) -> None:
         """Pass on what comes to *server*, until that is shut down."""
@@ -44,10 +50,16 @@ class Wire:
                 with self._guard:
                     if is_sent:
                         self.sent_bytes += len(data)
+                        self.requests.update(map(_kind_of, _REQUEST.findall(data)))
                     else:
                         self.received_bytes += len(data)
                 target.sendall(data)
         _shut(target)
+
+
+def _kind_of(request: tuple[bytes, bytes]) -> str:
+    method, path = request
+    return "LIST" if b"list-type=" in path else method.decode()
 
 
 def _shut(connection: socket.socket) -> None:

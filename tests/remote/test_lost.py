@@ -8,7 +8,10 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import IntegrityError
 from layerstore.history import PushedNotice
-from layerstore.remote import Bucket
+from layerstore.limits import REMOTE_REQUESTS_MAX
+from layerstore.progress import Silent
+from layerstore.remote import Bucket, push
+from layerstore.remote.bucket import OBJECT_FOLDERS
 from layerstore.remote.folder import Listed
 from tests.live.saver.test_collector import collect
 from tests.remote.conftest import watch_writes
@@ -127,6 +130,72 @@ def test_a_running_job_sends_again_what_the_bucket_has_lost(store: Store, saved:
 
     assert [entry.step for entry in store.log()] == [4]
     assert layerstore.open(url).verify(read_data=True).ok
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the folders that are listed and the names that are looked at, as they are asked for."""
+    found, listed, look = list[str](), Bucket.listed, Bucket.look
+
+    def list_(self: Bucket, folder: str) -> list[Listed]:
+        found.append(folder)
+        return listed(self, folder)
+
+    def look_(self: Bucket, name: str) -> Listed | None:
+        found.append(name)
+        return look(self, name)
+
+    monkeypatch.setattr(Bucket, "listed", list_)
+    monkeypatch.setattr(Bucket, "look", look_)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["full", "parity"])
+def test_what_is_new_costs_no_listing(
+    pushed: Store, saved: Checkpoints, bucket: Bucket, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each save of a job: the first objects are asked for, and each inherited layer."""
+    saved.into(pushed, 8, policy=policy)
+    asked = asked_of(monkeypatch)
+
+    sent = push(pushed.repo, bucket, refs=None, runs=["r"], compares=False, progress=Silent())
+
+    assert sent.commits == ("r@8",)
+    record = pushed.repo.catalog.commit(pushed.repo.records.names("r")[-1]).record
+    inherited = {entry.version.id for entry in record.layers if not entry.saved_by(record)}
+    objects = [name for name in asked if name.startswith("objects/")]
+    assert len(objects) == len(set(objects)) <= len(inherited) + REMOTE_REQUESTS_MAX
+    assert {name.rpartition("/")[2] for name in objects} >= inherited
+    assert not any(name in OBJECT_FOLDERS for name in asked)
+    assert layerstore.open(bucket.url).verify(read_data=True).ok
+
+
+def test_an_inherited_layer_that_is_lost_is_sent_again(pushed: Store, saved: Checkpoints, bucket: Bucket) -> None:
+    """With all that it names."""
+    saved.into(pushed, 8, policy="parity")
+    record = pushed.repo.catalog.commit(pushed.repo.records.names("r")[-1]).record
+    entry = next(entry for entry in record.layers if not entry.saved_by(record))
+    lost = [entry.version.id, *(each.id for each in pushed.repo.version_of(entry).objects)]
+    bucket.remove([pushed.repo.layout.object_name(each) for each in lost])
+
+    push(pushed.repo, bucket, refs=None, runs=["r"], compares=False, progress=Silent())
+
+    assert [bucket.size(pushed.repo.layout.object_name(each)) is not None for each in lost] == [True] * len(lost)
+
+
+def test_what_goes_here_is_asked_for_or_listed(
+    pushed: Store, saved: Checkpoints, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever takes fewer requests; never both for long."""
+    asked = asked_of(monkeypatch)
+    assert [fate.step for fate in pushed.gc(Keep(last=2), pushed_to=bucket.url, dry_run=True).removed] == [2]
+    assert 0 < sum(name.startswith("objects/") for name in asked) < len(OBJECT_FOLDERS)
+
+    saved.into(pushed, *range(8, 40, 2))
+    pushed.push()
+    asked.clear()
+    assert len(pushed.gc(Keep(last=1), pushed_to=bucket.url, dry_run=True).removed) == 18
+    assert sum(name in OBJECT_FOLDERS for name in asked) == len(OBJECT_FOLDERS)
+    assert sum(name.startswith("objects/") for name in asked) <= 3 * len(OBJECT_FOLDERS)
 
 
 def test_a_push_with_nothing_to_send_lists_once(pushed: Store, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

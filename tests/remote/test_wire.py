@@ -1,5 +1,6 @@
 """What goes over the wire between a store and a real server, counted by a proxy: what is needed, and little more."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.history import named_by, resolve
+from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef
+from layerstore.progress import Silent
+from layerstore.remote import Bucket, push
 from tests.bench.generate import generate
 from tests.bench.measure import peak_bytes_of
 from tests.remote.proxy import Wire, proxied
@@ -93,6 +97,30 @@ def test_a_push_sends_what_is_due(store: Store, wire: Wire, url: str, tmp_path: 
     )
     assert 0 < len(saved) < len(record.layers)
     assert due < wire.sent_bytes <= 1.001 * due
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["full", "parity"])
+def test_a_push_after_a_save_asks_for_little(
+    store: Store, saved: Checkpoints, wire: Wire, url: str, policy: str
+) -> None:
+    """Beside what it writes, a few requests and one for each inherited layer; to compare all is a listing more."""
+    bucket = Bucket(url)
+    for step in (2, 4, 6):
+        saved.into(store, step, policy=policy)
+        wire.forget()
+        pushed = push(store.repo, bucket, refs=None, runs=["r"], compares=False, progress=Silent())
+    behind, record = Counter(wire.requests), resolve(store.repo, "r@6").record
+    inherited = sum(not entry.saved_by(record) for entry in record.layers)
+    wire.forget()
+    assert store.push(url).commits == ()
+
+    print(f"policy {policy}: {pushed.objects} objects, {inherited} layers inherited: {dict(behind)}")
+    print(f"to compare all: {dict(wire.requests)}")
+    assert behind["PUT"] == pushed.objects + 2  # the record, and the file that tells the time
+    assert behind["LIST"] == 2 + 2  # records, and marks of collections
+    assert behind["HEAD"] <= inherited + REMOTE_REQUESTS_MAX + 1
+    assert wire.requests["LIST"] == 256 + 2
 
 
 @pytest.mark.full

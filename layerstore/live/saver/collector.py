@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +24,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked
-from layerstore.gc import Facts, has_work
+from layerstore.gc import NOT_PUSHED, Facts, has_work
 from layerstore.layout import url_of
 from layerstore.live.log import LOG, words_of
 from layerstore.policy import Best, Keep
+from layerstore.progress import Silent
 from layerstore.storage import RecordName
 from layerstore.store import Store
 from layerstore.threads import start
@@ -231,12 +233,14 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
 
 
 def _send(store: Store, run: str, place: str) -> None:
-    from layerstore.remote import send_to_folder
+    from layerstore.remote import Bucket, push, send_to_folder
 
     if Path(place).is_absolute():
         send_to_folder(store.repo, Path(place), run=run)
     else:
-        store.push(place, runs=[run])
+        # After each save: to compare all that is there takes a request for each thousand objects.
+        bucket = Bucket(store.remotes.url(place), may_make=True)
+        push(store.repo, bucket, refs=None, runs=[run], compares=False, progress=Silent())
 
 
 def _has(store: Store, newest: RecordName, place: str) -> bool:
@@ -252,9 +256,13 @@ def _collected(
     store: Store, run: str, places: Sequence[str], keep: Keep, grace_seconds: float | None
 ) -> dict[str, Any]:
     """Apply *keep* here and in the folders among *places*, each of which only loses what the next place has."""
-    found = store.gc(
-        keep, runs=[run], grace_seconds=grace_seconds, pushed_to=_remote(store, places[0]) if places else None
-    )
+    following = _remote(store, places[0]) if places else None
+    found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
+    if places and not Path(places[0]).is_absolute() and any(NOT_PUSHED in fate.kept_by for fate in found.commits):
+        # The bucket may have lost what its records name.
+        with suppress(AlreadyExists, IntegrityError):  # the push before has said the same
+            store.push(places[0], runs=[run])
+        found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     for place, following in pairwise(places):
         if Path(place).is_absolute():
             with Store(place) as there:
