@@ -1,5 +1,5 @@
 """
-Check the machine and the libraries that a store needs, once, before anything is read or written.
+The host: check the machine and the libraries that a store needs, once, before anything is read or written.
 
 An installer respects these ranges, but a later install may break them, and a library that encodes or hashes differently
 would write stores that nobody can read.
@@ -7,8 +7,10 @@ would write stores that nobody can read.
 
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 from layerstore.errors import Unsupported
 
@@ -49,3 +51,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
+
+
+def free_memory_bytes() -> int:
+    """Return how much memory is free on this host, or in this container if that is less; 0 if that is unknown."""
+    limits = []
+    with suppress(OSError, ValueError):
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        limits += [] if found is None else [int(found[1]) * 1024]
+        limit = Path("/sys/fs/cgroup/memory.max").read_text()  # "max" if there is none
+        limits.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return min(limits, default=0)

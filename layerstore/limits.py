@@ -157,8 +157,11 @@ TRASH_SECONDS = 7 * 24 * 3600.0
 
 # Concurrent requests to a remote: enough to fill a link if each answer takes a tenth of a second.
 REMOTE_REQUESTS_MAX = 16
-# Larger objects are uploaded in parts of this size, two at a time, so all requests together hold at most 512 MiB.
-REMOTE_PART_BYTES = 16 * MIB
+# Larger objects are uploaded in parts of this size, two at a time: each part is a request. All requests together hold
+# up to three parts of each object, so parts are smaller, down to the least, where that would be more than a quarter of
+# the free memory; and until an upload has shown that the line is not slow.
+REMOTE_PART_BYTES = 64 * MIB
+REMOTE_PART_BYTES_LEAST = 16 * MIB
 # What a save may hold in memory for its uploads, or one object if that is larger.
 REMOTE_FLIGHT_BYTES = 256 * MIB
 # How long a server may be silent before the request is retried.

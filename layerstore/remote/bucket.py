@@ -32,10 +32,10 @@ from layerstore.errors import (
     StorageIO,
 )
 from layerstore.limits import (
-    REMOTE_PART_BYTES,
     REMOTE_PAUSE_SECONDS,
     REMOTE_REQUESTS_MAX,
     REMOTE_TRIES,
+    REMOTE_UPLOAD_SECONDS,
 )
 from layerstore.remote.cloud import Cloud, first_line
 from layerstore.remote.folder import Folder, Listed
@@ -53,6 +53,11 @@ COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
 """Each collection of the last day leaves a mark here."""
 LISTED_AT_ONCE = 1000
 """How many names a server lists for one request."""
+_QUICK_SECONDS = REMOTE_UPLOAD_SECONDS / 16
+"""
+Whoever has sent several small parts in this time is sure to send two large ones, eight times as much, in the time that
+a request has. On a slow line parts stay small.
+"""
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
 """Not the generator of the program that saves: it draws the same numbers with and without us."""
@@ -231,7 +236,14 @@ class Bucket:
         """Write what *chunks* yields as *name*, replacing any old content; if it raises, nothing is written."""
 
         def once() -> bool:
-            self._client.put(name, _body(chunks()))
+            body, began = _body(chunks(), self._client.part_bytes), hours_on()
+            try:
+                self._client.put(name, body)
+            except Exception:
+                self._client.use_large_parts(False)
+                raise
+            if not isinstance(body, bytearray) and hours_on() < began + _QUICK_SECONDS:
+                self._client.use_large_parts(True)
             return True
 
         self._write(name, once)
@@ -422,19 +434,19 @@ def _client_of(url: str, *, may_make: bool) -> Cloud | Folder:
     return Cloud(url)
 
 
-def _body(chunks: Iterable[bytes | memoryview]) -> bytes | Iterator[bytes]:
+def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | Iterator[bytes | bytearray]:
     """
     Return *chunks* joined if they fit into one part, since a multipart upload takes three requests; else one by one.
 
-    The chunks are copied: obstore holds on to them until they are sent.
+    The chunks are copied, once: obstore holds on to them until they are sent.
     """
-    rest = (bytes(chunk) for chunk in chunks)
+    rest = iter(chunks)
     first = bytearray()
     for chunk in rest:
         first += chunk
-        if len(first) > REMOTE_PART_BYTES:
-            return itertools.chain([bytes(first)], rest)
-    return bytes(first)
+        if len(first) > part_bytes:
+            return itertools.chain([first], map(bytes, rest))
+    return first
 
 
 def _code_of(text: str) -> str:

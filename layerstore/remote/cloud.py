@@ -4,6 +4,7 @@ The requests to S3, Google Cloud Storage, Azure, or this process's memory.
 Only this module uses obstore, which reads credentials and endpoints from the environment as the clouds' own tools do.
 """
 
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from layerstore.errors import InvalidInput, Unsupported
-from layerstore.limits import IO_CHUNK_BYTES, REMOTE_PART_BYTES, REMOTE_SILENCE_SECONDS, REMOTE_UPLOAD_SECONDS
+from layerstore.host import free_memory_bytes
+from layerstore.limits import (
+    IO_CHUNK_BYTES,
+    MIB,
+    REMOTE_PART_BYTES,
+    REMOTE_PART_BYTES_LEAST,
+    REMOTE_REQUESTS_MAX,
+    REMOTE_SILENCE_SECONDS,
+    REMOTE_UPLOAD_SECONDS,
+)
 from layerstore.redact import redacted
 from layerstore.remote.credentials import s3_options
 from layerstore.remote.folder import Listed
@@ -21,6 +31,9 @@ from layerstore.remote.remotes import credentials_hint
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
     from obstore.store import ObjectStore as Client
+
+_PARTS_AT_ONCE = 2
+"""Of one object; another part of it is filled meanwhile."""
 
 _memories: dict[str, "Client"] = {}
 """One client per ``memory://`` URL: all buckets of this process with the same URL see the same bytes."""
@@ -33,6 +46,9 @@ class Cloud:
     def __init__(self, url: str) -> None:
         self._obstore = _imported()
         self._reader, self._writer = _clients_of(url)
+        self.part_bytes = REMOTE_PART_BYTES_LEAST
+        """The size of the parts of what is larger."""
+        self._part_bytes_max = part_bytes_for(free_memory_bytes())
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[Any]]:
         """Return the size of *name*, and its bytes or a *stretch* of them."""
@@ -48,16 +64,20 @@ class Cloud:
         for batch in self._obstore.list(self._reader, f"{folder}/", chunk_size=1000):
             yield from map(_listed, batch)
 
-    def put(self, name: str, body: bytes | Iterable[bytes]) -> None:
+    def put(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> None:
         """Write *body* as *name*."""
         self._obstore.put(
             self._writer,
             name,
             body,
-            use_multipart=not isinstance(body, bytes),
-            chunk_size=REMOTE_PART_BYTES,
-            max_concurrency=2,
+            use_multipart=not isinstance(body, bytes | bytearray),
+            chunk_size=self.part_bytes,
+            max_concurrency=_PARTS_AT_ONCE,
         )
+
+    def use_large_parts(self, are_large: bool) -> None:
+        """Upload in parts as large as memory allows from now on, or in the smallest."""
+        self.part_bytes = self._part_bytes_max if are_large else REMOTE_PART_BYTES_LEAST
 
     def create(self, name: str, data: bytes) -> None:
         """Write *data* as *name* unless it exists, if the server supports that."""
@@ -72,6 +92,13 @@ class Cloud:
     def delete(self, names: Sequence[str]) -> None:
         """Remove *names*."""
         self._obstore.delete(self._reader, names)
+
+
+def part_bytes_for(free: int) -> int:
+    """Return the size of parts where so many bytes of memory are *free*."""
+    ranks_here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    room = free // 4 // ranks_here // REMOTE_REQUESTS_MAX // (_PARTS_AT_ONCE + 1)
+    return max(REMOTE_PART_BYTES_LEAST, min(room // MIB * MIB, REMOTE_PART_BYTES))
 
 
 def _imported() -> Any:

@@ -36,6 +36,9 @@ class Listed:
 class Folder:
     """The folder at *path*; every name becomes a path in one place, which refuses links."""
 
+    part_bytes = IO_CHUNK_BYTES
+    """What is larger is written piece by piece."""
+
     def __init__(self, path: Path, *, url: str, may_make: bool) -> None:
         """
         Open the folder.
@@ -109,10 +112,13 @@ class Folder:
             for _ in self.list(name):
                 pass
 
-    def put(self, name: str, body: bytes | Iterable[bytes]) -> None:
+    def put(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> None:
         """Write *body* as *name*."""
         with self._told(), self._written(name, body) as (source, path):
             self._files.rename(source, path)
+
+    def use_large_parts(self, are_large: bool) -> None:
+        """Do nothing: a folder has no parts."""
 
     def create(self, name: str, data: bytes) -> None:
         """Write *data* as *name* unless it exists."""
@@ -120,20 +126,20 @@ class Folder:
             self._files.link_exclusive(source, path)
 
     @contextmanager
-    def _written(self, name: str, body: bytes | Iterable[bytes]) -> Iterator[tuple[Path, Path]]:
+    def _written(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> Iterator[tuple[Path, Path]]:
         """Yield a synced file with *body*, and the path of *name*, which is durable afterwards."""
         path, source = self._path(name), self._path(f"{_UNFINISHED}/{secrets.token_hex(16)}")
         for folder in (source.parent, path.parent):
             self._make(folder)
         self._files.state(path)  # raises if it is a link
         try:
-            self._write(source, [body] if isinstance(body, bytes) else body)
+            self._write(source, [body] if isinstance(body, bytes | bytearray) else body)
             yield source, path
         finally:
             self._files.discard(source)
         self._files.sync_directory(path.parent)
 
-    def _write(self, path: Path, pieces: Iterable[bytes]) -> None:
+    def _write(self, path: Path, pieces: Iterable[bytes | bytearray]) -> None:
         with self._files.create(path) as file:
             at = 0
             for piece in pieces:

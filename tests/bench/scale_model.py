@@ -350,16 +350,13 @@ def metadata() -> Iterator[str]:
 
 
 def packed() -> Iterator[str]:
-    """Yield what a full save would take if each rank wrote one file, an eighth of it to a part or all of it."""
-    yield from _head(
-        "", "files", "in packs", "calls of rank 0", "in packs", "PUTs", "parts of 64 MiB", "in packs", "both"
-    )
+    """Yield what a full save would take if each rank wrote one file."""
+    yield from _head("", "files", "in packs", "calls of rank 0", "in packs", "PUTs", "in packs")
     for case in CASES:
         save = case.largest(POLICIES["full"])
         pack = replace(save, objects=save.ranks)
         size_bytes = sum(each.size_bytes for each in case.files.values())
-        small = sum(each.puts for each in case.files.values())
-        large = sum(_objects_in_parts(case, 64 << 20))
+        pack_puts = Files.alike(case.ranks, size_bytes // case.ranks).puts
         beside = save.versions + save.ranks + 1
         yield _row(
             case.title,
@@ -367,22 +364,9 @@ def packed() -> Iterator[str]:
             _count(pack.objects + beside),
             _count(save.of_a_rank().total() + save.of_the_first().total()),
             _count(pack.of_a_rank().total() + pack.of_the_first().total()),
-            *(
-                _count(puts + beside)
-                for puts in (small, large, *(case.ranks * _parts(size_bytes // case.ranks, 2**at) for at in (23, 26)))
-            ),
+            _count(sum(each.puts for each in case.files.values()) + beside),
+            _count(pack_puts + beside),
         )
-
-
-def _objects_in_parts(case: Case, part_bytes: int) -> Iterator[int]:
-    for elements in case.model.layers.values():
-        for objects in _objects_of(elements, case.ranks, random.Random(0), ranks=range(1)):
-            yield case.ranks * _parts(objects.size_bytes, part_bytes)
-
-
-def _parts(size_bytes: int, part_bytes: int) -> int:
-    parts = -(-size_bytes // part_bytes)
-    return parts + 2 if parts > 1 else 1
 
 
 def seconds() -> Iterator[str]:

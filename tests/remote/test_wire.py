@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.errors import StorageIO
 from layerstore.history import named_by, resolve
-from layerstore.limits import REMOTE_REQUESTS_MAX
+from layerstore.host import free_memory_bytes
+from layerstore.limits import MIB, REMOTE_REQUESTS_MAX
 from layerstore.model import BlobRef
 from layerstore.progress import Silent
 from layerstore.remote import Bucket, push
+from layerstore.remote.cloud import part_bytes_for
 from tests.bench.generate import generate
 from tests.bench.measure import peak_bytes_of
 from tests.remote.proxy import Wire, proxied
@@ -121,6 +125,56 @@ def test_a_push_after_a_save_asks_for_little(
     assert behind["LIST"] == 2 + 2  # records, and marks of collections
     assert behind["HEAD"] <= inherited + REMOTE_REQUESTS_MAX + 1
     assert wire.requests["LIST"] == 256 + 2
+
+
+@pytest.mark.full
+def test_a_large_object_takes_few_requests(wire: Wire, url: str) -> None:
+    """Parts of 64 MiB where memory allows, else of 16; what fits into one part is one request."""
+    bucket = Bucket(url)
+    sizes = {15: (1, 0), 40: (3, 2), 60: (1, 0), 130: (3, 2)}  # small parts at first
+    for mib, requests in sizes.items():
+        wire.forget()
+        bucket.write(f"objects/{mib}", partial(_mebibytes, mib))
+        assert (wire.requests["PUT"], wire.requests["POST"]) == requests
+        pieces = bucket.chunks(f"objects/{mib}", start=0, size_bytes=mib * MIB, is_whole=True)
+        assert b"".join(pieces) == b"".join(_mebibytes(mib))
+
+
+def _mebibytes(count: int) -> Iterator[bytes]:
+    return (bytes([number]) * MIB for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("free", "ranks", "mib"), [(0, 1, 16), (2, 1, 16), (8, 1, 42), (12, 1, 64), (500, 1, 64), (16, 8, 16), (64, 4, 64)]
+)
+def test_parts_are_as_large_as_memory_allows(free: int, ranks: int, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three parts of each of 16 objects, on each rank of this host, in a quarter of what is free."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert part_bytes_for(free << 30) == mib * MIB
+    assert free_memory_bytes() > 0
+
+
+def test_parts_stay_small_on_a_slow_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And become so again where an upload has failed."""
+    bucket = Bucket(f"memory://{tmp_path.name}")
+    client: Any = bucket._client
+    client._part_bytes_max = 64 * MIB
+    with monkeypatch.context() as patch:
+        patch.setattr("layerstore.remote.bucket._QUICK_SECONDS", 0.0)
+        bucket.write("objects/slow", partial(_mebibytes, 20))
+    assert client.part_bytes == 16 * MIB
+    bucket.write("objects/quick", partial(_mebibytes, 20))
+    assert client.part_bytes == 64 * MIB
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "put", _refuse)
+        with pytest.raises(StorageIO):
+            bucket.write("objects/failed", partial(_mebibytes, 1))
+    assert client.part_bytes == 16 * MIB
+
+
+def _refuse(*_: object) -> None:
+    raise OSError("507 No space left")
 
 
 @pytest.mark.full

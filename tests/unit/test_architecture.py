@@ -244,6 +244,7 @@ OWN_FILES = {
     "layerstore.live.scratch": "its folders are for libraries to read, and end with the process",
     "layerstore.source.sourcefile": "it reads the source, which is not the store",
     "layerstore.threads": "it asks for memory, not for a file",
+    "layerstore.host": "it asks the kernel how much memory is free",
 }
 WHY_SEAM = (
     "disk/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "
