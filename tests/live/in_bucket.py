@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import warnings
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import layerstore
 from layerstore import Keep
@@ -53,6 +55,8 @@ def requeued(options: Any) -> None:
     resumed = layerstore.resume(engine, url, run=RUN, must_exist=True)
     assert resumed is not None
     tell("resumed", step=resumed.step, client_state=resumed.client_state)
+    if "whole" in options:
+        _tell_whole(engine)
     with layerstore.attach(engine, url, run=RUN, **options["saver"]) as saver:
         train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
     told(saver)
@@ -75,9 +79,21 @@ def killed(options: Any) -> None:
     saver = layerstore.attach(engine, url, run=RUN, **options["saver"])
     train(engine, SAVED, saver=saver, save_at=range(STEPS))
     saver.wait()
+    if "whole" in options:
+        _tell_whole(engine)
     is_armed += [True] if is_doomed else []
     train(engine, STEPS, saver=saver, save_at=(SAVED + 1,))
     saver.wait()  # it never comes to an end
+
+
+def _tell_whole(engine: Any) -> None:
+    """Tell the digest of every parameter and moment as a whole, however many ranks share it."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        of_moments = (safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq"))
+        states = (safe_get_full_fp32_param(parameter), *of_moments)
+        found[name] = [hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest() for state in states]
+    tell("whole", digests=found)
 
 
 def kind_of(name: str) -> str:

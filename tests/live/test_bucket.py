@@ -132,10 +132,10 @@ def test_modules_and_dcp_save_there(ranks: Nursery, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
-    """Return four hosts that share no folder, and the keys and address of an S3 server that all of them reach."""
+    """Return six hosts that share no folder, and the keys and address of an S3 server that all of them reach."""
     folder = tmp_path_factory.mktemp("apart")
     with ExitStack() as stack:
-        hosts, server = stack.enter_context(hosts_apart(folder, 4))
+        hosts, server = stack.enter_context(hosts_apart(folder, 6))
         served = folder / "served"
         served.mkdir()
         endpoint = stack.enter_context(seaweedfs(served, address=server.address, inside=server.namespace))
@@ -169,10 +169,44 @@ def test_a_killed_host_costs_what_was_not_reported(
         first.until("held")
         first.kill()
     # The disks of the next two hosts are empty.
-    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued", hosts=hosts[2:]) as second:
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued", hosts=hosts[2:4]) as second:
         second.done()
 
     is_visible = request_ in COMMIT[1:]
     assert one(second, "resumed")["step"] == SAVED + is_visible
     assert losses(first) | losses(second) == undisturbed
     assert damaged_in(url, environment, monkeypatch) == ()
+
+
+@pytest.mark.full
+def test_four_hosts_go_on_as_two(
+    apart: tuple[list[Host], dict[str, str]], ranks: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four dies amid a save; two others, whose disks are empty, have every bit of the last that was saved."""
+    hosts, environment = apart
+    url = "s3://first-bucket/four"
+    options = {"url": url, "environment": environment, "saver": {}, "whole": True}
+    doomed = options | {"host": 3, "request": "before parts"}
+    with ranks.launch(f"{PROGRAMS}:killed", doomed, folder=tmp_path, name="killed", hosts=hosts[:4]) as first:
+        first.until("held")
+        first.kill()
+    assert damaged_in(url, environment, monkeypatch) == ()
+    with layerstore.clone(url, tmp_path / "clone") as clone:
+        assert {entry.step for entry in clone.log(RUN)} == {*range(1, SAVED + 1)}
+        assert clone.show(f"{RUN}@{SAVED}").world_size == 4
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued", hosts=hosts[4:]) as second:
+        second.done()
+    # Two ranks draw other numbers than four did: what they go on with is compared, and how they do with a clone.
+    on_a_disk = options | {"url": str(tmp_path / "clone"), "environment": {}}
+    with ranks.launch(f"{PROGRAMS}:requeued", on_a_disk, folder=tmp_path, name="on-a-disk") as third:
+        third.done()
+
+    for launch in (second, third):
+        assert one(launch, "resumed")["step"] == SAVED
+        whole = [event["digests"] for event in launch.events("whole")]
+        assert whole == [one(first, "whole")["digests"]] * 2
+    assert losses(second) == losses(third)
+    assert sorted(losses(second)) == [*range(SAVED + 1, STEPS + 1)]
+    assert damaged_in(url, environment, monkeypatch) == ()
+    with layerstore.open(url) as store:
+        assert store.show(f"{RUN}@{STEPS}").world_size == 2
