@@ -1,8 +1,9 @@
 """``layerstore report``: one page about a store, to look at, to print and to send."""
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,12 +12,21 @@ from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import keep_of, with_rules
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown
-from layerstore.errors import InvalidInput
+from layerstore.errors import InvalidInput, Unsupported
 from layerstore.units import size
+
+if TYPE_CHECKING:
+    from layerstore.policy import Keep
 
 ABOUT = About("Look", store="anywhere")
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; an older report is replaced.")]
+Open = Annotated[bool, typer.Option("--open", help="Show the page in a browser; without -o, it is a temporary file.")]
+Serve = Annotated[bool, typer.Option("--serve", help="Serve the page until Ctrl-C; it follows the store.")]
+Host = Annotated[str, typer.Option("--host", metavar="HOST", help="With --serve: the address, or this machine's name.")]
+Port = Annotated[
+    int, typer.Option("--port", metavar="N", min=0, max=65535, help="With --serve; 0 is any that is free.")
+]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
 
 
@@ -26,6 +36,10 @@ def report(
     out: Out = None,
     run: RunName = None,
     rules: Mapping[str, object],
+    opens: Open = False,
+    serve: Serve = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8321,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -35,15 +49,24 @@ def report(
     It needs no network and stays below 1 MB: for a long history, only some saves are shown, and the page says so.
     It shows how old a composite at any step would be, storage over time, and drift and save timings if recorded.
     With the options of gc, it also shows what gc would keep; nothing is removed.
+    With --serve, the page is at one URL for this machine, or for all who reach HOST, and follows a run that saves.
 
     \b
     Examples:
       layerstore report -o report.html
       layerstore report -o report.html --run sft --keep-last 3 --keep-every 1000
+      layerstore report --open
       layerstore report --json
     """
     keep = keep_of(rules)
+    if serve:
+        if out is not None or as_json:
+            raise InvalidInput("--serve neither writes a file nor prints JSON", hint="leave out -o and --json")
+        _serve(store, host=host, port=port, run=run, keep=keep, opens=opens)
+        return
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+        if out is None and opens:
+            out = Path(tempfile.mkdtemp(prefix="layerstore-")) / "report.html"
         if out is None and not as_json:
             raise InvalidInput("a report needs a file", hint="layerstore report -o report.html")
         found = opened_store.report(out, run=run, keep=keep, progress=progress)
@@ -53,6 +76,31 @@ def report(
         say_json({"out": None if out is None else str(out), **found})
     else:
         _tell(found, out)
+    if opens and out is not None:
+        _show(out.absolute().as_uri())
+
+
+def _serve(store: str | None, *, host: str, port: int, run: str | None, keep: "Keep | None", opens: bool) -> None:
+    from layerstore.cli.serve import ReportServer
+
+    with opened(store) as opened_store:
+        name = opened_store.repo.name
+    with ReportServer(name, host=host, port=port, run=run, keep=keep) as server:
+        say(f"serving {server.url} until Ctrl-C")
+        if not server.is_local:
+            say_warning("whoever reaches this address can read the names and figures of the store")
+        if opens:
+            _show(server.url)
+        server.serve_forever()
+
+
+def _show(url: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(url):
+        raise Unsupported(
+            f"there is no browser here to open {url}", hint="open it elsewhere, or: layerstore report --serve"
+        )
 
 
 def _tell(found: dict[str, Any], out: Path | None) -> None:

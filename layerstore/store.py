@@ -393,7 +393,7 @@ class Store:
         from layerstore.policy import chosen_keep
 
         path = None if out is None else Path(out)
-        return make_report(self._repo, path, run=run, keep=chosen_keep(keep), progress=progress or Silent())
+        return make_report(self._repo, path, run=run, keep=chosen_keep(keep), progress=progress or Silent())[0]
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Pin the commit *ref* as *name*; a pin outlives the commit that it was made from."""

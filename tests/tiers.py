@@ -19,6 +19,7 @@ FULL = (
     "hf/test_meta_model.py",
     "hf/test_saved_names.py",
     "inspect/test_browser.py",
+    "inspect/test_served.py",
     "live/dcp/test_meshes.py",
     "live/deepspeed/test_engines.py",
     "live/module/test_every_mesh.py",

@@ -60,13 +60,20 @@ _SECONDS_MAX = 1e9
 
 
 def make_report(
-    repo: Repository, out: Path | None, *, run: str | None, keep: Keep | None, progress: Progress
-) -> dict[str, Any]:
+    repo: Repository,
+    out: Path | None,
+    *,
+    run: str | None,
+    keep: Keep | None,
+    progress: Progress,
+    version: str | None = None,
+) -> tuple[dict[str, Any], bytes]:
     """
     Return the facts about the whole store, or about *run*; with *keep*, also what gc would do under its rules.
 
-    With *out*, also write them as a page to that file, replacing an older report. If the page would be too large, fewer
-    saves are shown. Damaged parts are left out and named.
+    With *out*, also return them as a page, and write it to that file, replacing an older report; with *version*, as a
+    page that asks its server for another one. If the page would be too large, fewer saves are shown. Damaged parts are
+    left out and named.
 
     Raises:
         AlreadyExists: Something else is at *out*.
@@ -100,12 +107,13 @@ def make_report(
             "retention": retention,
             "left_out": list(dict.fromkeys(problems))[:_PROBLEMS_MAX],
         }
-        if target is None:
-            return facts
-        page = render(facts)
+        if target is None and version is None:
+            return facts, b""
+        page = render(facts, version=version)
         if len(page) <= PAGE_BYTES_MAX:
-            write_file(repo, target, page)
-            return facts
+            if target is not None:
+                write_file(repo, target, page)
+            return facts, page
         if all(len(each["saves"]["step"]) < 2 for each in runs):
             raise Unsupported(
                 f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",

@@ -124,9 +124,9 @@ class Page:
         """Have the tab do *method*."""
         return self.browser.call(method, session=self.session, **parameters)
 
-    def load(self, path: Path, *, fragment: str = "") -> None:
-        """Show the file *path*, by an address that ends in *fragment*."""
-        self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
+    def load(self, path: Path | str, *, fragment: str = "") -> None:
+        """Show the file *path*, or a URL, by an address that ends in *fragment*."""
+        self.call("Page.navigate", url=(path if isinstance(path, str) else path.resolve().as_uri()) + fragment)
         self.browser.wait_for("Page.loadEventFired", session=self.session)
 
     def look(self, expression: str) -> Any:
@@ -221,8 +221,10 @@ def _complaint(event: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, path: Path, *, fragment: str = "", width: int = 1280, height: int = 900) -> Iterator[Page]:
-    """Yield a new tab that shows the file *path*."""
+def opened(
+    browser: Browser, path: Path | str, *, fragment: str = "", width: int = 1280, height: int = 900
+) -> Iterator[Page]:
+    """Yield a new tab that shows the file *path*, or a URL."""
     target = browser.call("Target.createTarget", url="about:blank")["targetId"]
     session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
     page = Page(browser, session, target)

@@ -146,7 +146,22 @@ def test_the_script_makes_no_markup_and_asks_nobody() -> None:
 
     assert re.findall(forbidden, script) == []
     assert script.startswith('"use strict";')
-    assert all(piece.read_text() in script for piece in PIECES.glob("*.js"))
+    assert all(piece.read_text() in script for piece in PIECES.glob("*.js") if piece.name != "served.js")
+
+
+def test_a_served_page_asks_its_server_and_nobody_else() -> None:
+    """That script alone may, and the policy allows it nothing else."""
+    served, alone = (elements_of(render({"runs": []}, version=version)) for version in ("1f", None))
+    policies = [
+        next(found["content"] or "" for name, found in page.found if found.get("http-equiv"))
+        for page in (served, alone)
+    ]
+    [asked] = re.findall(r"fetch\((.*?),", served.scripts[1])
+
+    assert asked == '"version"'
+    assert (PIECES / "served.js").read_text() in served.scripts[1]
+    assert "connect-src" not in policies[1]
+    assert policies[0].endswith("; connect-src 'self'")
 
 
 @pytest.mark.full

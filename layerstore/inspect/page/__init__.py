@@ -1,5 +1,6 @@
 """
-One HTML file that shows some facts: page, style, script, and the facts as JSON. It loads nothing.
+One HTML file that shows some facts: page, style, script, and the facts as JSON. It loads nothing; where it is served,
+it asks the server whether there is more.
 
 Names in a store are untrusted text. They appear only in the JSON, with every character that HTML knows escaped, and
 the script sets them as text, never as markup. A content security policy allows that one script and nothing else.
@@ -35,6 +36,7 @@ _SCRIPTS = (
     "pointer.js",
     "page.js",
 )
+_SERVED_SCRIPT = "served.js"
 
 _MARK = re.compile(r"\{\{([A-Z]+)\}\}")
 
@@ -42,12 +44,14 @@ _MARK = re.compile(r"\{\{([A-Z]+)\}\}")
 _ESCAPED = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
 
-def render(facts: Mapping[str, object]) -> bytes:
-    """Return the page that shows *facts*."""
-    style = _piece("page.css")
-    script = '"use strict";\n(() => {\n' + "\n".join(map(_piece, _SCRIPTS)) + "})();\n"
+def render(facts: Mapping[str, object], *, version: str | None = None) -> bytes:
+    """Return the page that shows *facts*; one with a *version* asks its server for another one."""
+    style, scripts = _piece("page.css"), list(_SCRIPTS)
+    if version is not None:
+        scripts, facts = [*scripts, _SERVED_SCRIPT], {**facts, "version": version}
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_piece, scripts)) + "})();\n"
     parts = {
-        "POLICY": _policy(style=style, script=script),
+        "POLICY": _policy(style=style, script=script) + ("" if version is None else "; connect-src 'self'"),
         "STYLE": style,
         "SCRIPT": script,
         "FACTS": json_for_html(facts),

@@ -1,0 +1,126 @@
+"""
+What ``layerstore report --serve`` runs: the page at ``/``, and at ``/version`` what changes with the store's commits.
+
+It only reads. The store is opened for each look and closed again, so a bucket is read as it is then, and nothing has to
+be cleaned up however this ends. A look is made for a request, and a page only when the version is another one.
+"""
+
+import hashlib
+import ipaddress
+import re
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+
+import layerstore
+from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.inspect import make_report
+from layerstore.policy import Keep
+from layerstore.progress import Silent
+from layerstore.storage import Repository
+
+# The page asks every five seconds. However many have it open, the store is looked at no more often than this.
+LOOK_SECONDS = 2.0
+
+_TEXT = "text/plain; charset=utf-8"
+
+
+class ReportServer(ThreadingMixIn, TCPServer):
+    """A server that listens once it is made, and answers in `serve_forever`."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, store: str, *, host: str, port: int, run: str | None, keep: Keep | None) -> None:
+        """Make the first page, too: what is wrong with the store or the options is an error of the command."""
+        self._store, self._run, self._keep = store, run, keep
+        self._guard = threading.Lock()
+        self._version, self._page, self._next_look = "", b"", 0.0
+        self.look()
+        try:
+            [(self.address_family, *_, (address, *_)), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            super().__init__((str(address), port), _Handler)
+        except (OSError, OverflowError) as exc:
+            raise InvalidInput(f"cannot listen on {host}, port {port}: {exc}", hint="choose another --port") from exc
+        bound = ipaddress.ip_address(str(address))
+        self.is_local = bound.is_loopback
+        name = socket.gethostname() if bound.is_unspecified else host
+        self._names = {"localhost", name.lower()}
+        self.url = f"http://{f'[{name}]' if ':' in name else name}:{self.server_address[1]}/"
+
+    def look(self) -> tuple[str, bytes]:
+        """Return the version and the page as they are now; raises LayerstoreError if the store cannot be read."""
+        with self._guard:
+            if time.monotonic() >= self._next_look:
+                with layerstore.open(self._store) as store:
+                    version = _version_of(store.repo)
+                    if version != self._version:
+                        _, self._page = make_report(
+                            store.repo, None, run=self._run, keep=self._keep, progress=Silent(), version=version
+                        )
+                        self._version = version
+                self._next_look = time.monotonic() + LOOK_SECONDS
+            return self._version, self._page
+
+    def is_meant(self, host: str) -> bool:
+        """
+        Whether a request for *host* is for this server.
+
+        Another site's page may point a name of its own at our address, and would then read the report through the
+        browser of somebody who can reach us. It cannot do so with an address in numbers.
+        """
+        name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
+        try:
+            return ipaddress.ip_address(name).is_loopback or not self.is_local
+        except ValueError:
+            return name in self._names
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over connections that broke."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    server_version, sys_version = "layerstore", ""
+    timeout = 10  # who sends nothing for so long loses the connection, and its thread
+
+    def do_GET(self) -> None:
+        status, kind, body = HTTPStatus.OK, _TEXT, b""
+        if not self.server.is_meant(self.headers.get("Host", "")):
+            status, body = HTTPStatus.FORBIDDEN, b"served under another name, which --host says\n"
+        elif self.path not in {"/", "/version"}:
+            status, body = HTTPStatus.NOT_FOUND, b"there is nothing but /\n"
+        else:
+            try:
+                version, page = self.server.look()
+                kind, body = (
+                    (_TEXT, version.encode()) if self.path == "/version" else ("text/html; charset=utf-8", page)
+                )
+            except LayerstoreError as exc:
+                status, body = HTTPStatus.SERVICE_UNAVAILABLE, f"{exc}\n".encode(errors="replace")
+        self.send_response(status)
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        for name, value in (headers | {"X-Content-Type-Options": "nosniff"}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing for a request."""
+
+
+def _version_of(repo: Repository) -> str:
+    """Return what changes with the names of the commits and pins; no record is read."""
+    names = [(run, sorted(repo.records.listing(run))) for run in repo.records.runs()]
+    return hashlib.sha256(repr((names, repo.records.pin_names())).encode()).hexdigest()[:16]
