@@ -833,6 +833,13 @@ def open_store(path: StrPath) -> Store:
     return Store(path)
 
 
+def store_of(repo: Repository) -> Store:
+    """Return a store of *repo*, which may differ from the one at its path in where it reads from."""
+    store = Store.__new__(Store)
+    store._opened = repo
+    return store
+
+
 def as_store(store: "Store | StrPath") -> Store:
     """Return *store*, opened if it is a path."""
     return store if isinstance(store, Store) else open_store(store)
@@ -849,4 +856,5 @@ __all__ = [
     "init",
     "open_store",
     "restore_identity",
+    "store_of",
 ]

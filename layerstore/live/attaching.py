@@ -13,9 +13,9 @@ from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound,
 from layerstore.layout import is_url
 from layerstore.live.attachable import Attachable, trained_and_levels
 from layerstore.live.engine import Engine, NotPlain
-from layerstore.live.levels import Levels, make_levels, open_levels
+from layerstore.live.levels import Levels, Opened, make_levels, open_levels
 from layerstore.live.log import LOG
-from layerstore.live.ranks import AttemptLock, Exchange, make_together, place_resumed
+from layerstore.live.ranks import AttemptLock, Exchange, place_resumed
 from layerstore.live.resuming import check_run
 from layerstore.live.saver import Saver, SaverKeywords, SaverOptions
 from layerstore.policy import chosen_policy
@@ -80,14 +80,26 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
     exchange = Exchange()
     try:
         opened, resumed = _agreed(exchange, levels, trained, options, run=run)
-        attempt = AttemptLock(exchange, opened.repo, run=run)
+        assert opened.store is not None, "it was made"
+        attempt = AttemptLock(exchange, opened.store.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
             uninstall = trained.install()
             unless_made.callback(uninstall)
             release = partial(_release, trained, uninstall)
-            saver = Saver(known, opened, exchange, options, run=run, attempt=attempt, place=place, release=release)
+            saver = Saver(
+                known,
+                opened.store,
+                exchange,
+                options,
+                run=run,
+                attempt=attempt,
+                place=place,
+                release=release,
+                near=opened.near,
+                places=options.places[opened.depth :],
+            )
             trained.binding.saver = saver
             unless_made.pop_all()
     except BaseException:
@@ -103,17 +115,18 @@ def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | 
 
 def _agreed(
     exchange: Exchange, levels: Levels, trained: Attachable, options: SaverOptions, *, run: str
-) -> tuple[Store, Composition | None]:
+) -> tuple[Opened, Composition | None]:
     """Return the store and what *trained* continues from; raise on every rank unless all want the same."""
-    opened, store = open_levels(exchange, levels, run), levels.first
+    opened = open_levels(exchange, levels, run)
+    store, places = opened.store, options.places[opened.depth :]
     with exchange.raise_on_all():
-        check_run(opened, run)
-        if opened is None and not options.create:
-            as_store(store)  # raises
+        check_run(store, run)
+        if store is None and not options.create:
+            as_store(levels.first)  # raises
         attached = trained.binding.saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
-        check_places(opened, options.places)
+        check_places(store, places)
     trained.meet(exchange)
     with exchange.raise_on_all():  # by itself: DeepSpeed's part of it may need all ranks
         _check_saves(trained.engine, options)
@@ -121,19 +134,21 @@ def _agreed(
     for rank, other in enumerate(wishes):
         if other != wishes[0]:
             raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
-    if opened is None:
-        opened = make_together(exchange, str(store))
+    if store is None:
+        opened = open_levels(exchange, levels, run, makes=True)
+        store = opened.store
+        assert store is not None, "it was made"
     with exchange.raise_on_all():
-        resumed = trained.binding.composition_in(opened)
-        opened.repo.prepare_saving()
+        resumed = trained.binding.composition_in(store)
+        store.repo.prepare_saving()
         keep = options.keep
-        if opened.repo.remote is not None and keep is not None and keep.drop_optimizer_older_than is not None:
+        if store.repo.remote is not None and keep is not None and keep.drop_optimizer_older_than is not None:
             raise Unsupported(
                 "a remote's commits keep their moments", hint="leave drop_optimizer_older_than out, or save to a disk"
             )
         if exchange.rank == 0:
-            make_levels(opened, options.places)
-    stores = exchange.texts(f"{opened.id} at {opened.repo.name}")
+            make_levels(store, places)
+    stores = exchange.texts(f"{store.id} at {store.repo.name}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")

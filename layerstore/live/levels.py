@@ -19,7 +19,9 @@ from layerstore.disk import Files
 from layerstore.errors import Conflict, InvalidInput, StorageIO
 from layerstore.layout import is_url, place, url_of
 from layerstore.live.log import LOG
-from layerstore.live.ranks import Exchange, open_together, store_if_there
+from layerstore.live.nodes import first_ranks, newest, open_nodes
+from layerstore.live.ranks import Exchange, make_together, open_together, store_if_there
+from layerstore.live.saver import Near
 from layerstore.storage import RecordRow, make_store
 from layerstore.store import Store, StrPath
 
@@ -55,16 +57,46 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     return Levels(first, tuple(others))
 
 
-def open_levels(exchange: Exchange, levels: Levels, run: str) -> Store | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """The levels of a run, opened on one rank."""
+
+    store: Store | None
+    """Where commits are made: the first level, or the next one if each node has a first level of its own."""
+    near: Near | None = None
+    """This node's own first level, if each has one."""
+    firsts: tuple[int, ...] = ()
+    """By rank the first rank of its node, then."""
+
+    @property
+    def depth(self) -> int:
+        """How many levels come before *store*."""
+        return bool(self.firsts)
+
+
+def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = False) -> Opened:
     """
-    Return the first of *levels*, opened on every rank, once it has all that the others have of *run*; None if all are
-    empty.
+    Open *levels* on every rank, once the first has all that the others have of *run*. Collective.
+
+    Where they are empty there is no store, unless this *makes* one.
     """
-    if levels.others:
-        with exchange.raise_on_all():
-            if exchange.rank == 0:
-                _take_over(levels, run)
-    return open_together(exchange, levels.first)
+    near = Path(str(levels.first))
+    firsts = first_ranks(exchange, near) if levels.others else []
+    if not any(firsts):
+        if levels.others:
+            with exchange.raise_on_all():
+                if exchange.rank == 0:
+                    _take_over(levels, run)
+        store = open_together(exchange, levels.first)
+        return Opened(store=make_together(exchange, str(levels.first)) if store is None and makes else store)
+    behind = levels.others[0]
+    store = open_together(exchange, behind)
+    if store is None and makes:
+        store = make_together(exchange, behind)
+    if store is None:
+        return Opened(store=None, firsts=tuple(firsts))
+    store, own = open_nodes(exchange, store, near, behind, run, firsts=firsts)
+    return Opened(store=store, near=own, firsts=tuple(firsts))
 
 
 def _take_over(levels: Levels, run: str) -> None:
@@ -74,12 +106,12 @@ def _take_over(levels: Levels, run: str) -> None:
     near = Path(str(levels.first))
     with ExitStack() as stack:
         opened = store_if_there(near)
-        mine = None if opened is None else _newest(stack.enter_context(opened), run)
+        mine = None if opened is None else newest(stack.enter_context(opened), run)
         for level in levels.others:
             there = _looked_up(level, near)
             if there is None:
                 continue
-            theirs = _newest(stack.enter_context(there), run)
+            theirs = newest(stack.enter_context(there), run)
             if opened is not None and there.id != opened.id:
                 raise Conflict(
                     f"{level} is another store ({there.id}) than {near} ({opened.id}); nothing was changed",
@@ -103,11 +135,6 @@ def _looked_up(level: str, near: Path) -> Store | None:
             filename=exc.filename,
             hint="try again; or name the other levels alone, to go on from what they have",
         ) from exc
-
-
-def _newest(store: Store, run: str) -> RecordRow | None:
-    view = store.repo.catalog.find(run)
-    return view.visible[-1] if view is not None and view.visible else None
 
 
 def _is_newer(theirs: RecordRow, mine: RecordRow | None) -> bool:

@@ -85,7 +85,7 @@ def resume(
     wanted = levels.first
     trained.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
-        opened = open_levels(exchange, levels, run)
+        opened = open_levels(exchange, levels, run).store
         with exchange.raise_on_all():
             check_run(opened, run)
             if opened is None and must_exist:

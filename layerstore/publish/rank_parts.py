@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import Conflict, IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.format import commit_id
-from layerstore.history import NextCommit
+from layerstore.history import NextCommit, named_by
 from layerstore.model import (
     DCP,
     BlobRef,
@@ -85,9 +85,9 @@ OlderVersions = MutableMapping[str, LayerVersion]
 
 def write_share(
     repo: Repository, joint: JointCommit, reader: Reader, *, frozen: FrozenWeights, older: OlderVersions
-) -> int:
+) -> Part:
     """
-    Store a rank's share and leave its part; return how many bytes were new.
+    Store a rank's share, and leave and return its part.
 
     Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
     Compact layers refer to what *older* has of them; those that it has nothing of are kept exactly.
@@ -113,14 +113,60 @@ def write_share(
                     exc.locate(f"what layer {layer.layer!r} refers to")
                 raise
         state = staging.state(share.state, joint.files())
-        new, reused = tx.objects.bytes_new, tx.objects.bytes_reused
-        part = replace(_empty_part(joint), agreement=share.agreement, layers=tuple(layers), state=state)
-        tx.leave(replace(part, bytes_new=new, bytes_reused=reused))
+        part = replace(
+            _empty_part(joint),
+            agreement=share.agreement,
+            layers=tuple(layers),
+            state=state,
+            bytes_new=tx.objects.bytes_new,
+            bytes_reused=tx.objects.bytes_reused,
+        )
+        tx.leave(part)
     for layer, left in zip(due, layers, strict=True):
         masters = tuple(of for of in left.objects if of.kind is Kind.MASTER and not of.is_coded)
         if masters:
             older[layer.layer] = _version(layer, masters, world_size=share.world_size)
-    return new
+    return part
+
+
+def copy_share(near: Repository, repo: Repository, part: Part) -> None:
+    """
+    Copy what *part* names from *near*, where its rank has written it, and leave the part there too.
+
+    Raises:
+        Overtaken: An object vanished meanwhile; repeat it.
+        IntegrityError: One is damaged near.
+    """
+    assert part.state is not None, "it did not fail"
+    with Transaction(repo, past_cache=True) as tx:
+        named = (stored.ref for layer in part.layers for stored in layer.named)
+        for ref in (*named, *named_by(near, part.state), part.state):
+            if not tx.objects.reuse(ref):
+                tx.objects.copy(ref, near.objects)
+        tx.leave(part)
+
+
+def copy_commit(near: Repository, repo: Repository, commit: Commit, parts: Sequence[Part]) -> None:
+    """
+    Make *commit*, which is in *near*, visible in *repo*, where all ranks have left their *parts* of it.
+
+    Raises:
+        Overtaken: A part, or a version that it inherits, is gone there.
+    """
+    with Transaction(repo) as tx:
+        for entry in commit.record.layers:
+            if not entry.saved_by(commit.record):
+                tx.inherit(entry)
+            elif not tx.objects.reuse(entry.version):
+                tx.objects.copy(entry.version, near.objects)
+        for state in commit.record.states:
+            if not tx.objects.claim(state):
+                raise Overtaken(
+                    f"a rank's state of {commit.record.run}@{commit.record.step} is gone; nothing was saved",
+                    hint="the next save stores every layer",
+                )
+        tx.trust(parts)
+        tx.commit(commit.record, observed=commit.observed)
 
 
 def _compact_layers(joint: JointCommit, due: Iterable[LayerSource], older: OlderVersions) -> CompactLayers:

@@ -5,7 +5,7 @@ from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, heal_identity, verify_remote
 from layerstore.remote.identity import claim, kept_there, make_there
 from layerstore.remote.mirror import Remote, reread
-from layerstore.remote.pull import Pulled, clone, completed, partial_of, pull, send_to_folder, take_over
+from layerstore.remote.pull import Pulled, clone, completed, make_partial, partial_of, pull, send_to_folder, take_over
 from layerstore.remote.push import Pushed, follow, push
 from layerstore.remote.remotes import Remotes, checked_url
 
@@ -25,6 +25,7 @@ __all__ = [
     "heal",
     "heal_identity",
     "kept_there",
+    "make_partial",
     "make_there",
     "partial_of",
     "pull",

@@ -369,7 +369,23 @@ def take_over(remote: Remote, path: Path, *, run: str) -> None:
         Conflict: It is another store.
         AlreadyExists: *path* holds something else.
     """
-    identity, files = remote.repo.identity, Files()
+    make_partial(path, remote.repo.identity, remote.url)
+    repo = open_repository(path, Files())
+    try:
+        pull(repo, remote, runs=[run], progress=Silent())
+    finally:
+        repo.close()
+
+
+def make_partial(path: Path, identity: StoreIdentity, url: str) -> None:
+    """
+    Make the store at *path*, made where there is none, a partial clone of the remote at *url*, which is *identity*.
+
+    Raises:
+        Conflict: It is another store.
+        AlreadyExists: *path* holds something else.
+    """
+    files = Files()
     try:
         make_store(path, files, identity=identity)
     except AlreadyExists:
@@ -378,9 +394,8 @@ def take_over(remote: Remote, path: Path, *, run: str) -> None:
     repo = open_repository(path, files)
     try:
         check_same_store(repo, identity)
-        if partial_of(repo) != remote.url:
-            _make_partial(repo, remote.url)
-        pull(repo, remote, runs=[run], progress=Silent())
+        if partial_of(repo) != url:
+            _make_partial(repo, url)
     finally:
         repo.close()
 

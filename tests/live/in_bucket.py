@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,14 +28,15 @@ SAVED = 3
 RUN = "run"
 
 
-def _settle(options: Any) -> str:
-    """Take the keys of the bucket, and a cache of this host's own; return the bucket's URL."""
+def _settle(options: Any) -> Any:
+    """Take the keys of the bucket, and a cache of this host's own; return the bucket's URL, or levels."""
     os.environ.update(options["environment"])
     if "caches" in options:
         os.environ["LAYERSTORE_CACHE_DIR"] = f"{options['caches']}/{dist.get_rank()}"
     background.PATIENCE_SECONDS = 0.5
-    found: str = options["url"]
-    return found
+    if "near" in options:
+        return [str(Path(os.environ["XDG_CACHE_HOME"]).with_name(options["near"])), options["url"]]
+    return options["url"]
 
 
 def begun(options: Any) -> None:
@@ -81,9 +83,13 @@ def killed(options: Any) -> None:
     saver.wait()
     if "whole" in options:
         _tell_whole(engine)
+    assert saver._following.is_sent(60.0)
+    dist.barrier()
     is_armed += [True] if is_doomed else []
     train(engine, STEPS, saver=saver, save_at=(SAVED + 1,))
-    saver.wait()  # it never comes to an end
+    saver.wait()  # it never comes to an end, unless the save is near
+    tell("durable")
+    time.sleep(1000)
 
 
 def _tell_whole(engine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import layerstore
 from layerstore import Keep
 from layerstore.live.saver import background, collector
+from layerstore.live.saver.sending import Sender
 from tests.forked import tell
 from tests.live.tiny import build, done, told, train
 
@@ -63,8 +65,7 @@ def broken(options: Any) -> None:
 
 def _followed(saver: layerstore.Saver) -> None:
     """Wait until all that was saved was tried to be sent, on rank 0, which sends it."""
-    if saver._collector is not None:
-        saver._collector.wait()
+    assert saver._following.wait(60.0)
 
 
 def requeued(options: Any) -> None:
@@ -76,6 +77,88 @@ def requeued(options: Any) -> None:
     tell("resumed", step=resumed.step)
     with layerstore.attach(engine, levels, run=RUN, durable="remote") as saver:
         train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
+        saver.wait()
+    told(saver)
+    done()
+
+
+def on_nodes(options: Any) -> None:
+    """Save the first steps; each rank is a node, with a first level and a cache of its own."""
+    levels = _as_node(options)
+    engine = build()
+    assert layerstore.resume(engine, levels, run=RUN) is None
+    keep = Keep(last=options["keep"]) if "keep" in options else None
+    with layerstore.attach(engine, levels, run=RUN, keep=keep, **options["saver"]) as saver:
+        train(engine, options["until"], saver=saver, save_at=range(STEPS))
+    told(saver)
+    done()
+
+
+def alone(options: Any) -> None:
+    """Save the first steps to a store that both ranks see."""
+    engine = build()
+    with layerstore.attach(engine, _settle(options), run=RUN, **options["saver"]) as saver:
+        train(engine, options["until"], saver=saver, save_at=range(STEPS))
+    done()
+
+
+def more_on_nodes(options: Any) -> None:
+    """Go on from the nodes' levels, save two steps that are never sent, and die."""
+    levels = _as_node(options)
+    Sender._copy = lambda *_: None  # type: ignore[method-assign] # in these processes alone
+    engine = build()
+    assert layerstore.resume(engine, levels, run=RUN, must_exist=True) is not None
+    with layerstore.attach(engine, levels, run=RUN) as saver:
+        train(engine, 4, saver=saver, save_at=(3, 4))
+        saver.wait()
+        told(saver)
+        tell("killed")
+        os._exit(1)
+
+
+def requeued_on_nodes(options: Any) -> None:
+    """Go on from what the nodes' levels and the others have, to the end, saving at every step."""
+    levels = _as_node(options)
+    engine = build()
+    resumed = layerstore.resume(engine, levels, run=RUN, must_exist=True)
+    assert resumed is not None
+    tell("resumed", step=resumed.step)
+    with layerstore.attach(engine, levels, run=RUN, **options["saver"]) as saver:
+        train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
+        saver.wait()
+    told(saver)
+    done()
+
+
+def _as_node(options: Any) -> list[str]:
+    near, *others = _settle(options)
+    os.environ["LAYERSTORE_CACHE_DIR"] = f"{options['cache']}/{dist.get_rank()}"
+    return [f"{near}{dist.get_rank()}", *others]
+
+
+def interrupted_on_nodes(options: Any) -> None:
+    """Save at every step; the level behind is away during some, and all saves come there in the end."""
+    levels = _as_node(options)
+    behind, aside = Path(levels[1]), Path(f"{levels[1]}.away")
+    engine = build()
+    with layerstore.attach(engine, levels, run=RUN, durable="remote") as saver:
+        train(engine, 2, saver=saver, save_at=(1, 2))
+        saver.wait()
+        if dist.get_rank() == 0:
+            behind.rename(aside)
+        dist.barrier()
+        train(engine, 4, saver=saver, save_at=(3, 4))
+        try:
+            saver.wait()
+        except layerstore.StorageIO as exc:
+            tell("late", why=str(exc))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            aside.rename(behind)
+        train(engine, STEPS, saver=saver, save_at=range(5, STEPS + 1))
+        while saver.status().collection_error:
+            time.sleep(0.1)
+        dist.barrier()
         saver.wait()
     told(saver)
     done()

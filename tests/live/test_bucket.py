@@ -151,6 +151,37 @@ def damaged_in(url: str, environment: dict[str, str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("are_there", [True, False], ids=["processes", "hosts"])
+@pytest.mark.parametrize(("host", "request_"), [(0, "before objects"), (1, "after objects"), (0, "before commits")])
+def test_a_level_in_each_host_survives_the_processes(
+    host: int,
+    request_: str,
+    are_there: bool,
+    apart: tuple[list[Host], dict[str, str]],
+    ranks: Nursery,
+    tmp_path: Path,
+    undisturbed: dict[int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save that no host has sent yet is sent by the next job on these hosts; with the hosts, it is lost."""
+    hosts, environment = apart
+    name = f"near-{host}-{request_.replace(' ', '-')}-{are_there}"
+    options = {"url": f"s3://first-bucket/{name}", "environment": environment, "saver": {}, "near": name}
+    killed = options | {"host": host, "request": request_}
+    with ranks.launch(f"{PROGRAMS}:killed", killed, folder=tmp_path, name="killed", hosts=hosts[:2]) as first:
+        first.until("held")
+        first.until("durable", count=2)
+        first.kill()
+    left = hosts[:2] if are_there else hosts[2:4]
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued", hosts=left) as second:
+        second.done()
+
+    assert one(second, "resumed")["step"] == SAVED + are_there
+    assert losses(first) | losses(second) == undisturbed
+    assert damaged_in(f"s3://first-bucket/{name}", environment, monkeypatch) == ()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("host", "request_"), CASES, ids=[f"{host}-{each.replace(' ', '-')}" for host, each in CASES])
 def test_a_killed_host_costs_what_was_not_reported(
     host: int,

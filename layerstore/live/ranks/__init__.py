@@ -14,12 +14,14 @@ from layerstore.live.ranks.exchange import (
     exchange_reports,
     open_session,
 )
+from layerstore.live.ranks.group_parts import GroupParts
 from layerstore.live.ranks.opening import log_nothing_yet, make_together, open_together, runs_here, store_if_there
 
 __all__ = [
     "SAVES_MAX",
     "AttemptLock",
     "Exchange",
+    "GroupParts",
     "RankReport",
     "agree_on_save",
     "agreed_layers",

@@ -4,8 +4,9 @@ The saver: saves checkpoints of a running engine to a store while training conti
 ``live/ranks`` has the agreement between ranks, and ``live/engine`` what is needed from an engine.
 """
 
+from layerstore.live.saver.following import Near
 from layerstore.live.saver.options import SaverKeywords, SaverOptions, SmallBuffer
 from layerstore.live.saver.results import Saved, Status
 from layerstore.live.saver.saver import Saver
 
-__all__ = ["Saved", "Saver", "SaverKeywords", "SaverOptions", "SmallBuffer", "Status"]
+__all__ = ["Near", "Saved", "Saver", "SaverKeywords", "SaverOptions", "SmallBuffer", "Status"]

@@ -4,18 +4,18 @@ The threads behind a saver: one copies, one writes and, on rank 0, one commits. 
 An error here never reaches training: it is noted with the save, which is then given up.
 """
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from layerstore.errors import LayerstoreError
 from layerstore.history import NextCommit, Resolved
 from layerstore.live.log import LOG, words_of
-from layerstore.live.saver.collector import Collector
+from layerstore.live.saver.following import Following
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.retries import Retries
 from layerstore.live.saver.snapshot import Copier, Pool
+from layerstore.live.saver.worker import Worker
 from layerstore.model import Commit, CommitId, LayerEntry, Part
 from layerstore.publish import (
     FrozenWeights,
@@ -31,7 +31,6 @@ from layerstore.publish import (
 )
 from layerstore.staging import referable
 from layerstore.storage import Repository
-from layerstore.threads import start
 
 POLL_SECONDS, POLL_SECONDS_MAX = 0.02, 1.0
 """
@@ -60,28 +59,6 @@ def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
             job.is_resolved.wait(max(end - time.monotonic(), 0))
 
 
-class _Worker:
-    """A thread with a queue of jobs."""
-
-    def __init__(self, name: str, work: Callable[[Job], None]) -> None:
-        self._work = work
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # A daemon, so that it does not keep a process alive that exits without closing its saver.
-        self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
-        start(self._thread)
-
-    def add(self, job: Job) -> None:
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._work(job)
-
-
 class Background:
     """One rank's threads."""
 
@@ -92,16 +69,20 @@ class Background:
         copier: Copier,
         *,
         commits: bool,
-        collector: Collector | None,
+        following: Following,
         refers: tuple[int | None, int] | None,
     ) -> None:
-        """*refers*: which shard this rank writes, None for any, and how many ranks are, if differences are kept."""
+        """
+        Start them; they write to *repo*, and whatever is *following* takes it from there.
+
+        *refers*: which shard this rank writes, None for any, and how many ranks are, if differences are kept.
+        """
         self._refers = refers
         self._repo = repo
         self.retries = Retries(repo, is_first=commits)
         self._pool = pool
         self._copier = copier
-        self._collector = collector
+        self._following = following
         self._frozen: FrozenWeights = {}
         self._older: OlderVersions = {}
         self._inherited: dict[str, LayerEntry] = {}
@@ -109,9 +90,9 @@ class Background:
         self._own: set[CommitId] = set()
         """What this job has tried to publish."""
         self._stop = threading.Event()
-        self._copying = _Worker("copy", self._copy)
-        self._writing = _Worker("write", self._write)
-        self._committing = _Worker("commit", self._commit) if commits else None
+        self._copying = Worker("copy", self._copy)
+        self._writing = Worker("write", self._write)
+        self._committing = Worker("commit", self._commit) if commits else None
         self.has_lost_base = False
         """Whether a layer that the next commit would inherit was collected, so that all must be saved again."""
 
@@ -150,8 +131,7 @@ class Background:
         for worker in (self._copying, self._writing, self._committing):
             if worker is not None:
                 worker.close()
-        if self._collector is not None:
-            self._collector.close(at_once=at_once)
+        self._following.close(at_once=at_once)
         self._pool.close()
         self.retries.close()
 
@@ -162,7 +142,9 @@ class Background:
 
     def _write(self, job: Job) -> None:
         try:
-            job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen, older=self._older)
+            part = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen, older=self._older)
+            job.written_bytes = part.bytes_new
+            self._following.written(job, part)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = words_of(exc)
             self._older.clear()  # or the next shares, planned already, may fail for the same reason
@@ -186,8 +168,7 @@ class Background:
             job.commit = self._joined(job)
             job.visible_seconds = time.monotonic() - job.begun
             self._pin(job.commit, job.joint)
-            if self._collector is not None:
-                self._collector.wake()
+            self._following.visible()
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = job.failure or words_of(exc)
             LOG.error("%s", job.failure)  # one line

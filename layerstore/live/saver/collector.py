@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked
 from layerstore.gc import NOT_PUSHED, Facts, has_work
 from layerstore.layout import url_of
@@ -52,12 +53,19 @@ answer_question()
 class Collector:
     """Sends and collects after commits; several commits in the meantime cause one more run, not one each."""
 
-    def __init__(self, store: Store, keep: Keep | None, *, run: str, places: Sequence[str]) -> None:
-        """*places*: where commits are sent, nearest first: remotes by name or URL, and folders."""
+    def __init__(
+        self, store: Store, keep: Keep | None, *, run: str, places: Sequence[str], origin: str | None = None
+    ) -> None:
+        """
+        *places*: where commits are sent, nearest first: remotes by name or URL, and folders.
+
+        *origin*: the URL of the level behind a node's own store, which knows all commits, and has what may go here.
+        """
         self._store = store
         self._keep = keep
         self._facts = None if keep is None else Facts(store.repo, keep)
         self._places = tuple(places)
+        self._origin = origin
         self._run_name = run
         self._wishes: SimpleQueue[bool] = SimpleQueue()
         self._ends_at_once = False
@@ -129,7 +137,14 @@ class Collector:
         is_remote = self._store.repo.remote is not None
         return not is_remote or time.monotonic() > self._collected_at + BUCKET_SECONDS
 
+    @property
+    def has_places(self) -> bool:
+        """Whether it sends commits anywhere."""
+        return bool(self._places)
+
     def _has_work(self) -> bool:
+        if self._origin is not None:
+            return True  # the commits are known there
         return self._facts is not None and has_work(self._facts, self._run_name)
 
     def _question(self) -> dict[str, Any]:
@@ -145,6 +160,7 @@ class Collector:
             "store": self._store.repo.name,
             "run": self._run_name,
             "places": self._places,
+            "origin": self._origin,
             "keep": rules,
             "grace_seconds": GRACE_SECONDS,
         }
@@ -196,19 +212,28 @@ def answer_question() -> None:
     answer: dict[str, Any] = {}
     try:
         with Store(question["store"]) as store:
-            run, places = question["run"], question["places"]
+            run, places, origin = question["run"], question["places"], question["origin"]
+            if origin is not None:
+                _take_over(store, origin, run)
             view = store.repo.catalog.find(run)
             newest = view.visible[-1].name if view is not None and view.visible else None
             if newest is not None:
                 answer |= _sent(store, newest, places)
             if newest is not None and question["keep"] is not None:
                 keep, grace_seconds = Keep(**question["keep"]), question["grace_seconds"]
-                answer |= _collected(store, run, places, keep, grace_seconds)
+                answer |= _collected(store, run, [*filter(None, [origin]), *places], keep, grace_seconds)
     except Locked:
         answer["is_locked"] = True
     except LayerstoreError as exc:
         answer.setdefault("error", words_of(exc))
     sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def _take_over(store: Store, origin: str, run: str) -> None:
+    from layerstore.remote import Bucket, Remote, take_over
+
+    with Remote(Bucket(origin), Files()) as remote:
+        take_over(remote, store.path, run=run)
 
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:

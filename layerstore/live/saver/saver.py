@@ -17,8 +17,7 @@ import atexit
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import takewhile
 from pathlib import Path
@@ -41,7 +40,7 @@ from layerstore.live.ranks import (
     place_resumed,
 )
 from layerstore.live.saver.background import Background, wait_at_exit
-from layerstore.live.saver.collector import Collector
+from layerstore.live.saver.following import Following, Near
 from layerstore.live.saver.movements import MovementWatch, Sample
 from layerstore.live.saver.options import SaverOptions, pool_bytes
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
@@ -75,6 +74,8 @@ class Saver:
         attempt: AttemptLock,
         place: NextCommit,
         release: Callable[[int | None], None],
+        near: Near | None,
+        places: Sequence[str],
     ) -> None:
         self._engine = engine
         self.store = store
@@ -92,11 +93,15 @@ class Saver:
             self._pool = Pool(pool_bytes(engine, options.host_buffer), pinned=is_cuda)
         self._is_closed = False
         self._session = open_session(exchange, self._repo)
-        follows = self._is_first and (options.keep is not None or bool(options.places))
-        self._collector = Collector(store, options.keep, run=run, places=options.places) if follows else None
+        self._following = Following(store, near, options.keep, run=run, places=places, commits=self._is_first)
         refers = None if options.precision == "exact" else (engine.shard, engine.world_size)
         self._background = Background(
-            self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector, refers=refers
+            self._repo if near is None else near.repo,
+            self._pool,
+            self._copier,
+            commits=self._is_first,
+            following=self._following,
+            refers=refers,
         )
         policy = chosen_policy(options.policy)
         self._schedule = Schedule.after(place, policy, run=run, referable=self._background.begin_at(place))
@@ -251,16 +256,9 @@ class Saver:
         self.exchange.wait(
             lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
         )
-        if self.options.durable == "remote":
-            behind = self._collector
-            if behind is not None:
-                behind.retry()
-            self.exchange.wait(lambda seconds: behind is None or behind.wait(seconds))
         self._apply_reports(exchange_reports(self.exchange, self._report()))
         if self.options.durable == "remote":
-            with self.exchange.raise_on_all():
-                if self._collector is not None and self._collector.push_error:
-                    raise StorageIO(self._collector.push_error, errno=None, filename=", ".join(self.options.places))
+            self._following.send_all(self.exchange)
 
     def copied(self) -> None:
         """Return once this rank's saves hold copies: others than its optimizer may change what is trained."""
@@ -274,10 +272,7 @@ class Saver:
 
     def status(self) -> Status:
         """Return the status of this rank's saves; asks no other rank."""
-        found, behind = reduce(with_job, self._jobs, self._over), self._collector
-        return (
-            found if behind is None else replace(found, collection_error=behind.error, pushed_step=behind.pushed_step)
-        )
+        return self._following.added_to(reduce(with_job, self._jobs, self._over))
 
     def close(self) -> None:
         """Wait for the pending saves, and release the engine. Every rank calls it; calling it twice is harmless."""
@@ -288,7 +283,7 @@ class Saver:
         except BaseException:
             self._leave()
             raise
-        self._end(at_once=False)
+        self._end(at_once=False, is_sent=self._following.finish(self.exchange))
 
     def __enter__(self) -> "Saver":
         return self
@@ -343,7 +338,7 @@ class Saver:
             free_bytes=free,
             failed=tuple(job.joint.save_number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._new_outcomes(),
-            has_lost_base=self._background.has_lost_base,
+            has_lost_base=self._background.has_lost_base or self._following.has_lost_base,
             precision=precision,
             retries=self._background.retries.taken(),
             is_mistyped=isinstance(problem, NotPlain),
@@ -367,6 +362,7 @@ class Saver:
         if agreed.has_lost_base:
             self._schedule.begin_anew()
             self._background.has_lost_base = False
+            self._following.begin_anew()
         while self._jobs and self._jobs[0].is_visible is not None and self._jobs[0].is_written.is_set():
             self._finished(self._jobs.popleft())
 
@@ -460,6 +456,7 @@ class Saver:
                     f"step {job.joint.step} of run {self.run!r} is still being saved after {seconds:.0f} s",
                     hint="wait() of its saver returns once it is there; then load it",
                 )
+        self._following.is_sent(max(end - time.monotonic(), 0))
 
     def rebase_on(self, composition: Composition | None) -> None:
         """Continue from *composition*, which the engine was filled with; None if that came from no store."""
@@ -483,13 +480,13 @@ class Saver:
         self._at_exit()
         self._end(at_once=True)
 
-    def _end(self, *, at_once: bool) -> None:
+    def _end(self, *, at_once: bool, is_sent: bool = False) -> None:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         try:
             self._ungate()
             try:
-                self._release(None if at_once else self._place.attempt)
+                self._release(self._place.attempt if is_sent else None)
             finally:  # its threads end, even where the store cannot be read any more
                 self._background.close(at_once=at_once)
             if self._is_first:

@@ -1,0 +1,138 @@
+"""What follows a save once it is written: the next levels have it, and what need not be kept goes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from layerstore.errors import StorageIO
+from layerstore.live.ranks import Exchange
+from layerstore.live.saver.collector import Collector
+from layerstore.live.saver.results import Job, Status
+from layerstore.live.saver.sending import Sender
+from layerstore.model import Part
+from layerstore.policy import Keep
+from layerstore.storage import Repository
+from layerstore.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """The first level, where each node has one of its own: ranks write there, and commits are made behind it."""
+
+    store: Store
+    repo: Repository
+    """That of *store*, with parts that all ranks see."""
+    behind: str
+    """The URL of the level where commits are made."""
+    is_first_here: bool
+    """Whether this rank is the first one of its node."""
+
+
+_SECONDS = 1.0
+"""How long a rank waits for its sends before it asks the others."""
+
+
+class Following:
+    """What one rank does with saves that are written, in the background."""
+
+    def __init__(
+        self, store: Store, near: Near | None, keep: Keep | None, *, run: str, places: Sequence[str], commits: bool
+    ) -> None:
+        """*places* come after *store*, nearest first; what comes last is not trimmed unless it is the only one."""
+        trims = keep if near is None or places else None
+        self._store = store
+        self._behind = (
+            Collector(store, trims, run=run, places=places) if commits and (trims is not None or places) else None
+        )
+        self._near = self._sender = None
+        if near is not None:
+            if near.is_first_here and keep is not None:
+                # Without moments, records near would differ from those behind.
+                rules = replace(keep, drop_optimizer_older_than=None)
+                self._near = Collector(near.store, rules, run=run, places=(), origin=near.behind)
+            self._sender = Sender(
+                near.repo, store.repo, commits=commits, copied=self._copied, committed=self._committed
+            )
+
+    def written(self, job: Job, part: Part) -> None:
+        """Go on with *part* of *job*, which is durable in the first level."""
+        if self._sender is not None:
+            self._sender.send(job, part)
+
+    def visible(self) -> None:
+        """Go on with a commit that is visible in the first level."""
+        if self._sender is None:
+            self._committed()
+
+    def _copied(self) -> None:
+        if self._near is not None:
+            self._near.wake()
+
+    def _committed(self) -> None:
+        if self._behind is not None:
+            self._behind.wake()
+
+    def send_all(self, exchange: Exchange) -> None:
+        """
+        Return once every level has every save. Collective.
+
+        Raises:
+            StorageIO: One could not be sent.
+        """
+        while True:
+            is_sent, error = self.is_sent(_SECONDS), "" if self._sender is None else self._sender.error
+            waiting, failed = exchange.sums([float(not is_sent), float(bool(error))])
+            if failed or not waiting:
+                break
+        if not failed and self._behind is not None:
+            self._behind.retry()
+        if not failed:
+            exchange.wait(lambda seconds: self._behind is None or self._behind.wait(seconds))
+        with exchange.raise_on_all():
+            if error := error or ("" if self._behind is None else self._behind.push_error):
+                raise StorageIO(error, errno=None, filename=self._store.repo.name)
+
+    def finish(self, exchange: Exchange) -> bool:
+        """
+        Let each rank send what it can, without trying again; return whether no commit is near alone. Collective.
+
+        The next resume sends the rest.
+        """
+        if self._sender is None:
+            return True
+        self._sender.stop_retrying()
+        exchange.wait(self._sender.has_copied)
+        self._sender.expect_no_more()
+        exchange.wait(self._sender.wait)
+        return not any(exchange.sums([float(bool(self._sender.error))]))
+
+    def is_sent(self, seconds: float) -> bool:
+        """Return whether the level behind the nodes' own has all saves, if there is one, after at most *seconds*."""
+        return self._sender is None or self._sender.wait(seconds)
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether all commits were sent on, or tried to be, after at most *seconds*."""
+        return self.is_sent(seconds) and (self._behind is None or self._behind.wait(seconds))
+
+    @property
+    def has_lost_base(self) -> bool:
+        """Whether the level behind the nodes' own lacks a save for good."""
+        return self._sender is not None and self._sender.has_lost_base
+
+    def begin_anew(self) -> None:
+        """Note that the next save stores every layer."""
+        if self._sender is not None:
+            self._sender.has_lost_base = False
+
+    def close(self, *, at_once: bool) -> None:
+        """End when all is done, or *at_once*."""
+        for each in (self._sender, self._behind, self._near):
+            if each is not None:
+                each.close(at_once=at_once)
+
+    def added_to(self, status: Status) -> Status:
+        """Return *status* with what is known of the levels."""
+        errors = [each.error for each in (self._sender, self._behind, self._near) if each is not None and each.error]
+        pushed = self._behind.pushed_step if self._behind is not None and self._behind.has_places else None
+        if pushed is None and self._sender is not None and (self._behind is None or not self._behind.has_places):
+            pushed = self._sender.sent_step
+        return replace(status, collection_error=errors[0] if errors else "", pushed_step=pushed)

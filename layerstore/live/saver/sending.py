@@ -1,0 +1,173 @@
+"""
+Where each node has a first level of its own: each rank copies what it has written there to the next level.
+
+Rank 0 then makes the commit there, once all ranks have copied their shares. Saves are sent in order, and what cannot be
+sent now is tried again: the bytes wait in the first level, not in memory.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from layerstore.errors import IntegrityError, LayerstoreError, Overtaken
+from layerstore.live.log import LOG, words_of
+from layerstore.live.ranks import GroupParts
+from layerstore.live.saver.results import Job
+from layerstore.live.saver.worker import Worker
+from layerstore.model import Part
+from layerstore.publish import GivenUp, copy_commit, copy_share, fail_share, parts_of
+from layerstore.storage import Repository
+
+_POLL_SECONDS, _POLL_SECONDS_MAX = 0.02, 1.0
+_PAUSE_SECONDS_MAX = 60.0
+
+
+class Sender:
+    """One rank's way from the first level, *near*, to the next one."""
+
+    def __init__(
+        self,
+        near: Repository,
+        repo: Repository,
+        *,
+        commits: bool,
+        copied: Callable[[], None],
+        committed: Callable[[], None],
+    ) -> None:
+        """*copied* is called after this rank's share of a save is there, *committed* after the commit."""
+        self._near = near
+        self._repo = repo
+        self._copied = copied
+        self._committed = committed
+        self._is_stopping, self._at_once = threading.Event(), threading.Event()
+        self._is_last = False
+        """Whether no rank leaves a part any more."""
+        self._changed = threading.Condition()
+        self._to_copy = self._pending = 0
+        self.error = ""
+        """Why something is not there yet; empty if all is on its way."""
+        self.sent_step: int | None = None
+        """On the rank that commits: the newest step that the next level has."""
+        self.has_lost_base = False
+        """Whether a save will never be there, so that the next one must be whole."""
+        self._copying = Worker("send", self._copy)
+        self._committing = Worker("publish", self._commit) if commits else None
+
+    def send(self, job: Job, part: Part) -> None:
+        """Copy *part*, which is written; on the rank that commits, make the commit of *job* then."""
+        with self._changed:
+            self._pending += 1
+            self._to_copy += 1
+        self._copying.add((job, part))
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether all that was written is there, after at most *seconds*, or cannot be sent any more."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, seconds)
+
+    def has_copied(self, seconds: float) -> bool:
+        """Return whether this rank's own shares are there, after at most *seconds*, or cannot be sent any more."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._to_copy, seconds)
+
+    def stop_retrying(self) -> None:
+        """Give up what cannot be sent at the next try: the next resume sends it."""
+        self._is_stopping.set()
+
+    def expect_no_more(self) -> None:
+        """Give up what some rank has not copied: none copies any more."""
+        self._is_last = True
+
+    def close(self, *, at_once: bool) -> None:
+        """End once all is there or given up, or *at_once*."""
+        self._is_stopping.set()
+        if at_once:
+            self._at_once.set()
+        self._copying.close()
+        if self._committing is not None:
+            self._committing.close()
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _copy(self, item: tuple[Job, Part]) -> None:
+        job, part = item
+        try:
+            if self._repeated(lambda: copy_share(self._near, self._repo, part), job):
+                assert isinstance(self._near.parts, GroupParts)
+                self._near.parts.forget(part.session, part.save, part.rank)
+                self._copied()
+        except Exception as exc:  # noqa: BLE001  # training goes on
+            self._fail(job, exc)
+            with suppress(LayerstoreError):
+                fail_share(self._repo, job.joint, words_of(exc))
+        finally:
+            with self._changed:
+                self._to_copy -= 1
+                self._changed.notify_all()
+            if self._committing is not None:
+                self._committing.add(job)
+            else:
+                self._end_one()
+
+    def _commit(self, job: Job) -> None:
+        try:
+            job.is_resolved.wait()
+            commit = job.commit
+            if commit is not None and (parts := self._parts(job)) is not None:
+                if not self._repeated(lambda: copy_commit(self._near, self._repo, commit, parts), job, Overtaken):
+                    return
+                self.sent_step = job.joint.step
+                self._committed()
+            if commit is None or self.sent_step == job.joint.step:
+                self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
+        except Exception as exc:  # noqa: BLE001  # training goes on
+            self._fail(job, exc)
+        finally:
+            self._end_one()
+
+    def _parts(self, job: Job) -> list[Part] | None:
+        """Wait until all ranks have copied their shares; None if this ends before."""
+        found: dict[int, Part] = {}
+        begun = time.monotonic()
+        while True:
+            if not self._repeated(lambda: parts_of(self._repo, job.joint, found), job):
+                return None
+            if len(found) == job.joint.share.world_size:
+                return [found[rank] for rank in sorted(found)]
+            if self._is_last:
+                self.error = self.error or f"step {job.joint.step} is not whole in {self._repo.name}"
+                return None
+            waited_seconds = time.monotonic() - begun
+            if self._at_once.wait(min(max(waited_seconds / 10, _POLL_SECONDS), _POLL_SECONDS_MAX)):
+                return None
+
+    def _repeated(self, do: Callable[[], object], job: Job, *final: type[Exception]) -> bool:
+        """Do it, if need be again and again, unless the error is *final*; return False if this ends before."""
+        pause_seconds = 1.0
+        while not self._at_once.is_set():
+            try:
+                do()
+            except LayerstoreError as exc:
+                if isinstance(exc, (IntegrityError, GivenUp, *final)):
+                    raise
+                if not self.error:
+                    LOG.warning("step %d waits to be sent to %s: %s", job.joint.step, self._repo.name, words_of(exc))
+                self.error = words_of(exc)
+                if self._is_stopping.wait(pause_seconds):
+                    return False
+                pause_seconds = min(2 * pause_seconds, _PAUSE_SECONDS_MAX)
+            else:
+                self.error = ""
+                return True
+        return False
+
+    def _fail(self, job: Job, exc: Exception) -> None:
+        self.error = words_of(exc)
+        self.has_lost_base = True
+        LOG.error("step %d is not sent to %s: %s; training goes on", job.joint.step, self._repo.name, self.error)
+
+    def _end_one(self) -> None:
+        with self._changed:
+            self._pending -= 1
+            self._changed.notify_all()
