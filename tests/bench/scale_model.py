@@ -261,7 +261,7 @@ CASES = (
 
 def run() -> None:
     """Print the tables of docs/internals/scale.md."""
-    for table in (a_month, a_save, metadata, packed, seconds):
+    for table in (a_month, a_save, calls_by_name, metadata, packed, seconds):
         for line in table():
             print(line, flush=True)
         print()
@@ -299,14 +299,12 @@ def a_save() -> Iterator[str]:
     """Yield the calls and requests of the largest save after the first."""
     yield from _head(
         "", "objects", "calls of a rank", "to join all", "of rank 0", "its time at 1 ms", "of all ranks",
-        "create", "link", "fsync", "unlink", "utime", "lstat", "a collection",
-        "its time at 1 ms", "PUTs", f"their time, {REMOTE_REQUESTS_MAX} at 50 ms",
+        "a collection", "its time at 1 ms", "PUTs", f"their time, {REMOTE_REQUESTS_MAX} at 50 ms",
     )  # fmt: skip
     for case in CASES:
         for name in ("full", "filter"):
             save = case.largest(POLICIES[name])
             each, first = save.of_a_rank(), save.of_the_first()
-            every = Counter({call: save.ranks * each[call] + first[call] for call in each | first})
             due = max(case.due(POLICIES[name]), key=lambda due: sum(case.files[layer].count for layer in due))
             puts = sum(case.files[layer].puts for layer in due) + save.versions + save.ranks + 1
             collecting = save.collected(kept=case.training.timetable.kept).total()
@@ -318,12 +316,22 @@ def a_save() -> Iterator[str]:
                 _count(each.total() + first.total()),
                 _time((each.total() + first.total()) * CALL_SECONDS),
                 _count(save.calls),
-                *(_count(every[call]) for call in ("create", "link", "fsync", "unlink", "utime", "lstat")),
                 _count(collecting),
                 _time(collecting * CALL_SECONDS),
                 _count(puts),
                 _time(puts / REMOTE_REQUESTS_MAX * REQUEST_SECONDS),
             )
+
+
+def calls_by_name() -> Iterator[str]:
+    """Yield the calls of all ranks by their names, of the same saves."""
+    names = ("create", "link", "fsync", "unlink", "utime", "lstat")
+    yield from _head("", *names)
+    for case in CASES:
+        for name in ("full", "filter"):
+            save = case.largest(POLICIES[name])
+            each, first = save.of_a_rank(), save.of_the_first()
+            yield _row(f"{case.title}: {name}", *(_count(save.ranks * each[call] + first[call]) for call in names))
 
 
 def metadata() -> Iterator[str]:
