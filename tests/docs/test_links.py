@@ -104,7 +104,9 @@ def test_the_site_fetches_nothing() -> None:
     assert CONFIG["theme"]["font"] is False
     assert set(CONFIG["markdown_extensions"]) == {"tables", "toc", "pymdownx"}
     assert set(CONFIG["markdown_extensions"]["pymdownx"]) == {"highlight", "superfences"}
-    assert not {"extra_css", "extra_javascript", "plugins"} & CONFIG.keys()
+    assert not {"extra_javascript", "plugins"} & CONFIG.keys()
+    assert CONFIG["extra_css"] == ["site.css"]
+    assert not re.search(r"url\(|@import", (DOCS / "site.css").read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
