@@ -11,6 +11,7 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench collected [--layers 2]       # what the newest three of ten thousand commits take each time
     python -m tests.bench scale-model    # models of 8B on 8 GPUs to 405B on 4,096, without tensors
     python -m tests.bench remote [--gb 1] [--runs 5]    # a bucket behind a link of 100 MB/s; as root, with s3fs
+    python -m tests.bench levels [--gb 1] [--rounds 3]  # resuming from memory, and from a bucket behind such a link
     python -m tests.bench shares [--gb 1] [--runs 5]    # by one, two and four processes
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench loop --every 1 [--gb 1] [--saves 10] [--tokens 16]    # each step saved, compact or exact
@@ -54,6 +55,7 @@ from tests.bench import (
     delta,
     drift,
     gpu,
+    levels,
     loop,
     query,
     remote,
@@ -91,6 +93,7 @@ def main() -> None:
         "collected",
         "coding",
         "storage",
+        "levels",
     ]
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; worlds: 1.5; loop: 1 GB)")
@@ -155,6 +158,7 @@ def _run_in(folder: Path, options: argparse.Namespace) -> None:
         "scale-model": scale_model.run,
         "remote": lambda: remote.run(folder, gb=gb or 1.0, rounds=rounds),
         "chaos": lambda: chaos.run(folder, rows=of.rows, points=of.points, ranks=of.ranks),
+        "levels": lambda: levels.run(folder, gb=gb or 1.0, rounds=of.rounds, tokens=of.tokens),
         "shares": lambda: shares.run(folder, gb=gb or 1.0, rounds=rounds),
         "gpu": lambda: gpu.run(folder / "gpu", rows=of.rows or folder / "rows.jsonl", is_tiny=of.tiny),
         "loop": lambda: _run_loop(folder, of),

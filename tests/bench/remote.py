@@ -36,7 +36,7 @@ def run(folder: Path, *, gb: float, rounds: int) -> None:
     store = layerstore.init(folder / "store")
     store.ingest(source, run="r")
     (folder / "server").mkdir()
-    with _link() as (inside, address), seaweedfs(folder / "server", address=address, inside=inside) as endpoint:
+    with slow_link() as (inside, address), seaweedfs(folder / "server", address=address, inside=inside) as endpoint:
         os.environ.update(
             AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_ENDPOINT_URL=endpoint, AWS_REGION="us-east-1"
         )
@@ -158,7 +158,7 @@ def _loaded_by_torch(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _link() -> Iterator[tuple[str, str]]:
+def slow_link() -> Iterator[tuple[str, str]]:
     """Make a network namespace behind a slow link; yield its name, and the address that is reached through it."""
     name = f"layerstore-{os.getpid()}"
     here, there = f"ls{os.getpid()}a", f"ls{os.getpid()}b"
