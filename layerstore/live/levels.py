@@ -19,7 +19,7 @@ from layerstore.disk import Files
 from layerstore.errors import Conflict, InvalidInput, StorageIO
 from layerstore.layout import is_url, place, url_of
 from layerstore.live.log import LOG
-from layerstore.live.nodes import first_ranks, newest, open_nodes
+from layerstore.live.nodes import first_ranks, has_whole, in_order, newest, open_nodes, send_commits
 from layerstore.live.ranks import Exchange, make_together, open_together, store_if_there
 from layerstore.live.saver import Near
 from layerstore.storage import RecordRow, make_store
@@ -89,7 +89,15 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
                     _take_over(levels, run)
         store = open_together(exchange, levels.first)
         return Opened(store=make_together(exchange, str(levels.first)) if store is None and makes else store)
-    behind = levels.others[0]
+    behind, *further = levels.others
+    with exchange.raise_on_all():
+        if further and is_url(behind):
+            raise InvalidInput(
+                f"{further[0]} comes after {behind}, where commits are made",
+                hint="a bucket behind the nodes is the last",
+            )
+        if further and exchange.rank == 0:
+            _take_over(Levels(behind, tuple(further)), run)
     store = open_together(exchange, behind)
     if store is None and makes:
         store = make_together(exchange, behind)
@@ -107,6 +115,8 @@ def _take_over(levels: Levels, run: str) -> None:
     with ExitStack() as stack:
         opened = store_if_there(near)
         mine = None if opened is None else newest(stack.enter_context(opened), run)
+        if opened is not None and mine is not None and not has_whole(opened, mine):
+            mine = _completed(opened, mine, levels.others[0], run)
         for level in levels.others:
             there = _looked_up(level, near)
             if there is None:
@@ -125,6 +135,30 @@ def _take_over(levels: Levels, run: str) -> None:
                     LOG.info("%s@%d is read from %s: %s does not have it", run, theirs.step, level, near)
 
 
+def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow | None:
+    """
+    Return the newest commit of *near* that can be read whole; *mine* is the newest one, and is not whole there.
+
+    The level *behind* may have the rest. What it has not is lost: *near* was one of several nodes' own, and the only
+    one that is left.
+    """
+    store = store_if_there(behind)
+    if store is None:
+        return mine
+    with store:
+        latest = newest(store, run)
+        if latest is None or in_order(mine) > in_order(latest):
+            send_commits(near, behind, run)
+            store.repo.records.refresh()
+            latest = newest(store, run)
+            view = near.repo.catalog.view(run)
+            for row in [row for row in view.visible if latest is None or in_order(row) > in_order(latest)]:
+                LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
+                near.repo.trash.take_record(row.name)
+                near.repo.catalog.forget([row.name])
+    return newest(near, run)
+
+
 def _looked_up(level: str, near: Path) -> Store | None:
     try:
         return store_if_there(level)
@@ -138,7 +172,7 @@ def _looked_up(level: str, near: Path) -> Store | None:
 
 
 def _is_newer(theirs: RecordRow, mine: RecordRow | None) -> bool:
-    return mine is None or (theirs.attempt, theirs.step) > (mine.attempt, mine.step)
+    return mine is None or in_order(theirs) > in_order(mine)
 
 
 def make_levels(store: Store, others: Iterable[str]) -> None:

@@ -6,21 +6,23 @@ needed. What a job could not send before it died lies there, and is sent when th
 """
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from layerstore.disk import Files
-from layerstore.errors import IntegrityError
+from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.hashing import object_id
+from layerstore.history import named_by
 from layerstore.layout import is_url, layout_at, url_of
 from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.live.binding import wait_for_saves
 from layerstore.live.log import LOG, words_of
 from layerstore.live.ranks import Exchange, GroupParts
-from layerstore.live.saver import Near
+from layerstore.live.saver import Near, forget_record
 from layerstore.model import BlobRef
 from layerstore.storage import RecordRow, Repository
 from layerstore.store import Store, store_of
@@ -81,7 +83,7 @@ def open_nodes(
             from layerstore.remote import Bucket, Remote, take_over
 
             with Remote(Bucket(url_of(behind)), Files()) as remote:  # what the next saves inherit
-                take_over(remote, near, run=run)
+                take_over(remote, near, run=run, is_whole=False)
     parts = GroupParts(
         opened.repo.layout,
         opened.repo.files,
@@ -97,25 +99,34 @@ def open_nodes(
 
 def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: str, *, is_first_here: bool) -> None:
     """Send the saves of *run* that a job which has ended has written to the nodes, but not to *store*."""
-    mine = newest(near, run) if is_first_here else None
+    with exchange.raise_on_all():
+        mine, there = newest(near, run) if is_first_here else None, newest(store, run)
     found = exchange.integers([-1, -1] if mine is None else [mine.attempt, mine.step])
     owner = max(range(exchange.size), key=lambda rank: (found[rank], -rank))
-    there = newest(store, run)
-    attempt, step = exchange.integers([-1, -1] if there is None else [there.attempt, there.step])[0]
-    if found[owner] <= [attempt, step]:
-        return
-    if exchange.rank == 0:
-        LOG.info("%s@%d is not in %s yet: the nodes send it now", run, found[owner][1], behind)
+    after = exchange.integers([-1, -1] if there is None else [there.attempt, there.step])[0]
+    if found[owner] > after:
+        if exchange.rank == 0:
+            LOG.info("%s@%d is not in %s yet: the nodes send it now", run, found[owner][1], behind)
+        _do(exchange, lambda: send_objects(near.repo, store.repo) if is_first_here else None)
+        _do(exchange, lambda: send_commits(near, behind, run) if exchange.rank == owner else None)
     with exchange.raise_on_all():
-        if is_first_here and exchange.rank != owner:
-            send_objects(near.repo, store.repo)
-    with exchange.raise_on_all():
-        if exchange.rank == owner:
-            _send_commits(near, behind, run, after=(attempt, step))
+        if is_first_here:
+            store.repo.records.refresh()
+            forget_unsent(near, store, run)
 
 
-def _send_commits(near: Store, behind: str, run: str, *, after: tuple[int, int]) -> None:
-    from layerstore.remote import Bucket, kept_there, send_to_folder
+def _do(exchange: Exchange, work: Callable[[], None]) -> None:
+    """Do *work* on every rank, however long it takes on one of them; raise on all if it fails on one."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        exchange.wait(lambda seconds: bool(wait([done], seconds).done))
+        with exchange.raise_on_all():
+            done.result()
+
+
+def send_commits(near: Store, behind: str, run: str) -> None:
+    """Send the commits of *run* that *near* has, as far as all that they name is there or here."""
+    from layerstore.remote import send_to_folder
 
     try:
         if is_url(behind):
@@ -123,12 +134,32 @@ def _send_commits(near: Store, behind: str, run: str, *, after: tuple[int, int])
         else:
             send_to_folder(near.repo, Path(behind), run=run)
     except IntegrityError as exc:
-        there = kept_there(near.repo, Bucket(url_of(behind)))
-        rows = near.repo.catalog.view(run).visible
-        for row in (row for row in rows if (row.attempt, row.step) > after and row.id not in there):
-            LOG.warning("%s@%d is lost with a node that had a part of it: %s", run, row.step, words_of(exc))
-            near.repo.trash.take_record(row.name)
-            near.repo.catalog.forget([row.name])
+        LOG.warning("not all of run %r could be sent to %s: %s", run, behind, words_of(exc))
+
+
+def forget_unsent(near: Store, store: Store, run: str) -> None:
+    """
+    Remove the records of *run* that *near* has and *store* lacks.
+
+    Those that are newer there were not sent whole: parts of them went with another node. The others were collected.
+    """
+    view, there, latest = near.repo.catalog.find(run), store.repo.catalog.find(run), newest(store, run)
+    for row in () if view is None else view.visible:
+        if there is None or row.id not in there.rows:
+            if latest is None or in_order(row) > in_order(latest):
+                LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
+            forget_record(near.repo, row.name)
+
+
+def has_whole(near: Store, row: RecordRow) -> bool:
+    """Whether *near* has everything that a commit names itself; a store that is not a partial clone is said to."""
+    if not near.repo.files.exists(near.repo.layout.partial):
+        return True
+    record = near.repo.catalog.commit(row.name).record
+    with suppress(IntegrityError, NotFound):
+        refs = (ref for blob in record.blobs for ref in (blob, *named_by(near.repo, blob)))
+        return all(near.repo.objects.find_at_once(ref) is not None for ref in refs)
+    return False
 
 
 def send_objects(near: Repository, repo: Repository) -> None:
@@ -150,6 +181,11 @@ def send_objects(near: Repository, repo: Repository) -> None:
         for ref in blobs:
             writer.copy(ref, near.objects)
         writer.publish()
+
+
+def in_order(row: RecordRow) -> tuple[int, int]:
+    """Return what newer commits of a run have more of."""
+    return row.attempt, row.step
 
 
 def newest(store: Store, run: str) -> RecordRow | None:

@@ -140,25 +140,33 @@ def copy_share(near: Repository, repo: Repository, part: Part) -> None:
     assert part.state is not None, "it did not fail"
     with Transaction(repo, past_cache=True) as tx:
         named = (stored.ref for layer in part.layers for stored in layer.named)
-        for ref in (*named, *named_by(near, part.state), part.state):
+        for ref in (*named, *named_by(near, part.state)):
             if not tx.objects.reuse(ref):
                 tx.objects.copy(ref, near.objects)
+        tx.objects.put(near.objects.read(part.state), part.state)
         tx.leave(part)
 
 
-def copy_commit(near: Repository, repo: Repository, commit: Commit, parts: Sequence[Part]) -> None:
+def copy_commit(
+    near: Repository, repo: Repository, commit: Commit, parts: Sequence[Part], *, own: set[CommitId], after: int | None
+) -> None:
     """
     Make *commit*, which is in *near*, visible in *repo*, where all ranks have left their *parts* of it.
 
     Raises:
-        Overtaken: A part, or a version that it inherits, is gone there.
+        InheritedLayerLost: A version that it inherits is gone there.
+        Overtaken: Something else is; repeat it.
+        Conflict: Another job has saved the attempt *after* this one began, whose commits are its *own*.
     """
     with Transaction(repo) as tx:
         for entry in commit.record.layers:
-            if not entry.saved_by(commit.record):
+            if entry.saved_by(commit.record):
+                tx.objects.put(near.objects.read(entry.version), entry.version)
+                continue
+            try:
                 tx.inherit(entry)
-            elif not tx.objects.reuse(entry.version):
-                tx.objects.copy(entry.version, near.objects)
+            except (IntegrityError, Overtaken) as exc:
+                raise InheritedLayerLost(exc.message, hint=_STORED_AGAIN) from exc
         for state in commit.record.states:
             if not tx.objects.claim(state):
                 raise Overtaken(
@@ -166,6 +174,7 @@ def copy_commit(near: Repository, repo: Repository, commit: Commit, parts: Seque
                     hint="the next save stores every layer",
                 )
         tx.trust(parts)
+        _check_alone(repo, commit.record, own, after=after)
         tx.commit(commit.record, observed=commit.observed)
 
 

@@ -33,10 +33,11 @@ _EVICTIONS_MAX = 20
 
 
 class Source:
-    """The objects in a bucket; *url* is opened on first use."""
+    """The objects in a bucket, and what it lacks in *rest*; *url* is opened on first use."""
 
-    def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None) -> None:
+    def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None, rest: "Source | None" = None) -> None:
         self.url = url
+        self._rest = rest
         self._layout = layout
         self._bucket = bucket
         self._guard = threading.Lock()
@@ -57,6 +58,8 @@ class Source:
             folder = f"{self._layout.objects.name}/{prefix}"
             names = ((each.name.removeprefix(f"{folder}/"), each.size_bytes) for each in self.bucket.listed(folder))
             sizes[prefix] = {ObjectId(name): size for name, size in names if OBJECT_ID.fullmatch(name)}
+            if self._rest is not None:
+                sizes[prefix] = self._rest.listed(prefix) | sizes[prefix]
         return sizes[prefix]
 
     def check_process(self) -> None:
@@ -82,6 +85,9 @@ class Source:
         Raises:
             IntegrityError: It is missing; or, raised at the end, the bytes do not match its name.
         """
+        if (holder := self._holder_of(ref)) is not self:
+            yield from holder.checked(ref)
+            return
         hasher = NameHasher()
         name = self._layout.object_name(ref.id)
         try:
@@ -93,6 +99,16 @@ class Source:
             raise  # the bucket itself is not there, which says nothing about the object
         except (NotFound, IntegrityError) as exc:
             raise self.damaged(ref, exc) from exc
+
+    def _holder_of(self, ref: BlobRef) -> "Source":
+        if self._rest is None or self.bucket.size(self._layout.object_name(ref.id)) is not None:
+            return self
+        return self._rest
+
+    def chunks(self, ref: BlobRef, *, start: int, size_bytes: int) -> Iterator[memoryview]:
+        """Yield a stretch of *ref*, unchecked."""
+        bucket = self._holder_of(ref).bucket
+        yield from bucket.chunks(self._layout.object_name(ref.id), start=start, size_bytes=size_bytes)
 
     def check_bytes(self, ref: BlobRef) -> None:
         """Read all of *ref* from the bucket and compare it with its name; raises as `checked` does."""
@@ -376,7 +392,7 @@ class _SparseObjects:
     def _fetched(self, ref: BlobRef, start: int, size_bytes: int, target: NewFile) -> Iterator[memoryview]:
         """Yield a stretch of *ref* as it arrives, and write it to *target*: nobody uses it before it is checked."""
         at = start
-        for data in self._source.bucket.chunks(self._layout.object_name(ref.id), start=start, size_bytes=size_bytes):
+        for data in self._source.chunks(ref, start=start, size_bytes=size_bytes):
             target.write_at(at, data)
             at += len(data)
             yield data

@@ -33,7 +33,7 @@ from layerstore.remote.bucket import in_parallel
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.mirror import Remote
 from layerstore.remote.push import Left, raise_left
-from layerstore.remote.remotes import Remotes, check_elsewhere, checked_url
+from layerstore.remote.remotes import Remotes, check_elsewhere, checked_url, folder_at
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import (
     ObjectWriter,
@@ -135,12 +135,21 @@ def send_to_folder(repo: Repository, path: Path, *, run: str) -> None:
     try:
         check_same_store(target, repo.identity)
         target.prepare_writing()
-        rows, there = repo.catalog.view(run).visible, target.catalog.find(run)
-        newest = max((_in_order(row) for row in there.visible), default=None) if there is not None else None
-        wanted = rows[-1:] if newest is None else [row for row in rows if _in_order(row) > newest]
-        _Pull(target, OnDisk(repo), Silent()).fetch([repo.catalog.commit(row.name) for row in wanted], [], {})
+        here = target.records.pin_names()
+        pins = [pin for _, pin in repo.records.pins() if isinstance(pin, Pin) and pin.record.run == run]
+        pins = [pin for pin in pins if pin.name not in here]
+        _Pull(target, OnDisk(repo), Silent()).fetch(_newer(repo, target, run), pins, {})
     finally:
         target.close()
+
+
+def _newer(repo: Repository, target: Repository, run: str) -> list[Commit]:
+    """Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, the newest."""
+    mine, there = repo.catalog.find(run), target.catalog.find(run)
+    rows = [] if mine is None else mine.visible
+    newest = max(map(_in_order, there.visible), default=None) if there is not None else None
+    wanted = rows[-1:] if newest is None else [row for row in rows if _in_order(row) > newest]
+    return [repo.catalog.commit(row.name) for row in wanted]
 
 
 def check_same_store(repo: Repository, identity: StoreIdentity) -> None:
@@ -358,12 +367,22 @@ def completed(repo: Repository) -> Repository:
     """
     url = partial_of(repo)
     assert url is not None, "it is one"
-    return replace(repo, objects=FetchedObjects(repo.layout, repo.files, Source(url, repo.layout)))
+    return replace(repo, objects=FetchedObjects(repo.layout, repo.files, _source(repo, url)))
 
 
-def take_over(remote: Remote, path: Path, *, run: str) -> None:
+def _source(repo: Repository, url: str) -> Source:
+    """Return what completes *repo*: the store at *url* and, if that is itself a partial clone, what completes it."""
+    rest = None
+    if (folder := folder_at(url)) is not None and repo.files.exists(layout_at(folder).partial):
+        rest = partial_of(open_repository(folder, repo.files))
+    return Source(url, repo.layout, rest=None if rest is None else Source(rest, repo.layout))
+
+
+def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
     Give the store at *path*, made where there is none, what *remote* has of *run*; tensors are fetched when needed.
+
+    Unless *is_whole*, only what is newer than all that is there, or the newest commit.
 
     Raises:
         Conflict: It is another store.
@@ -372,7 +391,10 @@ def take_over(remote: Remote, path: Path, *, run: str) -> None:
     make_partial(path, remote.repo.identity, remote.url)
     repo = open_repository(path, Files())
     try:
-        pull(repo, remote, runs=[run], progress=Silent())
+        if is_whole:
+            pull(repo, remote, runs=[run], progress=Silent())
+        else:
+            _Pull(repo, remote, Silent()).fetch(_newer(remote.repo, repo, run), [], {})
     finally:
         repo.close()
 

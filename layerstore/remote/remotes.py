@@ -129,9 +129,15 @@ class Remotes:
 
 def check_elsewhere(url: str, root: Path) -> None:
     """Raise InvalidInput if *url* is the folder of the store at *root*: nothing would be kept anywhere else."""
-    parts = urlsplit(url)
-    if parts.scheme == "file" and Path(unquote(parts.path)).resolve() == root.resolve():
+    folder = folder_at(url)
+    if folder is not None and folder.resolve() == root.resolve():
         raise InvalidInput(f"{url} is this very folder; nothing was changed", hint="name another folder")
+
+
+def folder_at(url: str) -> Path | None:
+    """Return the folder that *url* names; None if it names a bucket."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def _no_remote(name: str | None, found: dict[str, str]) -> NotFound:

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import layerstore
 from layerstore.cli.app import main
@@ -62,6 +63,11 @@ BUCKET = "/checkpoints"
 # These go on until somebody stops them.
 ENDLESS = {("ingest", "--watch"), ("push", "--follow")}
 TOOLS = {"cp", "mv", "rm", "ls", "mkdir", "du"}
+
+
+def no_browser() -> contextlib.AbstractContextManager[object]:
+    """Let nothing open a browser, whether there is one here or not."""
+    return mock.patch("webbrowser.open", return_value=True)
 
 
 def furnish(root: Path) -> None:
@@ -128,7 +134,7 @@ class Scene:
         told, complained = io.StringIO(), io.StringIO()
         with contextlib.chdir(self.root):
             if words[0] == "layerstore":
-                with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complained):
+                with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complained), no_browser():
                     found = main(words[1:])
             else:
                 assert words[0] in TOOLS, f"{block}: {words[0]} is not known here"

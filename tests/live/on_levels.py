@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore import Keep
-from layerstore.live.saver import background, collector
+from layerstore.live.saver import background, collector, sending
 from layerstore.live.saver.sending import Sender
 from tests.forked import tell
 from tests.live.tiny import build, done, told, train
@@ -24,7 +24,7 @@ def _settle(options: Any) -> list[str]:
     """Use a cache of this test's own; return the levels."""
     os.environ["LAYERSTORE_CACHE_DIR"] = options["cache"]
     background.PATIENCE_SECONDS = 0.5
-    collector.GRACE_SECONDS = 0.0
+    collector.GRACE_SECONDS = 0.01  # with none, nobody may be writing
     found: list[str] = options["levels"]
     return found
 
@@ -88,10 +88,30 @@ def on_nodes(options: Any) -> None:
     engine = build()
     assert layerstore.resume(engine, levels, run=RUN) is None
     keep = Keep(last=options["keep"]) if "keep" in options else None
+    if "slow" in options:
+        _delay(options)
     with layerstore.attach(engine, levels, run=RUN, keep=keep, **options["saver"]) as saver:
-        train(engine, options["until"], saver=saver, save_at=range(STEPS))
+        train(engine, options["until"], saver=saver, save_at=range(options["until"] + ("pin" not in options)))
+        if "pin" in options:
+            saver.save(pin=options["pin"])
     told(saver)
     done()
+
+
+def _delay(options: Any) -> None:
+    """Let all ranks but the first copy slowly, and the first act late on what it has seen of parts."""
+    copy, look = vars(sending)["copy_share"], vars(sending)["parts_of"]
+
+    def copied(*arguments: Any) -> None:
+        time.sleep(options["slow"] * bool(dist.get_rank()))
+        copy(*arguments)
+
+    def looked(*arguments: Any) -> Any:
+        found = look(*arguments)
+        time.sleep(options.get("looks_late", 0.0))
+        return found
+
+    vars(sending).update(copy_share=copied, parts_of=looked)  # in these processes alone
 
 
 def alone(options: Any) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+import layerstore
 from tests.forked import Nursery
 from tests.live.launched import losses, one
-from tests.live.on_levels import STEPS
+from tests.live.on_levels import RUN, STEPS
 from tests.live.test_levels import ids_in, steps_in
 
 PROGRAMS = "tests.live.on_levels"
@@ -31,9 +32,9 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def launch(ranks: Nursery, program: str, options: dict[str, Any], folder: Path, name: str) -> Any:
+def launch(ranks: Nursery, program: str, options: dict[str, Any], folder: Path, name: str, *, count: int = 2) -> Any:
     """Run *program* to its end; return the launch."""
-    with ranks.launch(f"{PROGRAMS}:{program}", options, folder=folder, name=name) as launched:
+    with ranks.launch(f"{PROGRAMS}:{program}", options, folder=folder, name=name, count=count) as launched:
         if options.get("dies"):
             launched.until("killed", count=2)
             launched.statuses()
@@ -93,6 +94,12 @@ def test_what_was_not_sent_is_sent_by_the_next_job(
         assert steps_in(options["levels"][1]) == [*range(STEPS, 0, -1)]
     assert losses(unsent).items() <= undisturbed.items()
 
+    folder = tmp_path / "alone"
+    shutil.copytree(first, folder, symlinks=True)
+    options = options_in(folder, behind_in(folder, kind))
+    alone = launch(ranks, "requeued_on_nodes", options, tmp_path, "one", count=1)
+    assert one(alone, "resumed")["step"] == 2
+
 
 def test_nodes_are_trimmed(ranks: Nursery, tmp_path: Path) -> None:
     """With keep=, each node keeps what the rules say of what is behind; the last level keeps all."""
@@ -115,3 +122,37 @@ def test_the_level_behind_may_be_away_for_a_while(ranks: Nursery, tmp_path: Path
     assert losses(launched) == undisturbed
     assert steps_in(options["levels"][1]) == [*range(STEPS, 0, -1)]
     assert one(launched, "status")["failed"] == 0
+
+
+def test_whatever_lies_behind_is_found_and_pinned(ranks: Nursery, tmp_path: Path) -> None:
+    """Of three levels, the last one alone may be left; a pin is made where commits are, and goes on from there."""
+    bucket = f"file://{tmp_path}/bucket"
+    options = options_in(tmp_path, str(tmp_path / "shared"), until=6, pin="best", saver={"durable": "remote"})
+    options["levels"].append(bucket)
+    launch(ranks, "on_nodes", options, tmp_path, "begun")
+    assert steps_in(bucket)[0] == 6
+    for level in options["levels"][1:]:
+        with layerstore.open(level) as store:
+            assert [pin.name for pin in store.pins()] == ["best"]
+
+    for name in ("near0", "near1", "shared"):
+        shutil.rmtree(tmp_path / name)
+    again = launch(ranks, "requeued_on_nodes", options, tmp_path, "again")
+    assert one(again, "resumed")["step"] == 6
+    assert steps_in(str(tmp_path / "shared"))[0] == STEPS
+
+
+def test_a_slow_node_keeps_nobody_from_trimming(ranks: Nursery, tmp_path: Path) -> None:
+    """The first node has records whose other half is still on its way; it is trimmed once that is there."""
+    options = options_in(tmp_path, str(tmp_path / "shared"), until=4, keep=1, slow=0.5)
+    launched = launch(ranks, "on_nodes", options, tmp_path, "slow")
+    assert one(launched, "status")["collection_error"] == ""
+    with layerstore.open(tmp_path / "near0") as store:
+        assert [entry.step for entry in store.log(RUN)] == [4]
+
+
+def test_a_part_that_comes_last_is_not_missed(ranks: Nursery, tmp_path: Path) -> None:
+    """The last rank's share arrives right after the first one has looked for it, while the saver is being closed."""
+    options = options_in(tmp_path, str(tmp_path / "shared"), until=2, slow=0.5, looks_late=1.0)
+    launch(ranks, "on_nodes", options, tmp_path, "late")
+    assert steps_in(options["levels"][1]) == [2, 1]

@@ -8,5 +8,6 @@ from layerstore.live.saver.following import Near
 from layerstore.live.saver.options import SaverKeywords, SaverOptions, SmallBuffer
 from layerstore.live.saver.results import Saved, Status
 from layerstore.live.saver.saver import Saver
+from layerstore.live.saver.sending import forget_record
 
-__all__ = ["Near", "Saved", "Saver", "SaverKeywords", "SaverOptions", "SmallBuffer", "Status"]
+__all__ = ["Near", "Saved", "Saver", "SaverKeywords", "SaverOptions", "SmallBuffer", "Status", "forget_record"]

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Collection
 
-from layerstore.errors import LayerstoreError
-from layerstore.history import NextCommit, Resolved
+from layerstore.history import NextCommit
 from layerstore.live.log import LOG, words_of
 from layerstore.live.saver.following import Following
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.retries import Retries
+from layerstore.live.saver.sending import pin
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.live.saver.worker import Worker
 from layerstore.model import Commit, CommitId, LayerEntry, Part
@@ -25,7 +25,6 @@ from layerstore.publish import (
     OlderVersions,
     fail_share,
     join,
-    make_pin,
     parts_of,
     write_share,
 )
@@ -79,7 +78,7 @@ class Background:
         """
         self._refers = refers
         self._repo = repo
-        self.retries = Retries(repo, is_first=commits)
+        self.retries = Retries(following.repo, is_first=commits)
         self._pool = pool
         self._copier = copier
         self._following = following
@@ -167,7 +166,8 @@ class Background:
         try:
             job.commit = self._joined(job)
             job.visible_seconds = time.monotonic() - job.begun
-            self._pin(job.commit, job.joint)
+            if not self._following.commits_later:
+                pin(self._repo, job.commit, job.joint)
             self._following.visible()
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = job.failure or words_of(exc)
@@ -193,14 +193,6 @@ class Background:
         commit = join(self._repo, joint, parts, inherited=self._inherited, own=self._own)
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
-
-    def _pin(self, commit: Commit, joint: JointCommit) -> None:
-        if joint.pin is None:
-            return
-        try:
-            make_pin(self._repo, joint.pin, Resolved.of_commit(commit))
-        except LayerstoreError as exc:
-            LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
 
     def _remove_parts(self, joint: JointCommit) -> None:
         try:

@@ -213,15 +213,15 @@ def answer_question() -> None:
     try:
         with Store(question["store"]) as store:
             run, places, origin = question["run"], question["places"], question["origin"]
-            if origin is not None:
-                _take_over(store, origin, run)
+            if origin is not None and not _has_caught_up(store, origin, run):
+                question["keep"] = None  # what is near alone is not whole here: the next save collects
             view = store.repo.catalog.find(run)
             newest = view.visible[-1].name if view is not None and view.visible else None
             if newest is not None:
                 answer |= _sent(store, newest, places)
             if newest is not None and question["keep"] is not None:
                 keep, grace_seconds = Keep(**question["keep"]), question["grace_seconds"]
-                answer |= _collected(store, run, [*filter(None, [origin]), *places], keep, grace_seconds)
+                answer |= _collected(store, run, places, keep, grace_seconds)
     except Locked:
         answer["is_locked"] = True
     except LayerstoreError as exc:
@@ -229,11 +229,17 @@ def answer_question() -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-def _take_over(store: Store, origin: str, run: str) -> None:
+def _has_caught_up(store: Store, origin: str, run: str) -> bool:
+    """Take over what *origin* has that is newer; return whether *store* has nothing that is newer there."""
     from layerstore.remote import Bucket, Remote, take_over
 
     with Remote(Bucket(origin), Files()) as remote:
-        take_over(remote, store.path, run=run)
+        take_over(remote, store.path, run=run, is_whole=False)
+        there, here = remote.repo.catalog.find(run), store.repo.catalog.find(run)
+        newest = there.visible[-1] if there is not None and there.visible else None
+        return here is None or all(
+            newest is not None and (row.attempt, row.step) <= (newest.attempt, newest.step) for row in here.visible
+        )
 
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:

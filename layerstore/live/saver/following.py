@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import StorageIO
+from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver.collector import Collector
-from layerstore.live.saver.results import Job, Status
+from layerstore.live.saver.results import ERRORS_MAX, Job, Status
 from layerstore.live.saver.sending import Sender
 from layerstore.model import Part
 from layerstore.policy import Keep
@@ -39,7 +40,9 @@ class Following:
     ) -> None:
         """*places* come after *store*, nearest first; what comes last is not trimmed unless it is the only one."""
         trims = keep if near is None or places else None
-        self._store = store
+        self.repo = store.repo
+        """Where commits are made in the end."""
+        self._commits = commits
         self._behind = (
             Collector(store, trims, run=run, places=places) if commits and (trims is not None or places) else None
         )
@@ -58,18 +61,25 @@ class Following:
         if self._sender is not None:
             self._sender.send(job, part)
 
+    @property
+    def commits_later(self) -> bool:
+        """Whether commits of the first level are copied to the next one, which has the pins."""
+        return self._sender is not None
+
     def visible(self) -> None:
         """Go on with a commit that is visible in the first level."""
         if self._sender is None:
             self._committed()
 
     def _copied(self) -> None:
-        if self._near is not None:
+        # The rank that commits has a record near before the level behind has one.
+        if self._near is not None and not self._commits:
             self._near.wake()
 
     def _committed(self) -> None:
-        if self._behind is not None:
-            self._behind.wake()
+        for collector in (self._behind, self._near):
+            if collector is not None:
+                collector.wake()
 
     def send_all(self, exchange: Exchange) -> None:
         """
@@ -89,7 +99,7 @@ class Following:
             exchange.wait(lambda seconds: self._behind is None or self._behind.wait(seconds))
         with exchange.raise_on_all():
             if error := error or ("" if self._behind is None else self._behind.push_error):
-                raise StorageIO(error, errno=None, filename=self._store.repo.name)
+                raise StorageIO(error, errno=None, filename=self.repo.name)
 
     def finish(self, exchange: Exchange) -> bool:
         """
@@ -103,7 +113,10 @@ class Following:
         exchange.wait(self._sender.has_copied)
         self._sender.expect_no_more()
         exchange.wait(self._sender.wait)
-        return not any(exchange.sums([float(bool(self._sender.error))]))
+        is_complete = not any(exchange.sums([float(bool(self._sender.error))]))
+        if not is_complete and exchange.rank == 0:
+            LOG.warning("the newest saves are in the nodes only, and not in %s: resume there", self.repo.name)
+        return is_complete
 
     def is_sent(self, seconds: float) -> bool:
         """Return whether the level behind the nodes' own has all saves, if there is one, after at most *seconds*."""
@@ -131,8 +144,16 @@ class Following:
 
     def added_to(self, status: Status) -> Status:
         """Return *status* with what is known of the levels."""
+        lost = [] if self._sender is None else self._sender.lost
         errors = [each.error for each in (self._sender, self._behind, self._near) if each is not None and each.error]
         pushed = self._behind.pushed_step if self._behind is not None and self._behind.has_places else None
         if pushed is None and self._sender is not None and (self._behind is None or not self._behind.has_places):
             pushed = self._sender.sent_step
-        return replace(status, collection_error=errors[0] if errors else "", pushed_step=pushed)
+        return replace(
+            status,
+            saved=status.saved - len(lost),
+            failed=status.failed + len(lost),
+            errors=(*status.errors, *lost)[-ERRORS_MAX:],
+            collection_error=errors[0] if errors else "",
+            pushed_step=pushed,
+        )

@@ -8,16 +8,17 @@ sent now is tried again: the bytes wait in the first level, not in memory.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
-from layerstore.errors import IntegrityError, LayerstoreError, Overtaken
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError
+from layerstore.history import Resolved
 from layerstore.live.log import LOG, words_of
 from layerstore.live.ranks import GroupParts
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.worker import Worker
-from layerstore.model import Part
-from layerstore.publish import GivenUp, copy_commit, copy_share, fail_share, parts_of
-from layerstore.storage import Repository
+from layerstore.model import Commit, CommitId, Part
+from layerstore.publish import GivenUp, JointCommit, copy_commit, copy_share, fail_share, make_pin, parts_of
+from layerstore.storage import RecordName, Repository
 
 _POLL_SECONDS, _POLL_SECONDS_MAX = 0.02, 1.0
 _PAUSE_SECONDS_MAX = 60.0
@@ -45,14 +46,22 @@ class Sender:
         """Whether no rank leaves a part any more."""
         self._changed = threading.Condition()
         self._to_copy = self._pending = 0
-        self.error = ""
-        """Why something is not there yet; empty if all is on its way."""
+        self._why_waiting = {"copy": "", "commit": ""}
+        self._own: set[CommitId] = set()
+        """What this job has tried to commit there."""
+        self.lost: list[str] = []
+        """The saves that will never be there, and why."""
         self.sent_step: int | None = None
         """On the rank that commits: the newest step that the next level has."""
         self.has_lost_base = False
         """Whether a save will never be there, so that the next one must be whole."""
         self._copying = Worker("send", self._copy)
         self._committing = Worker("publish", self._commit) if commits else None
+
+    @property
+    def error(self) -> str:
+        """Why something is not there yet; empty if all is on its way."""
+        return next(filter(None, self._why_waiting.values()), "")
 
     def send(self, job: Job, part: Part) -> None:
         """Copy *part*, which is written; on the rank that commits, make the commit of *job* then."""
@@ -93,14 +102,13 @@ class Sender:
     def _copy(self, item: tuple[Job, Part]) -> None:
         job, part = item
         try:
-            if self._repeated(lambda: copy_share(self._near, self._repo, part), job):
+            if self._repeated(lambda: copy_share(self._near, self._repo, part), job, "copy"):
                 assert isinstance(self._near.parts, GroupParts)
                 self._near.parts.forget(part.session, part.save, part.rank)
                 self._copied()
         except Exception as exc:  # noqa: BLE001  # training goes on
             self._fail(job, exc)
-            with suppress(LayerstoreError):
-                fail_share(self._repo, job.joint, words_of(exc))
+            self._repeated(partial(fail_share, self._repo, job.joint, words_of(exc)), job, "copy")
         finally:
             with self._changed:
                 self._to_copy -= 1
@@ -115,14 +123,19 @@ class Sender:
             job.is_resolved.wait()
             commit = job.commit
             if commit is not None and (parts := self._parts(job)) is not None:
-                if not self._repeated(lambda: copy_commit(self._near, self._repo, commit, parts), job, Overtaken):
+                after = job.joint.place.after
+                copy = partial(copy_commit, self._near, self._repo, commit, parts, own=self._own, after=after)
+                if not self._repeated(copy, job, "commit"):
                     return
                 self.sent_step = job.joint.step
+                pin(self._repo, commit, job.joint)
                 self._committed()
             if commit is None or self.sent_step == job.joint.step:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # training goes on
             self._fail(job, exc)
+            if job.commit is not None:  # what is near is not whole without the other nodes, and never will be
+                forget_record(self._near, self._near.records.name_of(job.commit))
         finally:
             self._end_one()
 
@@ -131,43 +144,61 @@ class Sender:
         found: dict[int, Part] = {}
         begun = time.monotonic()
         while True:
-            if not self._repeated(lambda: parts_of(self._repo, job.joint, found), job):
+            is_last = self._is_last  # before the look, which may miss what comes meanwhile
+            if not self._repeated(lambda: parts_of(self._repo, job.joint, found), job, "commit"):
                 return None
             if len(found) == job.joint.share.world_size:
                 return [found[rank] for rank in sorted(found)]
-            if self._is_last:
-                self.error = self.error or f"step {job.joint.step} is not whole in {self._repo.name}"
+            if is_last:
+                self._why_waiting["commit"] = f"step {job.joint.step} is not whole in {self._repo.name}"
                 return None
             waited_seconds = time.monotonic() - begun
             if self._at_once.wait(min(max(waited_seconds / 10, _POLL_SECONDS), _POLL_SECONDS_MAX)):
                 return None
 
-    def _repeated(self, do: Callable[[], object], job: Job, *final: type[Exception]) -> bool:
-        """Do it, if need be again and again, unless the error is *final*; return False if this ends before."""
+    def _repeated(self, do: Callable[[], object], job: Job, what: str) -> bool:
+        """Do it, if need be again and again, where that may help; return False if this ends before."""
         pause_seconds = 1.0
         while not self._at_once.is_set():
             try:
                 do()
             except LayerstoreError as exc:
-                if isinstance(exc, (IntegrityError, GivenUp, *final)):
+                if isinstance(exc, IntegrityError | GivenUp | Conflict):
                     raise
-                if not self.error:
+                if not self._why_waiting[what]:
                     LOG.warning("step %d waits to be sent to %s: %s", job.joint.step, self._repo.name, words_of(exc))
-                self.error = words_of(exc)
+                self._why_waiting[what] = words_of(exc)
                 if self._is_stopping.wait(pause_seconds):
                     return False
                 pause_seconds = min(2 * pause_seconds, _PAUSE_SECONDS_MAX)
             else:
-                self.error = ""
+                self._why_waiting[what] = ""
                 return True
         return False
 
     def _fail(self, job: Job, exc: Exception) -> None:
-        self.error = words_of(exc)
+        self.lost.append(f"step {job.joint.step}: {words_of(exc)}")
         self.has_lost_base = True
-        LOG.error("step %d is not sent to %s: %s; training goes on", job.joint.step, self._repo.name, self.error)
+        LOG.error("step %d is not sent to %s: %s; training goes on", job.joint.step, self._repo.name, words_of(exc))
 
     def _end_one(self) -> None:
         with self._changed:
             self._pending -= 1
             self._changed.notify_all()
+
+
+def forget_record(near: Repository, name: RecordName) -> None:
+    """Remove the record *name* of a node's own store; not even its trash keeps it, which would be in memory."""
+    near.trash.take_record(name)
+    near.trash.remove_record(name)
+    near.catalog.forget([name])
+
+
+def pin(repo: Repository, commit: Commit, joint: JointCommit) -> None:
+    """Make the pin that *joint* asks for, if any."""
+    if joint.pin is None:
+        return
+    try:
+        make_pin(repo, joint.pin, Resolved.of_commit(commit))
+    except LayerstoreError as exc:
+        LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
