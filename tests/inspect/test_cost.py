@@ -14,7 +14,7 @@ from layerstore import Keep, Latest
 from layerstore.errors import InvalidInput
 from layerstore.inspect import Prices, Training, estimate_saves, made_up
 from layerstore.inspect.cost import GB, MONTH_SECONDS, Files, Group, Timetable, stored
-from layerstore.limits import MIB
+from layerstore.limits import MIB, REMOTE_PART_BYTES
 from layerstore.policy import Candidate
 from layerstore.remote import Bucket
 from tests.remote.servers import KEY, SECRET
@@ -71,10 +71,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size_bytes", [0, 1, 8 * MIB, 8 * MIB + 1, 20 * MIB])
+@pytest.mark.parametrize("size_bytes", [0, 1, 20 * MIB, 64 * MIB, 65 * MIB])
 def test_large_objects_take_a_request_for_each_part(size_bytes: int, told: Counter[str]) -> None:
     """And one to begin, and one to end."""
-    Bucket("s3://counted/prefix").write("name", lambda: [bytes(size_bytes)])
+    bucket = Bucket("s3://counted/prefix")
+    bucket._client.part_bytes = REMOTE_PART_BYTES  # as where there is memory for them
+    bucket.write("name", lambda: [bytes(size_bytes)])
 
     assert sum(told.values()) == Files.alike(1, size_bytes).puts
 
