@@ -66,7 +66,7 @@ class Opened:
     near: Near | None = None
     """This node's own first level, if each has one."""
     firsts: tuple[int, ...] = ()
-    """By rank the first rank of its node, then."""
+    """The first rank of each rank's node, where *near* is given."""
 
     @property
     def depth(self) -> int:
@@ -78,7 +78,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
     """
     Open *levels* on every rank, once the first has all that the others have of *run*. Collective.
 
-    Where they are empty there is no store, unless this *makes* one.
+    If none of them holds a store, there is none, unless this *makes* it.
     """
     near = Path(str(levels.first))
     firsts = first_ranks(exchange, near) if levels.others else []

@@ -103,7 +103,7 @@ class Following:
 
     def finish(self, exchange: Exchange) -> bool:
         """
-        Let each rank send what it can, without trying again; return whether no commit is near alone. Collective.
+        Let each rank send what it can, without trying again; return whether every commit was sent. Collective.
 
         The next resume sends the rest.
         """

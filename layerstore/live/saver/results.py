@@ -125,9 +125,9 @@ class Status:
     errors: tuple[str, ...] = ()
     """The errors of the newest saves that failed."""
     pushed_step: int | None = None
-    """The newest step that the remote has; only on rank 0."""
+    """The newest step that the last level, or the remote of ``push=``, has; only on rank 0."""
     collection_error: str = ""
-    """Why this saver's last background push or collection failed; empty if it succeeded, or none has run."""
+    """Why the last send or collection in the background failed; empty if it succeeded, or none has run."""
 
 
 @dataclass(slots=True, kw_only=True)
