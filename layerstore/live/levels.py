@@ -52,8 +52,9 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     first, *others = map(place, named)
     if others and is_url(first):
         raise InvalidInput(f"{first} is the first level, and a bucket", hint="begin with a folder, or name it alone")
-    if twice := {each for each in others if each == first or others.count(each) > 1}:
-        raise InvalidInput(f"level {twice.pop()} comes twice", hint="name each place once, the nearest first")
+    resolved = [each if is_url(each) else Path(each).resolve().as_uri() for each in (first, *others)]
+    if twice := [each for each, place in zip(others, resolved[1:], strict=True) if resolved.count(place) > 1]:
+        raise InvalidInput(f"level {twice[0]} comes twice", hint="name each place once, the nearest first")
     return Levels(first, tuple(others))
 
 
@@ -99,12 +100,29 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
         if further and exchange.rank == 0:
             _take_over(Levels(behind, tuple(further)), run)
     store = open_together(exchange, behind)
+    if store is None:
+        with exchange.raise_on_all():
+            _check_new(near, behind, run)
     if store is None and makes:
         store = make_together(exchange, behind)
     if store is None:
         return Opened(store=None, firsts=tuple(firsts))
     store, own = open_nodes(exchange, store, near, behind, run, firsts=firsts)
     return Opened(store=store, near=own, firsts=tuple(firsts))
+
+
+def _check_new(near: Path, behind: str, run: str) -> None:
+    """Raise Conflict if *near* has commits of *run*: then they were made in *behind*, which is not there now."""
+    opened = store_if_there(near)
+    if opened is None:
+        return
+    with opened:
+        mine = newest(opened, run)
+    if mine is not None:
+        raise Conflict(
+            f"{near} has {run}@{mine.step}, and there is no store at {behind}, where commits are made",
+            hint="is it mounted? if it is gone for good, remove the first level of each node",
+        )
 
 
 def _take_over(levels: Levels, run: str) -> None:

@@ -163,22 +163,26 @@ def has_whole(near: Store, row: RecordRow) -> bool:
 
 
 def send_objects(near: Repository, repo: Repository) -> None:
-    """Copy every object of *near* that *repo* lacks; a version or state blob comes after what it names."""
+    """
+    Copy every object of *near* that *repo* lacks; a rank's state comes after what it names.
+
+    Versions come with their commit: they name objects of other nodes, which may be gone.
+    """
     sizes = ((name, near.files.size(near.layout.object(name))) for name in near.objects.ids())
     refs = [BlobRef(id=name, size_bytes=size) for name, size in sizes if size is not None]
     with repo.writer() as writer:
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="ask") as pool:
             lacking = [ref for ref, is_there in zip(refs, pool.map(writer.reuse, refs), strict=True) if not is_there]
-        blobs = []
+        states = []
         for ref in lacking:
             with near.objects.open(ref) as file:
-                is_blob = file.read_at(0, min(ref.size_bytes, len(STATE_MAGIC))) in {STATE_MAGIC, VERSION_MAGIC}
-            if is_blob:
-                blobs.append(ref)
-            else:
+                begins = file.read_at(0, min(ref.size_bytes, len(STATE_MAGIC)))
+            if begins == STATE_MAGIC:
+                states.append(ref)
+            elif begins != VERSION_MAGIC:
                 writer.copy(ref, near.objects)
         writer.publish()
-        for ref in blobs:
+        for ref in states:
             writer.copy(ref, near.objects)
         writer.publish()
 

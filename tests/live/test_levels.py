@@ -11,10 +11,12 @@ import pytest
 import layerstore
 from layerstore.errors import Conflict, InvalidInput, StorageIO
 from layerstore.live.attaching import options_for
-from layerstore.live.levels import levels_of, make_levels, open_levels
+from layerstore.live.levels import _check_new, levels_of, make_levels, open_levels
+from layerstore.live.nodes import send_objects
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver import SaverKeywords
 from tests.forked import Nursery
+from tests.generated import generate
 from tests.live.launched import losses, one
 from tests.live.on_levels import RUN, STEPS
 
@@ -117,6 +119,41 @@ def test_levels_are_places_in_order(named: list[str], said: str) -> None:
     """Anything else is refused before a store is looked at."""
     with pytest.raises(InvalidInput, match=said):
         levels_of(named)
+
+
+def test_the_same_folder_under_two_names_is_one(tmp_path: Path) -> None:
+    """A link, or a URL, would be a second copy that is none."""
+    (tmp_path / "near").mkdir()
+    (tmp_path / "link").symlink_to("near")
+    for other in ("link", "near/../near/"):
+        with pytest.raises(InvalidInput, match="comes twice"):
+            levels_of([str(tmp_path / "near"), str(tmp_path / other)])
+    with pytest.raises(InvalidInput, match="comes twice"):
+        levels_of([str(tmp_path / "near"), f"file://{tmp_path}/near"])
+
+
+def test_versions_are_not_sent_before_what_they_name(tmp_path: Path) -> None:
+    """A version there would promise the objects of other nodes, which may be gone."""
+    with layerstore.init(tmp_path / "near") as near:
+        near.ingest(generate(tmp_path / "checkpoint", layers=1, hidden=8, vocab=8, step=1), run=RUN)
+        make_levels(near, [str(tmp_path / "behind")])
+        [commit] = [near.repo.catalog.commit(row.name) for row in near.repo.catalog.view(RUN).visible]
+        with layerstore.open(tmp_path / "behind") as behind:
+            send_objects(near.repo, behind.repo)
+            for entry in commit.record.layers:
+                assert behind.repo.objects.find(entry.version) is None
+                assert all(behind.repo.objects.find(of.ref) for of in near.repo.version_of(entry).objects)
+            assert all(map(behind.repo.objects.find, commit.record.states))
+
+
+def test_a_level_that_is_not_there_is_not_made_anew(tmp_path: Path) -> None:
+    """The nodes have commits that were made in it, so it is not mounted, say."""
+    with layerstore.init(tmp_path / "near") as near:
+        near.ingest(generate(tmp_path / "checkpoint", layers=1, hidden=8, vocab=8, step=1), run=RUN)
+    with pytest.raises(Conflict, match="there is no store at /gone, where commits are made"):
+        _check_new(tmp_path / "near", "/gone", RUN)
+    _check_new(tmp_path / "near", "/gone", "another")
+    _check_new(tmp_path / "none", "/gone", RUN)
 
 
 def test_levels_and_push_are_one_thing() -> None:

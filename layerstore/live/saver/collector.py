@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -286,18 +285,27 @@ def _has(store: Store, newest: RecordName, place: str) -> bool:
 def _collected(
     store: Store, run: str, places: Sequence[str], keep: Keep, grace_seconds: float | None
 ) -> dict[str, Any]:
-    """Apply *keep* here and in the folders among *places*, each of which only loses what the next place has."""
+    """Apply *keep* here and in the folders among *places*, each of which only loses what a later place has."""
     following = _remote(store, places[0]) if places else None
     found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
-    if places and not Path(places[0]).is_absolute() and any(NOT_PUSHED in fate.kept_by for fate in found.commits):
+    if (
+        len(places) == 1
+        and not Path(places[0]).is_absolute()
+        and any(NOT_PUSHED in fate.kept_by for fate in found.commits)
+    ):
         # The bucket may have lost what its records name.
         with suppress(AlreadyExists, IntegrityError):  # the push before has said the same
             store.push(places[0], runs=[run])
         found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
-    for place, following in pairwise(places):
+    later = [_remote(store, place) for place in places]
+    # A folder begins with the newest commit, and is trimmed itself: what it has not, the levels behind it may have.
+    for following in later[1:]:
+        found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
+    for number, place in enumerate(places[:-1], 1):
         if Path(place).is_absolute():
             with Store(place) as there:
-                there.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=_remote(store, following))
+                for following in later[number:]:
+                    there.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     return {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
 
 

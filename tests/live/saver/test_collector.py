@@ -13,6 +13,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
+from layerstore.live.levels import make_levels
 from layerstore.live.saver import collector
 from layerstore.live.saver.collector import Collector
 from layerstore.policy import Best
@@ -228,6 +229,25 @@ def test_one_thing_that_cannot_be_sent_keeps_nothing_else(
     assert [entry.step for entry in store.log(RUN)] == [30, 20]
     with layerstore.open(url) as remote:
         assert {entry.step for entry in remote.log()} >= {10, 30}
+
+
+def test_a_folder_that_begins_with_the_newest_commit_keeps_no_other_here(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only the level behind it has may go all the same."""
+    monkeypatch.setattr(collector, "GRACE_SECONDS", 0)
+    bucket, folder = f"file://{tmp_path}/bucket", tmp_path / "folder"
+    store.push(bucket)
+    make_levels(store, [str(folder)])
+    behind = Collector(store, Keep(last=1), run=RUN, places=[str(folder), bucket])
+    behind.wake()
+    behind.wait()
+    behind.close(at_once=False)
+
+    assert (behind.pushed_step, behind.error) == (30, "")
+    assert [entry.step for entry in store.log(RUN)] == [30]
+    with layerstore.open(folder) as there:
+        assert [entry.step for entry in there.log(RUN)] == [30]
 
 
 def test_a_run_without_commits_is_not_pushed(store: Store, tmp_path: Path) -> None:
