@@ -96,7 +96,7 @@ class Following:
         if not failed and self._behind is not None:
             self._behind.retry()
         if not failed:
-            exchange.wait(lambda seconds: self._behind is None or self._behind.wait(seconds))
+            exchange.wait(self.wait)
         with exchange.raise_on_all():
             if error := error or ("" if self._behind is None else self._behind.push_error):
                 raise StorageIO(error, errno=None, filename=self.repo.name)
@@ -146,9 +146,9 @@ class Following:
         """Return *status* with what is known of the levels."""
         lost = [] if self._sender is None else self._sender.lost
         errors = [each.error for each in (self._sender, self._behind, self._near) if each is not None and each.error]
-        pushed = self._behind.pushed_step if self._behind is not None and self._behind.has_places else None
-        if pushed is None and self._sender is not None and (self._behind is None or not self._behind.has_places):
-            pushed = self._sender.sent_step
+        pushed = None if self._sender is None else self._sender.sent_step
+        if self._behind is not None and self._behind.has_places:
+            pushed = self._behind.pushed_step
         return replace(
             status,
             saved=status.saved - len(lost),
