@@ -44,7 +44,7 @@ PolicyName = Annotated[
     str | None,
     typer.Option(
         metavar="P",
-        help=f"Where layers are from: {', '.join(choices())}, filter:every=10. [default: latest]",
+        help=f"{'; '.join(f'{name}: {text}' for name, text in choices().items())}. [default: latest]",
         rich_help_panel=_SOURCE,
     ),
 ]
@@ -131,33 +131,30 @@ Out = Annotated[
 def compose(
     ref: Reference = None,
     *,
+    out: Out = None,
+    options: Mapping[str, Any],
+    pin: PinName = None,
     run: RunName = None,
     step: Step = None,
     exact: Exact = False,
     policy: PolicyName = None,
     recipe: RecipeFile = None,
     settings: Mapping[str, object],
-    average: Mapping[str, Any],
-    out: Out = None,
-    options: Mapping[str, Any],
-    pin: PinName = None,
     dry_run: DryRun = False,
     force: Force = False,
     force_foreign: ForceForeign = False,
     max_staleness: MaxStaleness = None,
     without_damaged: WithoutDamaged = False,
     no_verify: NoVerify = False,
+    average: Mapping[str, Any],
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
     Write a checkpoint to resume from, or weights for Transformers.
 
-    The policy or recipe says which save each layer comes from; all else is REF's. DIR appears whole or not at all.
-    With --mean, its masters are an average of several saves.
-
-    \b
-    {policies}
+    A policy or a recipe chooses the save that each layer comes from; all else is REF's.
+    DIR appears whole or not at all.
 
     \b
     Examples:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 # typer's way to write the bounds of a number.
 _AT_LEAST, _BETWEEN = re.compile(r"x>=(\d+)(?=[;\]])"), re.compile(r"(\d+)<=x<=(\d+)(?=[;\]])")
 
-# Options without a heading of their own, which come last.
+# Options without a heading of their own come last, but for the settings of policies, which few need.
 OTHERS = "Options"
+POLICY_SETTINGS = "Policy settings, also written as --policy filter:every=10,aux=always"
 
 
 class Command(TyperCommand):
@@ -31,26 +32,33 @@ class Command(TyperCommand):
 
 
 def write_options(params: "list[Parameter]", ctx: "Context", formatter: "HelpFormatter") -> None:
-    """Write the options among *params* under their headings, in the order of the first of each."""
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for param in params:
-        record = help_record(param, ctx)
-        if record is not None:
-            groups.setdefault(heading(param), []).append(record)
-    others = groups.pop(OTHERS, [])
-    for name, records in [*groups.items(), *([(OTHERS, others)] if others else [])]:
+    """Write the options among *params* under their headings."""
+    for name, records in option_groups(params, ctx).items():
         with formatter.section(name):
             formatter.write_dl(records)
 
 
-def heading(param: "Parameter") -> str:
+def option_groups(params: "list[Parameter]", ctx: "Context") -> dict[str, list[tuple[str, str]]]:
+    """Return the options among *params* by heading, in the order of the first of each."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        record = _help_record(param, ctx)
+        if record is not None:
+            groups.setdefault(_heading(param), []).append(record)
+    for name in (OTHERS, POLICY_SETTINGS):
+        if name in groups:
+            groups[name] = groups.pop(name)
+    return groups
+
+
+def _heading(param: "Parameter") -> str:
     """Return the heading that *param* comes under."""
     if isinstance(param, TyperArgument):
         return "Arguments"
     return (isinstance(param, TyperOption) and param.rich_help_panel) or OTHERS
 
 
-def help_record(param: "Parameter", ctx: "Context") -> tuple[str, str] | None:
+def _help_record(param: "Parameter", ctx: "Context") -> tuple[str, str] | None:
     """Return how *param* is written, and its help with the default at the end; None if it is hidden."""
     record = param.get_help_record(ctx)
     if record is None:

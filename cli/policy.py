@@ -7,6 +7,7 @@ The options of policies are the fields of their classes. Those that are not give
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from layerstore.cli.help import POLICY_SETTINGS
 from layerstore.cli.options import Command, Table, with_options
 
 if TYPE_CHECKING:
@@ -25,14 +26,12 @@ _RULES: Table = {
 }
 """The retention rules of gc."""
 
-_SETTINGS_PANEL = "Policy settings, also written as --policy filter:every=10,aux=always"
-
 with_rules = with_options("rules", _RULES, panel="What to keep")
 """Replaces a command's parameter *rules* by the retention rules."""
 
 
 def with_settings(command: Command) -> Command:
-    """Replace a command's parameter *settings* by those of policies, and {policies} in its help by all policies."""
+    """Replace a command's parameter *settings* by those of policies."""
     from layerstore.policy import OURS
     from layerstore.setting import settings_of
 
@@ -42,11 +41,7 @@ def with_settings(command: Command) -> Command:
             kind, metavar, text = table.get(name, (setting.kind, setting.metavar, ""))
             text += f" {policy.name}: {setting.help}. [default: {setting.default}]"
             table[name] = (kind if kind == setting.kind else str, metavar, text.lstrip())
-    extended = with_options("settings", table, panel=_SETTINGS_PANEL)(command)
-    width = max(map(len, choices()))
-    lines = "\n    ".join(f"{name:<{width}}  {text}" for name, text in choices().items())
-    extended.__doc__ = (command.__doc__ or "").replace("{policies}", lines)
-    return extended
+    return with_options("settings", table, panel=POLICY_SETTINGS)(command)
 
 
 def choices() -> dict[str, str]:

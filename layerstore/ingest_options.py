@@ -43,7 +43,9 @@ class IngestOptions:
     ] = None
     layer_pattern: Annotated[
         str | None,
-        Setting("finds the layer in a parameter's name, where the built-in rule does not", metavar="REGEX"),
+        Setting(
+            "finds the layer in a parameter's name: the group layer, else the first, else the match", metavar="REGEX"
+        ),
     ] = None
     onto: Annotated[
         str | None,

@@ -108,7 +108,7 @@ def test_the_two_meanings_of_exact_cannot_be_confused(run: Run) -> None:
     text = " ".join(run("compose", "--help").out.split())
 
     assert "--exact Instead of REF, take the newest save up to it that was kept bit for bit." in text
-    assert "exact every layer from the very step of REF, or an error" in text
+    assert "exact: every layer from the very step of REF, or an error" in text
 
 
 def test_removing_the_last_exact_save_warns_in_one_line(run: Run, saved: Path) -> None:
