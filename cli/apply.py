@@ -12,7 +12,7 @@ from layerstore.cli.render import counted, say, say_json, shown
 from layerstore.json_fields import json_fields
 from layerstore.units import size
 
-ABOUT = About("Restore", store=None)
+ABOUT = About("Rarely needed", store=None)
 
 
 def apply(

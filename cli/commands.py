@@ -12,10 +12,11 @@ from typing import Any, Literal
 COMMANDS = (
     *("init", "ingest", "pin"),
     *("runs", "log", "show", "ls", "diff", "stats", "report", "bisect"),
-    *("compose", "apply", "undrop"),
-    *("drop", "gc", "verify", "repair", "reindex", "migrate"),
+    *("compose", "undrop"),
+    *("drop", "gc", "verify", "repair"),
     *("remote", "push", "pull", "clone"),
     *("doctor", "estimate", "demo"),
+    *("apply", "reindex", "migrate"),
 )
 """All commands, in the order of ``--help``."""
 

@@ -15,7 +15,7 @@ from layerstore.units import size
 if TYPE_CHECKING:
     from layerstore.migrations import Migration, Step
 
-ABOUT = About("Maintain", elsewhere=("upgrade",))
+ABOUT = About("Rarely needed", elsewhere=("upgrade",))
 
 
 def migrate(

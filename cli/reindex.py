@@ -4,7 +4,7 @@ from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import counted, say, say_json
 
-ABOUT = About("Maintain")
+ABOUT = About("Rarely needed")
 
 
 def reindex(*, store: StorePath = None, as_json: AsJson = False) -> None:
