@@ -14,19 +14,23 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from layerstore import errors
 from layerstore.cli import app as cli
-from layerstore.cli.commands import COMMANDS
-from layerstore.cli.help import OTHERS, heading, help_record
+from layerstore.cli.commands import COMMANDS, sections
+from layerstore.cli.help import OTHERS, option_groups
 from layerstore.policy import LATEST, OURS, Latest
 from layerstore.setting import settings_of
 from tests.docs import python_api, python_pages
 from tests.docs.pages import DOCS, GENERATED
 from tests.live.family_cases import CASES, MODELS, OPTIMIZERS, SAVES, STEPS
+
+if TYPE_CHECKING:
+    from typer._click.core import Parameter
 
 FOLDER = DOCS / "reference"
 GUIDE = DOCS / "guides" / "policies.md"
@@ -60,28 +64,34 @@ def commands() -> dict[str, TyperCommand]:
 
 def commands_page() -> str:
     """Return every command with its arguments, options and examples, as ``--help`` has them."""
-    head = f"""\
+    parts = [
+        f"""\
 # Commands
 
-Every command with all that it takes, as `layerstore COMMAND --help` says it.
-What options mean together, what is printed, JSON fields and exit codes: [the command line](cli.md).
+Every command with all that it takes, as `layerstore COMMAND --help` prints it.
+How to name stores and commits, what tables mean, JSON fields and exit codes: [the command line](cli.md).
 {GENERATED}
 
-| command | what it does |
+| | commands |
 |---|---|
 {_overview()}
 
-## Before a command
+## For every command
+
+`--store`, `--json` and `--quiet` may also follow the command; `apply`, `clone` and `demo` use no store.
 
 {_options(group())}
 """
-    return "\n".join([head, *(_command(name, command) for name, command in commands().items())]).rstrip() + "\n"
+    ]
+    for section, names in sections().items():
+        parts += [f"## {section}\n", *(_command(name, commands()[name]) for name in names)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def _overview() -> str:
-    """Return a row for each command, with the line that the list of commands has of it."""
-    summaries = {name: inspect.cleandoc(command.help or "").splitlines()[0] for name, command in commands().items()}
-    return "\n".join(f"| [`{name}`](#{name}) | {summary} |" for name, summary in summaries.items())
+    """Return a row for each section of ``--help``, with links to its commands."""
+    links = {section: ", ".join(f"[`{name}`](#{name})" for name in names) for section, names in sections().items()}
+    return "\n".join(f"| {section} | {names} |" for section, names in links.items())
 
 
 def _command(name: str, command: TyperCommand) -> str:
@@ -89,7 +99,7 @@ def _command(name: str, command: TyperCommand) -> str:
     note = next((f"not run: {why}" for sign, why in NOT_RUN.items() if sign in examples), "afresh")
     return "\n".join(
         [
-            f"## {name}",
+            f"### {name}",
             "",
             _paragraphs(text),
             "",
@@ -111,17 +121,19 @@ def _paragraphs(text: str) -> str:
 
 
 def _options(command: TyperCommand | TyperGroup) -> str:
-    """Return what *command* takes, under the headings of its help if there are several."""
-    groups: dict[str, list[str]] = {}
-    for param in command.params:
-        record = help_record(param, typer.Context(command))
-        if record is not None:
-            line = f"- `{_TYPE.sub('', record[0])}`: {_DASHED.sub(_in_code, record[1])}"
-            groups.setdefault(heading(param), []).append(line)
-    groups |= {OTHERS: groups.pop(OTHERS)}  # last
-    if not groups.keys() - {"Arguments", OTHERS}:
-        return "\n".join(line for lines in groups.values() for line in lines)
-    return "\n\n".join(f"{_DASHED.sub(_in_code, name)}:\n\n" + "\n".join(lines) for name, lines in groups.items())
+    """Return what *command* takes, under the headings of its help if there are several; not what all commands take."""
+    groups = option_groups([param for param in command.params if _is_its_own(command, param)], typer.Context(command))
+    lists = {
+        name: "\n".join(f"- `{_TYPE.sub('', option)}`: {_DASHED.sub(_in_code, text)}" for option, text in records)
+        for name, records in groups.items()
+    }
+    if not lists.keys() - {"Arguments", OTHERS}:
+        return "\n".join(lists.values())
+    return "\n\n".join(f"{_DASHED.sub(_in_code, name)}:\n\n{lines}" for name, lines in lists.items())
+
+
+def _is_its_own(command: TyperCommand | TyperGroup, param: "Parameter") -> bool:
+    return isinstance(command, TyperGroup) or param.name not in {"store", "as_json", "quiet"}
 
 
 def _in_code(match: re.Match[str]) -> str:
