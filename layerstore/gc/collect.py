@@ -145,7 +145,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     facts = Facts(repo, request.keep)
     runs = chosen(facts, request, now_ns)
-    fates = [fate for _, each in runs for fate in each]
+    fates = [fate for _, run_fates in runs for fate in run_fates]
     going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
     repo.objects.look_anew()
     marks = Marks(
@@ -159,7 +159,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         if fate.loses_moments:
             with named(f"{fate.run}@{fate.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.name))
-            marks.check_splittable(add_needs(marks.needs, planned), of=fate)
+            marks.check_present(add_needs(marks.needs, planned), holder=fate)
     # If no commit goes, no possible replacement for a lost object goes either, so nothing has to be whole.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     old, young = _tally(repo, fates, marks)
@@ -205,11 +205,11 @@ def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple
             with contextlib.suppress(IntegrityError, NotFound):
                 taken.add_record(repo.catalog.commit(fate.name).record, number=number)
     old, young = (defaultdict[int | None, Gone](Gone) for _ in range(2))
-    for each in marks.unneeded():
-        (young if each.is_young else old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
-    for each in marks.aside(repo.aside.ids()):
-        if not each.is_young:
-            old[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
+    for unneeded in marks.unneeded():
+        (young if unneeded.is_young else old)[taken.number(unneeded.ref.id)] += Gone(1, unneeded.ref.size_bytes)
+    for unneeded in marks.aside(repo.aside.ids()):
+        if not unneeded.is_young:
+            old[taken.number(unneeded.ref.id)] += Gone(1, unneeded.ref.size_bytes)
     return old, young
 
 

@@ -144,15 +144,17 @@ def give_up(repo: Repository, ref: str) -> list[RecordName]:
 
 def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
     """Return the readable commits in the trash, newest first within each run."""
-    found = []
+    commits = []
     for name in repo.trash.records():
         if run is None or name.run == run:
             try:
                 commit = repo.trash.read_record(name)
             except (NotFound, IntegrityError):
                 continue  # emptied meanwhile, or damaged and lost
-            found.append(DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name)))
-    return sorted(found, key=lambda each: (each.commit.record.run, -each.commit.record.step))
+            commits.append(DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name)))
+    return sorted(
+        commits, key=lambda dropped_commit: (dropped_commit.commit.record.run, -dropped_commit.commit.record.step)
+    )
 
 
 def find_dropped(repo: Repository, ref: str) -> Commit:
@@ -164,18 +166,18 @@ def find_dropped(repo: Repository, ref: str) -> Commit:
         Conflict: There are several of that step.
     """
     reference = parse_reference(ref)
-    found = [
-        each.commit
-        for each in dropped(repo)
-        if (begins_id(ref) and each.commit.id.startswith(ref))
-        or (each.commit.record.run, each.commit.record.step) == (reference.name, reference.step)
+    commits = [
+        trashed.commit
+        for trashed in dropped(repo)
+        if (begins_id(ref) and trashed.commit.id.startswith(ref))
+        or (trashed.commit.record.run, trashed.commit.record.step) == (reference.name, reference.step)
     ]
-    if not found:
+    if not commits:
         raise NotFound(f"{ref} is not in the trash", hint="layerstore log --dropped lists what is")
-    if len(found) > 1:
-        ids = ", ".join(short_id(commit.id) for commit in found)
-        raise Conflict(f"{len(found)} commits of {ref} are in the trash: {ids}", hint="name one by its id")
-    return found[0]
+    if len(commits) > 1:
+        ids = ", ".join(short_id(commit.id) for commit in commits)
+        raise Conflict(f"{len(commits)} commits of {ref} are in the trash: {ids}", hint="name one by its id")
+    return commits[0]
 
 
 def undrop(repo: Repository, ref: str) -> Commit:
@@ -231,7 +233,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
 def _inheritors(repo: Repository, view: RunView, resolved: Resolved) -> tuple[str, ...]:
     """Return references to the visible commits that inherited layers from *resolved*."""
     source = resolved.record
-    found = []
+    inheritors = []
     for row in view.visible:
         if row.id == resolved.commit or row.step < source.step:
             continue
@@ -240,5 +242,5 @@ def _inheritors(repo: Repository, view: RunView, resolved: Resolved) -> tuple[st
         except (NotFound, IntegrityError):
             continue  # just collected, or damaged, which verify reports
         if any(entry.saved_by(source) for entry in entries):
-            found.append(row)
-    return tuple(references_to(repo, found))
+            inheritors.append(row)
+    return tuple(references_to(repo, inheritors))

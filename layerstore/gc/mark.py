@@ -68,12 +68,12 @@ class Marks:
             with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
             if has_to_be_whole:
-                self.check_splittable(new, of=pin)
+                self.check_present(new, holder=pin)
         self._mark_trash(without)
 
-    def check_splittable(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
+    def check_present(self, refs: Iterable[BlobRef], *, holder: Saving | Pin) -> None:
         """
-        Make sure that *refs*, which *of* needs and nothing before, exist at their place or aside.
+        Make sure that *refs*, which *holder* needs and nothing before, exist at their place or aside.
 
         While a commit that stays is damaged, no other may go: it might be the only copy. Parts are not checked: their
         writer has just done so. What a listing shows costs no call: there may be millions.
@@ -88,10 +88,10 @@ class Marks:
             try:
                 self._repo.objects.check_there(ref)
             except IntegrityError as exc:
-                if isinstance(of, Pin):
-                    called, command = f"pin {of.name!r}", _deletes(of.name)
+                if isinstance(holder, Pin):
+                    called, command = f"pin {holder.name!r}", _deletes(holder.name)
                 else:
-                    called = references_to(self._repo, [of])[0]
+                    called = references_to(self._repo, [holder])[0]
                     command = f"layerstore drop {typed(called)}"
                 raise IntegrityError(
                     f"{called} stays, but is incomplete: {exc}",
@@ -123,7 +123,7 @@ class Marks:
                     raise commit
                 new = self.needs.add_record(commit.record)
             if has_to_be_whole:
-                self.check_splittable(new, of=commit.record)
+                self.check_present(new, holder=commit.record)
             self._seen.add(name)
             progress.advance(1)
 
@@ -140,31 +140,31 @@ class Marks:
 
     def unneeded(self) -> Iterator[UnneededObject]:
         """Yield the unneeded objects at their places; those that a young blob names count as young."""
-        for each in self._loose():  # two passes: an object may come before the blob that names it
-            if each.is_young:
-                self.protect_named(each.ref)
+        for unneeded in self._loose():  # two passes: an object may come before the blob that names it
+            if unneeded.is_young:
+                self.protect_named(unneeded.ref)
         yield from self._loose()
 
     def unmarked_old(self) -> Iterator[UnneededObject]:
         """Yield the old ones; one that was touched since it was listed is young by now."""
-        for each in self._loose():
-            if each.is_young:
-                self.protect_named(each.ref)
+        for unneeded in self._loose():
+            if unneeded.is_young:
+                self.protect_named(unneeded.ref)
             else:
-                yield each
+                yield unneeded
 
     def _loose(self) -> Iterator[UnneededObject]:
         for object_id in self._repo.objects.ids():
             if self.needs.number(object_id) == _NAMED:
                 continue
-            if found := self.look_at(object_id, self._repo.layout.object(object_id)):
-                yield found
+            if unneeded := self.look_at(object_id, self._repo.layout.object(object_id)):
+                yield unneeded
 
     def aside(self, ids: Iterable[ObjectId]) -> Iterator[UnneededObject]:
         """Yield those of *ids* that lie aside; those that are needed by now count as young."""
         for object_id in ids:
-            if found := self.look_at(object_id, self._repo.layout.aside / object_id):
-                yield found
+            if unneeded := self.look_at(object_id, self._repo.layout.aside / object_id):
+                yield unneeded
 
     def look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:
         """Look at the object at *path*; None if it is gone meanwhile."""
@@ -216,7 +216,9 @@ def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int
     names = [name for name in repo.records.names(record.run) if name.id != commit]
     after = next((at for at, name in enumerate(names) if name.step > record.step), len(names))
     near = names[max(after - 2, 0) : after + 2]
-    for name in sorted(names, key=lambda each: each not in near):  # these first: a known blob is not read any more
+    for name in sorted(
+        names, key=lambda candidate: candidate not in near
+    ):  # these first: a known blob is not read any more
         with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
             other = repo.catalog.commit(name).record
             if name in near:
@@ -255,10 +257,10 @@ def readable_pins(repo: Repository, names: Iterable[str] | None = None) -> Itera
 
 def _by_name(repo: Repository, listed: Iterable[Listed | Path]) -> Iterator[Listed]:
     """Yield the names of *listed*; raise IntegrityError at a path, as it may be a renamed record, pin or part."""
-    for each in listed:
-        if isinstance(each, Path):
-            raise stranger(repo.layout.name(each))
-        yield each
+    for entry in listed:
+        if isinstance(entry, Path):
+            raise stranger(repo.layout.name(entry))
+        yield entry
 
 
 def stranger(name: str, *, remote: str | None = None) -> IntegrityError:

@@ -117,8 +117,8 @@ class Facts:
         best = self.keep.best_of
         with commit_named(row):
             commit = self.repo.catalog.commit(row.name)
-            found = {} if best is None else metrics_of(self.repo, commit.record, view=view)
-            metrics = {name: value for name, value in found.items() if best and name == best.metric}
+            logged = {} if best is None else metrics_of(self.repo, commit.record, view=view)
+            metrics = {name: value for name, value in logged.items() if best and name == best.metric}
             fact = _Fact(
                 time_ns=saved_ns(self.repo, commit),
                 metrics=metrics,
@@ -156,10 +156,10 @@ class Facts:
             with named(f"pin {pin.name!r}"):
                 row = row_of(Commit(id=pin.base, record=pin.record, observed=pin.observed))
             self._pins[pin.name] = _KnownPin(identity=states[pin.name], row=row)
-        found: dict[CommitId, list[tuple[str, RecordRow]]] = {}
+        pins: dict[CommitId, list[tuple[str, RecordRow]]] = {}
         for name, known in self._pins.items():
-            found.setdefault(known.row.id, []).append((name, known.row))
-        return found
+            pins.setdefault(known.row.id, []).append((name, known.row))
+        return pins
 
     def forget_all_but(self, view: RunView) -> None:
         """Forget commits that are not in *view*."""
@@ -206,7 +206,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
     aged = _aged(rows, keep)
     ahead, busy = _ahead(view, goes_on), _being_saved(facts.repo, view)
     # Rules are per run: if a run never logged the metric, none of its commits is worse than the best, so all stay.
-    is_blind = best is not None and all(best.reason not in each for each in reasons.values())
+    is_blind = best is not None and all(best.reason not in kept_by_rules for kept_by_rules in reasons.values())
     blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
     for row in rows:
         kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
@@ -274,9 +274,9 @@ def views_of(repo: Repository) -> list[RunView]:
     Raises:
         IntegrityError: A record is damaged: what it needs, or hides, is unknown.
     """
-    found = [view for view in (repo.catalog.find(run) for run in repo.catalog.runs()) if view is not None]
-    for view in found:
+    views = [view for view in (repo.catalog.find(run) for run in repo.catalog.runs()) if view is not None]
+    for view in views:
         for name, problem in view.damaged.items():
             with commit_named(name):
                 raise problem
-    return found
+    return views

@@ -34,9 +34,9 @@ class Gone:
 def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
     """Move old unneeded objects aside; on a full disk return the error, since unlinking those aside makes room."""
     try:
-        for each in marks.unmarked_old():
-            repo.aside.take(each.ref.id)
-            progress.advance(each.ref.size_bytes)
+        for unneeded in marks.unmarked_old():
+            repo.aside.take(unneeded.ref.id)
+            progress.advance(unneeded.ref.size_bytes)
     except StorageIO as exc:
         if exc.kind != "no_space":
             raise
@@ -55,29 +55,29 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
     """
     back: list[BlobRef] = []
     old: list[BlobRef] = []
-    for each in marks.aside(listed):
-        if each.is_young:
-            marks.protect_named(each.ref)
-            back.append(each.ref)
+    for unneeded in marks.aside(listed):
+        if unneeded.is_young:
+            marks.protect_named(unneeded.ref)
+            back.append(unneeded.ref)
         else:
-            old.append(each.ref)
+            old.append(unneeded.ref)
     _put_back(repo, [*back, *(ref for ref in old if ref.id in marks.needs)])
     old = [ref for ref in old if ref.id not in marks.needs]
     blobs = {ref.id: ref for ref in old if _is_blob(repo, ref)}
     sums = {True: Gone(), False: Gone()}
     for ref in blobs.values():
-        found = marks.look_at(ref.id, repo.layout.aside / ref.id)
-        if found is not None and found.is_young:
+        unneeded_blob = marks.look_at(ref.id, repo.layout.aside / ref.id)
+        if unneeded_blob is not None and unneeded_blob.is_young:
             _put_back(repo, [ref])
-        elif found is not None:
-            sums[_remove(repo, marks, found.path)] += Gone(1, ref.size_bytes)
+        elif unneeded_blob is not None:
+            sums[_remove(repo, marks, unneeded_blob.path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
             # A writer has put it back, and a blob at its place promises that everything it names is there.
             marks.protect_named(ref)
             _put_back(repo, _named_by(repo, ref) or ())
-    for each in marks.aside(ref.id for ref in old if ref.id not in blobs):
-        if not each.is_young:
-            sums[_remove(repo, marks, each.path)] += Gone(1, each.ref.size_bytes)
+    for unneeded in marks.aside(ref.id for ref in old if ref.id not in blobs):
+        if not unneeded.is_young:
+            sums[_remove(repo, marks, unneeded.path)] += Gone(1, unneeded.ref.size_bytes)
     repo.aside.sync()
     return sums[True], sums[False]
 
@@ -111,7 +111,7 @@ def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
         else:
             blobs.append((ref, named))
     for ref, named in blobs:
-        if all(_put_back_one(repo, each) for each in named):
+        if all(_put_back_one(repo, named_ref) for named_ref in named):
             _put_back_one(repo, ref)
 
 

@@ -35,7 +35,7 @@ def has_moments(repo: Repository, record: CommitRecord) -> bool:
 
 def without_moments(version: LayerVersion) -> LayerVersion:
     """Return *version* without its moments."""
-    return replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
+    return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is not Kind.OPTIMIZER))
 
 
 def plan_trim(repo: Repository, commit: Commit) -> Trim:
