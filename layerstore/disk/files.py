@@ -149,9 +149,9 @@ class Files:
 
     def on_disk(self, path: Path) -> tuple[tuple[int, int], int] | None:
         """Return the identity of the file *path* and the bytes that it takes on disk; None if nothing is there."""
-        found = self.look(path)
+        status = self.look(path)
         # POSIX counts in blocks of 512 bytes here, whatever the filesystem's block size.
-        return None if found is None else ((found.st_dev, found.st_ino), found.st_blocks * 512)
+        return None if status is None else ((status.st_dev, status.st_ino), status.st_blocks * 512)
 
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None if nothing is there."""

@@ -141,14 +141,14 @@ def _introduced(path: Path) -> Any:
 
 def hosts_seen(folder: Path) -> dict[str, str]:
     """Return the hosts that have held a lock in *folder*, as its files state, with the start of their latest lock."""
-    found: dict[str, str] = {}
+    hosts: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 holder = _introduced(path)
                 host, since = str(holder["host"]), str(holder["since"])
-                found[host] = max(found.get(host, ""), since)
-    return found
+                hosts[host] = max(hosts.get(host, ""), since)
+    return hosts
 
 
 def host_name() -> str:

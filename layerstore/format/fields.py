@@ -176,8 +176,8 @@ def _of_record(record: CommitRecord) -> str | None:
 
 
 def _of_version(version: LayerVersion) -> str | None:
-    shapes = {of.name: of.shape for of in version.parameters}
-    parameters, buffers = ({each.name for each in described} for described in (version.parameters, version.buffers))
+    shapes = {parameter.name: parameter.shape for parameter in version.parameters}
+    parameters, buffers = ({entry.name for entry in described} for described in (version.parameters, version.buffers))
     for stored in version.objects:
         for tensor in stored.tensors:
             if tensor.name not in (buffers if stored.kind is Kind.BUFFERS else parameters):
@@ -223,8 +223,8 @@ def _plain_type(field: "dataclasses.Field[Any]") -> type | None:
     return kind if kind in _PLAIN else None
 
 
-def _mistyped(wanted: type, found: type) -> str:
-    return f"should be {wanted.__name__}, found {found.__name__}"
+def _mistyped(wanted: type, actual: type) -> str:
+    return f"should be {wanted.__name__}, found {actual.__name__}"
 
 
 def _field_reader(field: "dataclasses.Field[Any]") -> Reader:
@@ -241,10 +241,10 @@ def _read_tree(value: Plain) -> Any:
 
 
 def _read_dict(value: Plain) -> Any:
-    found = _read_tree(value)
-    if type(found) is not dict:
-        raise _Misfit(_mistyped(dict, type(found)))
-    return found
+    tree = _read_tree(value)
+    if type(tree) is not dict:
+        raise _Misfit(_mistyped(dict, type(tree)))
+    return tree
 
 
 def _reader_for(hint: Any) -> Reader:
@@ -281,8 +281,8 @@ def _tuple_reader(hint: Any) -> Reader:
 
         # Long columns of numbers and names: check all their types at once.
         def read_column(value: Plain) -> Any:
-            for found in set(map(type, read_list(value))) - {kind}:
-                raise _Misfit(_mistyped(kind, found))
+            for actual in set(map(type, read_list(value))) - {kind}:
+                raise _Misfit(_mistyped(kind, actual))
             column = tuple(cast("list[Plain]", value))
             if check is not None and not all(map(check, column)):
                 raise _Misfit(_odd(next(itertools.filterfalse(check, column))))
@@ -295,8 +295,8 @@ def _tuple_reader(hint: Any) -> Reader:
 
     def read_items(value: Plain) -> Any:
         rows = read_list(value)
-        found = read_alike(rows) if read_alike is not None else None
-        return tuple(map(read_item, rows)) if found is None else found
+        column = read_alike(rows) if read_alike is not None else None
+        return tuple(map(read_item, rows)) if column is None else column
 
     return read_items
 

@@ -103,8 +103,8 @@ def stated_store(data: bytes) -> str | None:
     """Return the id of the store that an intact envelope belongs to; None if *data* is not one."""
     if not (_is_envelope(data) and _is_whole(data)):
         return None
-    found: bytes = _HEAD.unpack_from(data)[2]
-    return found.hex()
+    store: bytes = _HEAD.unpack_from(data)[2]
+    return store.hex()
 
 
 def _is_envelope(data: bytes) -> bool:
@@ -180,13 +180,13 @@ def unseal_entries(
     _check_flags(body, name)
     if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
         raise IntegrityError(f"{name} holds no layers", path=name)
-    found = {}
+    entries = {}
     for item in plain:
         layer = item.get("layer") if isinstance(item, dict) else None
         if not isinstance(layer, str) or layer in layers:  # from_plain reports an entry without a name
             entry = from_plain(LayerEntry, item, what=name)
-            found[entry.layer] = entry
-    return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), found
+            entries[entry.layer] = entry
+    return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), entries
 
 
 _BEFORE_BODY, _AFTER_BODY = b"\x82\xa4body", b"\xa8observed"
@@ -306,11 +306,13 @@ def ref_of(data: bytes) -> BlobRef:
 
 
 def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
-    found = ref_of(data)
-    if found != ref:
-        length = "" if found.size_bytes == ref.size_bytes else f"{found.size_bytes} bytes, not {ref.size_bytes}, that "
+    actual = ref_of(data)
+    if actual != ref:
+        length = (
+            "" if actual.size_bytes == ref.size_bytes else f"{actual.size_bytes} bytes, not {ref.size_bytes}, that "
+        )
         raise IntegrityError(
-            f"object {ref.id} is damaged: it holds {length or 'bytes that '}hash to {found.id}",
+            f"object {ref.id} is damaged: it holds {length or 'bytes that '}hash to {actual.id}",
             hint=DAMAGED_HINT,
             object_id=ref.id,
         )

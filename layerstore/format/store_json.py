@@ -63,8 +63,8 @@ class StoreIdentity:
         """
         fields = _parse(data, what)
         # Checked before the checksum, which a newer format may compute differently.
-        found = fields.get("format")
-        if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
+        stated = fields.get("format")
+        if isinstance(stated, int) and not isinstance(stated, bool) and stated != FORMAT:
             _check_format(fields, what)
             raise _other_format(fields, what, known=FORMAT)
         if fields.pop("checksum", None) != _checksum(fields):
@@ -90,14 +90,14 @@ def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
         IntegrityError: It states none.
     """
     fields = _parse(data, what)
-    found = fields.get("format")
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise _damaged(what, f"its format is {found!r}")
-    if found != FORMAT:
+    stated = fields.get("format")
+    if not isinstance(stated, int) or isinstance(stated, bool):
+        raise _damaged(what, f"its format is {stated!r}")
+    if stated != FORMAT:
         _check_format(fields, what)
-    if found > known:
+    if stated > known:
         raise _other_format(fields, what, known=known)
-    return found
+    return stated
 
 
 def stated_flags(data: bytes) -> tuple[str, ...] | None:
@@ -117,15 +117,15 @@ def _check_format(fields: dict[str, Any], what: str) -> None:
 
 
 def _other_format(fields: dict[str, Any], what: str, *, known: int) -> Unsupported:
-    found, needs = fields["format"], fields.get("needs")
-    if found < known:
+    stated, needs = fields["format"], fields.get("needs")
+    if stated < known:
         hint = "layerstore migrate"
     elif isinstance(needs, str) and 0 < len(needs) <= _NEEDS_SIGNS_MAX:
         hint = f"it needs layerstore >= {needs}"
     else:
         hint = "use a newer layerstore"
     return Unsupported(
-        f"{what} is a store of format {found}; this layerstore reads format {known}; nothing was changed", hint=hint
+        f"{what} is a store of format {stated}; this layerstore reads format {known}; nothing was changed", hint=hint
     )
 
 

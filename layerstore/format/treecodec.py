@@ -248,10 +248,10 @@ def _typed(cls: type[Value], value: object) -> Value:
 
 
 def _number(value: Plain) -> int:
-    found = _typed(int, value)
-    if not 0 <= found <= NUMBER_MAX:
-        raise ValueError(f"{found} is not a size or position")
-    return found
+    number = _typed(int, value)
+    if not 0 <= number <= NUMBER_MAX:
+        raise ValueError(f"{number} is not a size or position")
+    return number
 
 
 def _integers(values: Plain) -> list[int]:

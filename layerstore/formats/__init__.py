@@ -34,22 +34,22 @@ def chosen_format(name: "str | Format", options: Mapping[str, object]) -> Format
                 "a format was given with options beside it, or none of its own", hint='format="hf", dtype="bf16"'
             )
         return name
-    found = next((of for of in FORMATS if of.name == name), None)
-    if found is None:
-        names = [of.name for of in FORMATS]
+    chosen = next((known for known in FORMATS if known.name == name), None)
+    if chosen is None:
+        names = [known.name for known in FORMATS]
         raise InvalidInput(
             f"there is no format {name!r}",
             hint=did_you_mean(nearest(name, names), else_=f"formats: {', '.join(names)}"),
         )
-    own = _options(found)
+    own = _options(chosen)
     for option in (option for option in options if option not in own):
-        having = ", ".join(of.name for of in FORMATS if option in _options(of))
+        having = ", ".join(other.name for other in FORMATS if option in _options(other))
         else_ = f"it is an option of {having}" if having else f"its options: {', '.join(own) or 'none'}"
         hint = did_you_mean(nearest(option, [*own, *_OF_ALL]), else_=else_)
         raise InvalidInput(f"format {name} has no option {option}", hint=hint)
-    make: Callable[..., Format] = found
+    make: Callable[..., Format] = chosen
     return make(**options)
 
 
-def _options(of: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(of))
+def _options(spec: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(spec))
