@@ -81,19 +81,19 @@ def read_gathered(
 
 def suppliers_of(parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> Suppliers:
     """Return the parameter or buffer that each name means; names without wrappers only if they are unambiguous."""
-    found: dict[str, Parameter | Buffer] = {}
+    suppliers: dict[str, Parameter | Buffer] = {}
     bare: dict[str, list[Parameter | Buffer]] = {}
     items: list[Parameter | Buffer] = [*parameters, *buffers]
     for item in items:
         names = (item.name, *item.aliases) if isinstance(item, Parameter) else (item.name,)
-        found |= dict.fromkeys(names, item)
+        suppliers |= dict.fromkeys(names, item)
         for name in {strip_wrappers(name) for name in names}:
             bare.setdefault(name, []).append(item)
     # The Trainer may save names without wrappers.
     for name, candidates in bare.items():
         if len(candidates) == 1:
-            found.setdefault(name, candidates[0])
-    return found
+            suppliers.setdefault(name, candidates[0])
+    return suppliers
 
 
 def supplier_of(name: str, suppliers: Suppliers) -> Parameter | Buffer | None:
@@ -127,7 +127,7 @@ def tensors_in(path: Path, header: bytes, size_bytes: int, suppliers: Suppliers)
 def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSource]:
     try:
         entries = parse_json(header[8:])
-        found = []
+        tensors = []
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
@@ -140,22 +140,22 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
             elements = prod(entry["shape"])
             if end - begin != elements * by_code(entry["dtype"]).bytes:
                 raise _damaged(path, f"tensor {name!r} has {end - begin} bytes for shape {entry['shape']}")
-            of = supplier_of(name, suppliers)
-            found.append(
+            supplier = supplier_of(name, suppliers)
+            tensors.append(
                 GatheredSource(
                     file=path,
                     name=name,
                     dtype=entry["dtype"],
                     shape=tuple(entry["shape"]),
                     offset_bytes=len(header) + begin,
-                    supplier=of.name if of is not None and prod(of.shape) == elements else "",
+                    supplier=supplier.name if supplier is not None and prod(supplier.shape) == elements else "",
                 )
             )
     except LayerstoreError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise _damaged(path, f"its header is not safetensors' ({exc})") from exc
-    return sorted(found, key=lambda tensor: (tensor.offset_bytes, tensor.name))
+    return sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.name))
 
 
 def _damaged(path: Path, reason: str) -> SourceCheckpoint:

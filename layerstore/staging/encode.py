@@ -42,7 +42,7 @@ def _compact(source: ObjectSource, precision: Precision, older: LayerVersion) ->
 
 def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None:
     """Return the exact masters in *older*, or those that it refers to, of the very slices of *source*."""
-    masters = (of for of in older.objects if of.kind is Kind.MASTER)
+    masters = (candidate for candidate in older.objects if candidate.kind is Kind.MASTER)
     for stored in (*older.references, *masters):
         if (stored.shard, stored.shards) == (source.shard, source.shards) and _are_alike(stored, source.slices):
             return stored
@@ -89,23 +89,25 @@ def referable(
 
     A version is left out if the store has lost any rank's objects of it, so that all ranks get the same layers.
     """
-    found, others = {}, []
+    referred, others = {}, []
     for layer, entry in place.inherited.items():
         with suppress(LayerstoreError):
             version = repo.whole_version_of(entry)
             if version is not None and version.world_size != world_size:
                 others.append(layer)
             elif version is not None:
-                found[layer] = _of_shard(version, shard)
-    return found, others
+                referred[layer] = _of_shard(version, shard)
+    return referred, others
 
 
 def _of_shard(version: LayerVersion, shard: int | None) -> LayerVersion:
     """Return *version* with masters alone, and without those of other ranks, which are many."""
     return replace(
         version,
-        objects=tuple(of for of in version.objects if of.kind is Kind.MASTER and shard in {of.shard, None}),
-        references=tuple(of for of in version.references if shard in {of.shard, None}),
+        objects=tuple(
+            stored for stored in version.objects if stored.kind is Kind.MASTER and shard in {stored.shard, None}
+        ),
+        references=tuple(stored for stored in version.references if shard in {stored.shard, None}),
     )
 
 

@@ -173,10 +173,10 @@ class Checksums:
         """
         starts = {path: sorted(known) for path, known in self.known.items()}
         for key, located in storages:
-            found = combine_crc32(self._parts(located, starts.get(located.path, []), reader))
-            if found != located.crc32:
+            actual = combine_crc32(self._parts(located, starts.get(located.path, []), reader))
+            if actual != located.crc32:
                 raise SourceCheckpoint(
-                    f"{located.path} is damaged: entry {key} has checksum {found:08x}, "
+                    f"{located.path} is damaged: entry {key} has checksum {actual:08x}, "
                     f"expected {located.crc32:08x}; nothing was ingested",
                     hint="copy the file again, or ingest another checkpoint",
                     path=str(located.path),
@@ -233,9 +233,9 @@ def stage_version(
         parameters=layer.parameters,
         buffers=layer.buffers,
         world_size=world_size,
-        objects=tuple(sorted(objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))),
+        objects=tuple(sorted(objects, key=lambda stored: (_KINDS.index(stored.kind), stored.shards, stored.shard))),
         cut=layer.cut,
-        references=tuple(sorted((of for of in references if of.id in referred), key=lambda of: of.shard)),
+        references=tuple(sorted((ref for ref in references if ref.id in referred), key=lambda ref: ref.shard)),
     )
     data = encode_blob(version)
     ref = ref_of(data)
@@ -245,11 +245,11 @@ def stage_version(
 
 def coding_losses(layer: str, objects: Iterable[StoredObject], staging: "Staging") -> Iterator[CodingLoss]:
     """Yield what the compact *objects* of *layer* lost, for each state of the optimizer and for masters."""
-    found: dict[str, Error] = {}
+    errors: dict[str, Error] = {}
     for stored in objects:
         for state, lost in staging.losses.get(stored.id, {}).items():
-            found[state] = found.get(state, Error()) + lost
-    for state, lost in sorted(found.items()):
+            errors[state] = errors.get(state, Error()) + lost
+    for state, lost in sorted(errors.items()):
         yield CodingLoss(
             layer=layer,
             state=state,
@@ -303,15 +303,15 @@ class Staging:
 
     def object(self, source: ObjectSource, witness: Witness | None = None) -> StoredObject:
         """Stage the slices of *source*."""
-        found = self._staged(source.kind, source.slices, witness)
+        staged = self._staged(source.kind, source.slices, witness)
         return StoredObject(
-            id=found.ref.id,
-            size_bytes=found.ref.size_bytes,
+            id=staged.ref.id,
+            size_bytes=staged.ref.size_bytes,
             kind=source.kind,
             shard=source.shard,
             shards=source.shards,
-            tensors=found.tensors,
-            chunks=found.chunks,
+            tensors=staged.tensors,
+            chunks=staged.chunks,
         )
 
     def planned(self, source: ObjectSource, how: Compact | None, witness: Witness | None = None) -> StoredObject:
@@ -366,9 +366,9 @@ class Staging:
     def bytes_object(self, path: Path, offset: int, size_bytes: int) -> ObjectContent:
         """Stage a stretch of *path* as an object of its own."""
         part = SliceSource(name=_BYTES_KEY, state="", dtype="U8", elements=size_bytes, path=path, offset_bytes=offset)
-        found = self._staged(_BYTES_KEY, (part,) if size_bytes else ())
-        checksum = found.tensors[0].crc32 if found.tensors else 0
-        return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
+        staged = self._staged(_BYTES_KEY, (part,) if size_bytes else ())
+        checksum = staged.tensors[0].crc32 if staged.tensors else 0
+        return ObjectContent(object=staged.ref, size_bytes=size_bytes, crc32=checksum)
 
     def state(self, state: RankState, files: Iterable[KeptFile], gathered: Iterable[GatheredFile] = ()) -> BlobRef:
         """Stage a rank's *state* with its *files* and the bytes that its trees point to."""
@@ -424,17 +424,17 @@ class Staging:
         if framing.size_bytes <= SMALL_OBJECT_BYTES:
             return self._staged_at_once(framing, slices, witness)
         if not self._reads_once and self._likely_known.get(kind, self._known_before):
-            found = self._inspect(slices, witness)
-            is_known = self._writer.spares_writing(found.ref)
+            inspected = self._inspect(slices, witness)
+            is_known = self._writer.spares_writing(inspected.ref)
             if not is_known:
-                self._writer.stage(found.ref, self._content(slices))
+                self._writer.stage(inspected.ref, self._content(slices))
         else:
             with self._writer.draft() as draft:
-                found = self._inspect(slices, witness, write=draft.write_at)
-                is_known = not self._writer.keep(draft, found.ref)
+                inspected = self._inspect(slices, witness, write=draft.write_at)
+                is_known = not self._writer.keep(draft, inspected.ref)
         # Frozen layers are mixed with others: the last object of the same kind is the best guess for the next.
         self._likely_known[kind] = is_known
-        return found
+        return inspected
 
     def _staged_at_once(self, framing: Frame, slices: tuple[SliceSource, ...], witness: Witness | None) -> _Inspected:
         """Stage a small object as one piece of memory."""

@@ -98,12 +98,12 @@ class RunView:
 
     def lineage_of(self, attempt: int) -> tuple[Fork, ...]:
         """Return where *attempt* forked, where its parent forked, and so on."""
-        found = []
+        forks = []
         fork = self.fork_of(attempt)
         while fork is not None:
-            found.append(fork)
+            forks.append(fork)
             fork = self.fork_of(fork.attempt)
-        return tuple(found)
+        return tuple(forks)
 
     def history(self, attempt: int, *, step: int | None = None) -> Iterator[RecordRow]:
         """
@@ -160,14 +160,14 @@ class RunView:
 
     @cached_property
     def _forks(self) -> dict[int, Fork | None]:
-        found: dict[int, Fork | None] = {}
+        forks: dict[int, Fork | None] = {}
         for row in self._ordered:
             attempt = row.attempt
             for fork in row.lineage:
-                found.setdefault(attempt, fork)
+                forks.setdefault(attempt, fork)
                 attempt = fork.attempt
-            found.setdefault(attempt, None)
-        return found
+            forks.setdefault(attempt, None)
+        return forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +222,12 @@ class Catalog:
         Raises:
             NotFound: It has no records.
         """
-        found = self.find(run)
-        if found is None and run in self._records.pin_names():
+        view = self.find(run)
+        if view is None and run in self._records.pin_names():
             raise NotFound(f"{run!r} is a pin, not a run", hint=f"layerstore show {typed(run)} shows what it means")
-        if found is None:
+        if view is None:
             raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs(run))
-        return found
+        return view
 
     def find(self, run: str) -> RunView | None:
         """
@@ -262,8 +262,8 @@ class Catalog:
             rows = self.indexed(run, [name for name in new if name is not None]) | rows
         self._drop_rows(rows[name].name for name in rows.keys() - names)
         rows = {name: row for name, row in rows.items() if name in names}
-        found = {name: name_in(run, name) for name in names - rows.keys()}
-        unseen = sorted(name for name in found.values() if name is not None)
+        records = {name: name_in(run, name) for name in names - rows.keys()}
+        unseen = sorted(name for name in records.values() if name is not None)
         damaged: dict[RecordName, LayerstoreError] = {}
         for start in range(0, len(unseen), _BATCH):
             read = list(self._read(unseen[start : start + _BATCH], damaged))
@@ -271,7 +271,7 @@ class Catalog:
             rows |= {row.file_name: row for row in read}
         return _Known(
             rows=rows,
-            strangers=frozenset(name for name, record in found.items() if record is None),
+            strangers=frozenset(name for name, record in records.items() if record is None),
             view=RunView(run=run, rows={row.id: row for row in rows.values()}, damaged=damaged),
             stamp=stamp,
         )
@@ -330,8 +330,8 @@ class Catalog:
             NotFound: It was removed since it was found, by a collection, say.
         """
         with self._removal_told(name):
-            found = self._records.read_entries(name, {entry.layer for entry in entries})
-        if any(found.get(entry.layer) != entry for entry in entries):
+            actual = self._records.read_entries(name, {entry.layer for entry in entries})
+        if any(actual.get(entry.layer) != entry for entry in entries):
             raise IntegrityError(
                 f"the record of {name.run}@{name.step} (commit {short_id(name.id)}) "
                 "does not say what was read of it before",

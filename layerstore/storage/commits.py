@@ -100,7 +100,7 @@ def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Cou
     """Count the store ids that readable records and pins name."""
     folders = [*(layout.commits / run for run in files.names_in_folder(layout.commits)), layout.pins]
     paths = (folder / name for folder in folders for name in files.names_in_folder(folder))
-    stated = (found for path in paths if (found := _stated(files, path)) is not None)
+    stated = (store_id for path in paths if (store_id := _stated(files, path)) is not None)
     return Counter(itertools.islice(stated, limit))
 
 
@@ -178,8 +178,8 @@ class RecordStore:
 
     def names(self, run: str) -> list[RecordName]:
         """Return the records of *run* by step, as the folder lists them now."""
-        found = (name_in(run, name) for name in self.listing(run))
-        return sorted(name for name in found if name is not None)
+        records = (name_in(run, name) for name in self.listing(run))
+        return sorted(name for name in records if name is not None)
 
     def listing(self, run: str) -> list[str]:
         """
@@ -218,9 +218,9 @@ class RecordStore:
 
     def strangers(self) -> Iterator[Path]:
         """Yield the path of everything in ``commits/`` and ``pins/`` that is not a record or pin by its name."""
-        for each in (*self.listed(), *self.listed_pins()):
-            if isinstance(each, Path):
-                yield each
+        for listed in (*self.listed(), *self.listed_pins()):
+            if isinstance(listed, Path):
+                yield listed
 
     def read(self, name: RecordName) -> Commit:
         """
@@ -234,14 +234,14 @@ class RecordStore:
     def each(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, Commit | LayerstoreError]]:
         """Yield each of *names* with its commit, or what is wrong with it; skip those removed meanwhile."""
         for name in names:
-            found: Commit | LayerstoreError
+            commit: Commit | LayerstoreError
             try:
-                found = self.read(name)
+                commit = self.read(name)
             except LayerstoreError as exc:
                 if not self.is_listed(name):
                     continue
-                found = exc
-            yield name, found
+                commit = exc
+            yield name, commit
 
     def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
@@ -251,10 +251,10 @@ class RecordStore:
             IntegrityError: It is damaged or gone.
         """
         called = self._layout.name(self._path(name))
-        found, entries = unseal_entries(
+        identity, entries = unseal_entries(
             self.read_bytes(name), name=called, store_id=self._store_id, layers=frozenset(layers)
         )
-        if found != (name.run, name.step, name.id):
+        if identity != (name.run, name.step, name.id):
             raise _misnamed(called)
         return entries
 
@@ -435,14 +435,14 @@ class RecordStore:
     def pins(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Pin | LayerstoreError]]:
         """Yield every pin, or those of *names*, or what is wrong with it; skip those deleted meanwhile."""
         for name in self.pin_names() if names is None else names:
-            found: Pin | LayerstoreError
+            pin: Pin | LayerstoreError
             try:
-                found = self.read_pin(name)
+                pin = self.read_pin(name)
             except NotFound:
                 continue
             except LayerstoreError as exc:
-                found = exc
-            yield name, found
+                pin = exc
+            yield name, pin
 
     def readable_pins(self) -> list[Pin]:
         """Return the readable pins: a damaged one must not break the log, and ``verify`` reports it."""

@@ -70,15 +70,15 @@ class Coded:
 
     def stretches(self, plain: Iterable[Stretch]) -> dict[BlobRef, list[Stretch]]:
         """Return what has to be read, by object, for some stretches of the *plain* object."""
-        found: dict[BlobRef, list[Stretch]] = {self.stored.ref: []}
+        stretches: dict[BlobRef, list[Stretch]] = {self.stored.ref: []}
         for begin, end in plain:
             for layout in self.layouts:
                 first, last = _blocks(layout, begin, end)
                 if first < last:
-                    found[self.stored.ref] += layout.stretches(first, last)
+                    stretches[self.stored.ref] += layout.stretches(first, last)
             if self.reference is not None:
-                found.setdefault(self.reference.ref, []).append((begin, end))
-        return found
+                stretches.setdefault(self.reference.ref, []).append((begin, end))
+        return stretches
 
     def open(self, objects: ObjectStore, stretches: Iterable[Stretch] | None) -> "DecodedFile":
         """Open it for reading *stretches* of the plain object, or all of it."""

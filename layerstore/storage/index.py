@@ -90,37 +90,37 @@ class RecordRow(NamedTuple):
         """For each layer, whether this commit itself saved it rather than inherited it."""
         _, kind, kinds = _unpacked(self.versions)
         own = (self.run, self.attempt, self.step)
-        is_own = [tuple(each[2:5]) == own for each in kinds]
+        is_own = [tuple(facts[2:5]) == own for facts in kinds]
         return tuple(is_own[number] for number in kind)
 
     @property
     def counted(self) -> tuple[bool, ...]:
         """For each layer, whether the optimizer's update count is known."""
         _, kind, kinds = _unpacked(self.versions)
-        is_counted = [each[1] is not None for each in kinds]
+        is_counted = [facts[1] is not None for facts in kinds]
         return tuple(is_counted[number] for number in kind)
 
     @property
     def is_exact(self) -> bool:
         """Whether every layer is kept bit for bit."""
-        return not any(each[-1] for each in _unpacked(self.versions)[2])
+        return not any(facts[-1] for facts in _unpacked(self.versions)[2])
 
     def entries(self, layers: Collection[str] | None = None) -> dict[str, LayerEntry]:
         """Return the record's entries for its layers, or for those of *layers* that it has."""
         ids, kind, kinds = _unpacked(self.versions)
-        found = {}
+        entries = {}
         for place, layer in enumerate(self.layer_names):
             if layers is None or layer in layers:
                 size_bytes, optimizer_step, run, attempt, step, save_number, compact = kinds[kind[place]]
                 version = ObjectId(ids[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES].hex())
-                found[layer] = LayerEntry(
+                entries[layer] = LayerEntry(
                     layer=layer,
                     version=BlobRef(id=version, size_bytes=size_bytes),
                     origin=Origin(run=run, attempt=attempt, step=step, save_number=save_number),
                     optimizer_step=optimizer_step,
                     compact=compact,
                 )
-        return found
+        return entries
 
     def without_moments(self) -> "RecordRow":
         """Return the commit's row after its moments are dropped."""
@@ -220,8 +220,8 @@ class Index:
         with self._transaction() as transaction:
             if names is None:
                 return dict(self._rows(transaction, run, _scan(transaction, _STEP + _run_key(run))))
-            found = ((key, transaction.get(key)) for key in map(_row_key, names))
-            return dict(self._rows(transaction, run, ((key, data) for key, data in found if data is not None)))
+            rows = ((key, transaction.get(key)) for key in map(_row_key, names))
+            return dict(self._rows(transaction, run, ((key, data) for key, data in rows if data is not None)))
 
     def runs(self) -> set[str]:
         """Return the names of all runs that have rows."""
@@ -229,11 +229,9 @@ class Index:
             named = [self._unsealed(key, data).decode() for key, data in _scan(transaction, _RUN)]
             return {run for run in named if next(_scan(transaction, _STEP + _run_key(run)), None)}
 
-    def _rows(
-        self, transaction: Any, run: str, found: Iterable[tuple[bytes, bytes]]
-    ) -> Iterator[tuple[str, RecordRow]]:
+    def _rows(self, transaction: Any, run: str, rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
-        for key, data in found:  # a long run has ten thousand, so avoid calls here
+        for key, data in rows:  # a long run has ten thousand, so avoid calls here
             payload = self._unsealed(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)
@@ -281,13 +279,13 @@ class Index:
 
     def drop(self, names: Iterable[RecordName]) -> list[RecordName]:
         """Drop the rows of the records *names*; return the names that had a row."""
-        found: list[RecordName] = []
+        dropped: list[RecordName] = []
 
         def delete(transaction: Any) -> None:
-            found[:] = [name for name in names if transaction.delete(_row_key(name))]
+            dropped[:] = [name for name in names if transaction.delete(_row_key(name))]
 
         self._change(delete)
-        return found
+        return dropped
 
     def _put(self, transaction: Any, key: bytes, payload: bytes) -> None:
         if transaction.get(key) is None:

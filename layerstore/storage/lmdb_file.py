@@ -191,7 +191,7 @@ class _Check:
             raise _Unsound(f"page {page} is not what it is used as")
         if not _HEADER.size < lower <= upper <= PAGE_BYTES or lower % 2:
             raise _Unsound(f"page {page} has bounds that cannot be")
-        found = []
+        nodes = []
         for place in range((start + _HEADER.size) // 2, (start + lower) // 2):
             offset = self._halves[place]
             if not upper <= offset <= _NODE_BEGINS_MAX:
@@ -203,8 +203,8 @@ class _Check:
             key = self._data[at + _NODE.size : at + _NODE.size + key_bytes]
             if is_free and sys.byteorder == "little":
                 key = key[::-1]  # an integer in native byte order
-            found.append((at, low | high << 16, flags, key))
-        return found
+            nodes.append((at, low | high << 16, flags, key))
+        return nodes
 
     def _children(self, page: int, *, is_free: bool) -> Iterator[int]:
         before = b""
@@ -231,7 +231,7 @@ def _pages_listed(data: bytes) -> Iterator[int]:
     """Yield the pages that *data* lists: a count, then page numbers."""
     if not data or len(data) % 8:
         raise _Unsound("a list of free pages is torn")
-    count, *pages = (each for (each,) in _NUMBER.iter_unpack(data))
+    count, *pages = (number for (number,) in _NUMBER.iter_unpack(data))
     if count != len(pages) or sorted(pages, reverse=True) != pages:
         raise _Unsound("a list of free pages is torn")
     yield from pages

@@ -45,7 +45,7 @@ class PartStore:
     def ranks(self, session: str, save: int) -> set[int]:
         """Return the ranks that have left a part of *save*; asked many times a minute, so it only looks at names."""
         named = map(_NAME.fullmatch, self._files.names_unsorted(self._layout.parts / session))
-        return {int(each["rank"]) for each in named if each and each["save"] == f"{save}" and not each["draft"]}
+        return {int(match["rank"]) for match in named if match and match["save"] == f"{save}" and not match["draft"]}
 
     def publish(self, part: Part) -> None:
         """Make *part* visible and durable; one that is there stands."""
@@ -89,16 +89,16 @@ class PartStore:
 
     def strangers(self) -> Iterator[Path]:
         """Yield the path of everything in ``parts/`` that is not a session or part by its name."""
-        return (each for each in self.listed() if isinstance(each, Path))
+        return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def of_session(self, session: str) -> list[Part]:
         """Return the parts and drafts of *session*; raises IntegrityError if one is damaged."""
-        found = (
+        parts = (
             # A draft that was listed may be a part by now.
             self._read(path, session, save, rank) or self.find(session, save, rank)
             for path, save, rank in self._named(session)
         )
-        return [part for part in found if part is not None]
+        return [part for part in parts if part is not None]
 
     def _named(self, session: str) -> Iterator[tuple[Path, int, int]]:
         """Yield each part and draft of *session*: its path, save and rank."""
@@ -111,15 +111,15 @@ class PartStore:
 
     def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
         """Yield every part of every session with its path, or what is wrong with it."""
-        for session in (each for each in self.listed() if isinstance(each, str)):
+        for session in (entry for entry in self.listed() if isinstance(entry, str)):
             for path, save, rank in self._named(session):
                 try:
-                    found = self._read(path, session, save, rank)
+                    part = self._read(path, session, save, rank)
                 except LayerstoreError as exc:
                     yield path, exc
                 else:
-                    if found is not None:  # else it was joined meanwhile
-                        yield path, found
+                    if part is not None:  # else it was joined meanwhile
+                        yield path, part
 
     def modified_ns(self, session: str) -> int:
         """Return when *session* last changed, by the filesystem's clock."""

@@ -101,17 +101,17 @@ class Repository:
 
     def verify_object(self, ref: BlobRef) -> None:
         """Make sure that *ref*, which is about to be read, is sound, and what it refers to as well."""
-        for each in self.read_with([ref]):
-            self.objects.verify(each)
+        for needed in self.read_with([ref]):
+            self.objects.verify(needed)
 
     def verify_stretches(self, stretches: Mapping[BlobRef, Iterable[Stretch]], verified: set[BlobRef]) -> None:
         """Verify *stretches* of objects that are not among the *verified*; add those that are sound as a whole."""
-        found: dict[BlobRef, list[Stretch]] = {}
+        by_object: dict[BlobRef, list[Stretch]] = {}
         for ref, wanted in stretches.items():
             coded = self.coded.get(ref)
-            for each, parts in ({ref: wanted} if coded is None else coded.stretches(wanted)).items():
-                found.setdefault(each, []).extend(parts)
-        verified |= self.objects.verify_all({ref: parts for ref, parts in found.items() if ref not in verified})
+            for needed, parts in ({ref: wanted} if coded is None else coded.stretches(wanted)).items():
+                by_object.setdefault(needed, []).extend(parts)
+        verified |= self.objects.verify_all({ref: parts for ref, parts in by_object.items() if ref not in verified})
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
         """Read the version that *entry* names, and make sure that it belongs to that layer; its objects may be read."""

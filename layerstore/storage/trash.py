@@ -43,11 +43,11 @@ class Trash:
 
     def records(self) -> list[RecordName]:
         """Return the records in the trash, by run and step."""
-        return sorted(each for each in self.listed() if isinstance(each, RecordName))
+        return sorted(entry for entry in self.listed() if isinstance(entry, RecordName))
 
     def strangers(self) -> Iterator[Path]:
         """Yield the path of everything among the records that is none by its name."""
-        return (each for each in self.listed() if isinstance(each, Path))
+        return (entry for entry in self.listed() if isinstance(entry, Path))
 
     def listed(self) -> Iterator[RecordName | Path]:
         """Yield the name of every record in the trash, and the path of everything else among them."""
@@ -216,10 +216,10 @@ class Aside:
 
     def leftovers(self, *, before_ns: int) -> list[tuple[Path, int]]:
         """Return the files in ``tmp/`` that were last written before *before_ns*, with their sizes."""
-        found = []
+        leftovers = []
         for name in self._files.names(self._layout.tmp):
             path = self._layout.tmp / name
             modified_ns = self._files.modified_ns(path)
             if modified_ns is not None and modified_ns < before_ns and self._files.is_file(path):
-                found.append((path, self._files.size(path) or 0))
-        return found
+                leftovers.append((path, self._files.size(path) or 0))
+        return leftovers
