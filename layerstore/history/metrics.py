@@ -69,12 +69,12 @@ def _measured(state: RankState) -> dict[str, float]:
 
 
 def _numbers(tree: Mapping[Tree, Tree]) -> dict[str, float]:
-    found = {}
+    numbers = {}
     for name, value in tree.items():
         if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool):
             with suppress(OverflowError):  # whole numbers of any size are kept; such a one measures nothing
-                found[name] = float(value)
-    return found
+                numbers[name] = float(value)
+    return numbers
 
 
 def _trainer_log(state: RankState) -> SourceFile | None:

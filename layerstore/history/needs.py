@@ -35,12 +35,12 @@ class NumberedRefs:
 
     def part(self, at: int) -> dict[BlobRef, list[int]]:
         """Return the references whose ids begin with the byte *at*, in order, each with its numbers."""
-        found = {}
+        part = {}
         for row, numbers in sorted(self._parts[at].items(), key=lambda item: item[0]):
             object_id, size_bytes = _ROW.unpack(row)
             distinct = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
-            found[BlobRef(id=ObjectId(object_id.hex()), size_bytes=size_bytes)] = distinct
-        return found
+            part[BlobRef(id=ObjectId(object_id.hex()), size_bytes=size_bytes)] = distinct
+        return part
 
     def __iter__(self) -> Iterator[tuple[BlobRef, list[int]]]:
         """Yield every reference, in order, with its numbers."""

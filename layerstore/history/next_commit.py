@@ -130,9 +130,9 @@ class NextCommit:
         """Return this place, or the same in the next free attempt if another job has *taken* its attempt."""
         if self.attempt not in taken:
             return self
-        found = self.moved_to(view, 1 + max(_newest_number(view), *taken))
-        assert found is not None, "the attempt is newer than all others"
-        return found
+        moved = self.moved_to(view, 1 + max(_newest_number(view), *taken))
+        assert moved is not None, "the attempt is newer than all others"
+        return moved
 
     def record(
         self,
@@ -159,15 +159,15 @@ class NextCommit:
         origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
         entries = tuple(
             LayerEntry(
-                layer=of.layer,
-                version=versions[of.layer],
+                layer=layer.layer,
+                version=versions[layer.layer],
                 origin=origin,
-                optimizer_step=of.optimizer_step,
-                compact=compact.get(of.layer, 0),
+                optimizer_step=layer.optimizer_step,
+                compact=compact.get(layer.layer, 0),
             )
-            if of.layer in due
-            else self.inherited[of.layer]
-            for of in layers
+            if layer.layer in due
+            else self.inherited[layer.layer]
+            for layer in layers
         )
         return CommitRecord(
             run=run,
@@ -189,7 +189,7 @@ class NextCommit:
     def own_numbers(self, run: str) -> dict[str, int]:
         """Return the save number of each inherited layer that was saved in *run* before this."""
         origins = {layer: entry.origin for layer, entry in self.inherited.items() if entry.origin.run == run}
-        return {layer: of.save_number for layer, of in origins.items() if of.save_number < self.save_number}
+        return {layer: origin.save_number for layer, origin in origins.items() if origin.save_number < self.save_number}
 
 
 def _newest_number(view: RunView | None) -> int:
@@ -266,7 +266,7 @@ def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Next
 
 def saved_now(repo: Repository, run: str, attempts: Iterable[int]) -> set[int]:
     """Return those of *attempts* that a job is saving, as far as locks can tell."""
-    found = set()
+    saving = set()
     for attempt in attempts:
         if not repo.files.exists(repo.layout.attempt_lock(run, attempt)):
             continue
@@ -274,5 +274,5 @@ def saved_now(repo: Repository, run: str, attempts: Iterable[int]) -> set[int]:
             with repo.lock_attempt(run, attempt, at_once=True):
                 pass
         except (Locked, StorageIO):
-            found.add(attempt)
-    return found
+            saving.add(attempt)
+    return saving

@@ -49,10 +49,10 @@ def note_pushed(
     """
 
     def noted() -> bytes | None:
-        found = pushed_to(repo)
-        has = found.get(url, frozenset()).difference(before).union(commits)
-        if found.get(url) == has:
+        pushed = pushed_to(repo)
+        has = pushed.get(url, frozenset()).difference(before).union(commits)
+        if pushed.get(url) == has:
             return None
-        return json.dumps({each: sorted(names) for each, names in sorted({**found, url: has}.items())}).encode()
+        return json.dumps({remote: sorted(names) for remote, names in sorted({**pushed, url: has}.items())}).encode()
 
     repo.rewrite(repo.layout.pushed, noted)

@@ -82,10 +82,10 @@ def resolve(repo: Repository, text: str | None) -> Resolved:
         InvalidInput: Several commits' ids begin that way.
         Conflict: That step has two commits.
     """
-    found = locate(repo, only_run(repo) if text is None else text, pins=repo.records.pin_names())
-    if isinstance(found, Resolved):
-        return found
-    return Resolved.of_commit(repo.catalog.commit(found.name))
+    located = locate(repo, only_run(repo) if text is None else text, pins=repo.records.pin_names())
+    if isinstance(located, Resolved):
+        return located
+    return Resolved.of_commit(repo.catalog.commit(located.name))
 
 
 def locate(
@@ -101,8 +101,8 @@ def locate(
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
         return Resolved.of_pin(repo.records.read_pin(reference.name))
-    if begins_id(text) and not repo.records.names(text) and (found := _by_id(repo, text)) is not None:
-        return found
+    if begins_id(text) and not repo.records.names(text) and (row := _by_id(repo, text)) is not None:
+        return row
     return find_row((view_of or repo.catalog.view)(reference.name), reference)
 
 
@@ -116,21 +116,21 @@ def ambiguous_id(text: str, ids: Iterable[str]) -> InvalidInput:
     known = list(ids)
     return InvalidInput(
         f"{len(known)} commits begin with {text!r}",
-        hint=f"write more of the id: {', '.join(short_id(each) for each in known[:4])}",
+        hint=f"write more of the id: {', '.join(short_id(commit_id) for commit_id in known[:4])}",
     )
 
 
 def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
     """Return the commit whose id begins with *text*, visible or else in the trash; None if *text* may be a run."""
     views = (repo.catalog.view(run) for run in repo.catalog.runs())
-    found = [row for view in views for row in view.visible if row.id.startswith(text)]
-    if len(found) == 1:
-        return found[0]
-    dropped = [] if found else [name for name in repo.trash.records() if name.id.startswith(text)]
+    rows = [row for view in views for row in view.visible if row.id.startswith(text)]
+    if len(rows) == 1:
+        return rows[0]
+    dropped = [] if rows else [name for name in repo.trash.records() if name.id.startswith(text)]
     if len(dropped) == 1:
         return Resolved.of_commit(repo.trash.read_record(dropped[0]))
-    if found or dropped:
-        raise ambiguous_id(text, (each.id for each in found or dropped))
+    if rows or dropped:
+        raise ambiguous_id(text, (commit.id for commit in rows or dropped))
     if len(text) >= SHORT_ID_DIGITS:
         raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
     return None
@@ -155,11 +155,11 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     attempt = attempts[-1 - reference.back]
     step = reference.step if reference.step is not None else next(view.history(attempt)).step
     _check_undamaged(view, step, tip=reference.step is None)
-    found = list(takewhile(lambda row: row.step == step, view.history(attempt, step=step)))
-    if not found:
+    rows = list(takewhile(lambda row: row.step == step, view.history(attempt, step=step)))
+    if not rows:
         _raise_damaged(view)
         raise _no_such_step(view, reference, attempt)
-    return _only(view, found)
+    return _only(view, rows)
 
 
 def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
@@ -224,12 +224,12 @@ def reference_to(repo: Repository, save: Saving) -> str:
 def references_to(repo: Repository, saves: Iterable[Saving]) -> list[str]:
     """Return `reference_to` of each of *saves*; each run is looked up once."""
     views: dict[str, RunView | None] = {}
-    found = []
+    references = []
     for save in saves:
         if save.run not in views:
             views[save.run] = repo.catalog.find(save.run)
-        found.append(_reference(views[save.run], save))
-    return found
+        references.append(_reference(views[save.run], save))
+    return references
 
 
 def _reference(view: RunView | None, save: Saving) -> str:

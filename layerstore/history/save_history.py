@@ -88,14 +88,14 @@ def newest_exact(repo: Repository, resolved: Resolved) -> Resolved:
     view = repo.catalog.find(record.run)
     rows = [] if view is None else [row for row in view.visible if row.id == resolved.commit]  # a pin's base
     older = () if view is None else saves_below(view, attempt=record.attempt, step=record.step)
-    found = next((row for row in chain(rows, older) if row.is_exact), None)
-    if found is None:
+    exact = next((row for row in chain(rows, older) if row.is_exact), None)
+    if exact is None:
         name = resolved.pin or reference_to(repo, record)
         raise NotFound(
             f"no save up to {name} is exact: each has layers that were not kept bit for bit",
             hint=f"layerstore show {typed(name)} says what they lost; without exact, it is taken as it is",
         )
-    return Resolved.of_commit(repo.catalog.commit(found.name))
+    return Resolved.of_commit(repo.catalog.commit(exact.name))
 
 
 class SaveHistory:
@@ -139,14 +139,14 @@ class SaveHistory:
         layers: dict[int, list[str]] = {}
         for layer, position in positions.items():
             layers.setdefault(position, []).append(layer)
-        found: list[tuple[RecordName | None, tuple[LayerEntry, ...]]] = []
+        picked: list[tuple[RecordName | None, tuple[LayerEntry, ...]]] = []
         for position, names in layers.items():
             if position == 0:
-                found.append((None, tuple(entry for entry in self._base.record.layers if entry.layer in names)))
+                picked.append((None, tuple(entry for entry in self._base.record.layers if entry.layer in names)))
             else:
                 row = self._seen[position]
-                found.append((row.name, tuple(row.entries(names).values())))
-        return found
+                picked.append((row.name, tuple(row.entries(names).values())))
+        return picked
 
     def is_older(self, entry: LayerEntry, position: int) -> bool:
         """Whether the save of *position* inherited the layer instead of saving it."""
@@ -217,11 +217,11 @@ class Staleness:
         if oldest.steps is not None and oldest.steps <= steps_max:
             return
         if oldest.steps is None:
-            found = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
+            age = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
         else:
-            found = f"is from step {oldest.step}, {_steps(oldest.steps)} before"
+            age = f"is from step {oldest.step}, {_steps(oldest.steps)} before"
         raise Conflict(
-            f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
+            f"{oldest.layer} {age} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
             hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
         )
 

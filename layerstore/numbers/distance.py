@@ -154,7 +154,7 @@ class Movements:
     def decisions(self) -> dict[Tree, Tree]:
         """Return what a record keeps of them."""
         kept = {"movements": self.relative, "weighted_movements": self.weighted}
-        return {name: dict(of.items()) for name, of in kept.items() if of}
+        return {name: dict(movements.items()) for name, movements in kept.items() if movements}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +177,17 @@ def weighted_movements(layers: Mapping[str, Weighted]) -> dict[str, float]:
     >>> weighted_movements({"a": Weighted(moved=2.0, lengths=10.0, elements=10)})
     {'a': 0.2}
     """
-    finite = [of for of in layers.values() if math.isfinite(of.lengths)]  # one that has gone wrong spoils no other
-    elements, lengths = sum(of.elements for of in finite), sum(of.lengths for of in finite)
+    finite = [
+        movement for movement in layers.values() if math.isfinite(movement.lengths)
+    ]  # one that has gone wrong spoils no other
+    elements, lengths = sum(movement.elements for movement in finite), sum(movement.lengths for movement in finite)
     if not lengths:
         return {}
     mean = lengths / elements
-    return {layer: of.moved / of.elements / mean if of.elements else 0.0 for layer, of in layers.items()}
+    return {
+        layer: movement.moved / movement.elements / mean if movement.elements else 0.0
+        for layer, movement in layers.items()
+    }
 
 
 class Numbers(NamedTuple):
@@ -202,7 +207,7 @@ class WeightedMeter:
         """Add the next elements: their masters before and now, and their second moments; each stands for *weight*."""
         import numpy as np
 
-        first, second, third = (_numbers(of.data, of.dtype) for of in (old, new, squares))
+        first, second, third = (_numbers(numbers.data, numbers.dtype) for numbers in (old, new, squares))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite makes its layer due
             roots = np.sqrt(third)
             self._moved += weight * float(roots @ np.abs(second - first))

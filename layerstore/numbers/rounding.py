@@ -47,8 +47,8 @@ def equal_bytes(left: memoryview, right: memoryview) -> bool:
 
 def newly_infinite(data: Bytes, converted: memoryview, *, source: str, target: str) -> int:
     """Count the finite elements of *data* that became infinite in *converted*."""
-    found = _infinities(converted, target)
-    return found - _infinities(data, source) if found else 0
+    infinities = _infinities(converted, target)
+    return infinities - _infinities(data, source) if infinities else 0
 
 
 def _infinities(data: Bytes, dtype: str) -> int:

@@ -85,8 +85,8 @@ class Drift:
     def _movement(self, save: Save, layer: str) -> float:
         """Return how far *layer* has moved; infinity if that is unknown or NaN."""
         weighted = save.weighted_movements if self.by == "gradient" else {}
-        found = (weighted or save.movements).get(layer, math.inf)
-        return math.inf if math.isnan(found) else found
+        movement = (weighted or save.movements).get(layer, math.inf)
+        return math.inf if math.isnan(movement) else movement
 
     def _is_old(self, save: Save, layer: str, index: int) -> bool:
         if save.ages.get(layer, 0) >= self.stalest or (layer not in save.ages and layer not in save.movements):

@@ -92,14 +92,14 @@ class Latest:
 
 def due_layers(policy: Policy, save: Save) -> frozenset[str]:
     """Return what *policy* says is due; raise InvalidInput if it names a layer that does not exist."""
-    found = frozenset(policy.due(save))
-    strangers = found - set(save.layers)
+    due = frozenset(policy.due(save))
+    strangers = due - set(save.layers)
     if strangers:
         raise InvalidInput(
             f"policy {policy.name!r} says that {min(strangers)!r} is due, which is not a layer of this model",
             hint=f"its layers: {', '.join(save.layers[:10])} …",
         )
-    return found
+    return due
 
 
 def anchored(policy: Policy, number: int, saved: frozenset[str] | None = None) -> Policy:
@@ -107,8 +107,8 @@ def anchored(policy: Policy, number: int, saved: frozenset[str] | None = None) -
     anchor = getattr(policy, "anchored", None)
     if anchor is None:
         return policy
-    found: Policy = anchor(number, saved)
-    return found
+    phased: Policy = anchor(number, saved)
+    return phased
 
 
 # -- over a history ------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _newest_due(
     policy: Policy, history: Iterable[PastSave], recorded: Callable[[int], frozenset[str] | None]
 ) -> dict[str, int]:
     """Walk back from the base until every layer has its save."""
-    found: dict[str, int] = {}
+    newest: dict[str, int] = {}
     waiting: dict[str, int] = {}
     """The layers still to be found, each with the oldest complete save seen."""
     needs_count: set[str] = set()
@@ -162,17 +162,17 @@ def _newest_due(
             waiting = dict.fromkeys(save.layer_names, 0)
             needs_count = {layer for layer, is_counted in counted.items() if is_counted}
         for layer in [layer for layer in waiting if layer not in counted or counted[layer] < (layer in needs_count)]:
-            found[layer] = waiting.pop(layer)
+            newest[layer] = waiting.pop(layer)
         for layer in waiting:
             waiting[layer] = position
         due = recorded(position)
         if due is None:
             due = due_layers(policy, Save(number=save.save_number, layers=save.layer_names, ages={}))
         for layer in due & waiting.keys():
-            found[layer] = waiting.pop(layer)
+            newest[layer] = waiting.pop(layer)
         if not waiting:
             break
-    return found | waiting
+    return newest | waiting
 
 
 def _forward(
@@ -181,7 +181,7 @@ def _forward(
     """Replay a policy that uses ages, starting with the first save."""
     base = saves[0][1]
     needs_count = {layer for layer, is_counted in zip(base.layer_names, base.counted, strict=True) if is_counted}
-    found: dict[str, int] = {}
+    newest: dict[str, int] = {}
     numbers: dict[str, int] = {}
     for position, save in reversed(saves):
         number, layers = save.save_number, save.layer_names
@@ -191,7 +191,7 @@ def _forward(
             ages = {layer: number - numbers[layer] for layer in layers if layer in numbers}
             due = due_layers(policy, Save(number=number, layers=layers, ages=ages))
         # A version from before the optimizer's first update cannot stand in for a later one.
-        for layer in due | {layer for layer in layers if layer not in found}:
+        for layer in due | {layer for layer in layers if layer not in newest}:
             if counted[layer] >= (layer in needs_count):
-                found[layer], numbers[layer] = position, number
-    return {layer: found[layer] for layer in base.layer_names}
+                newest[layer], numbers[layer] = position, number
+    return {layer: newest[layer] for layer in base.layer_names}

@@ -61,14 +61,14 @@ class Best:
         Raises:
             InvalidInput: It has another form, or nothing says whether the metric is best when small or large.
         """
-        found = _BEST_IN_FULL.fullmatch(text) or _BEST.fullmatch(text)
-        if found is None:
+        match = _BEST_IN_FULL.fullmatch(text) or _BEST.fullmatch(text)
+        if match is None:
             raise InvalidInput(
                 f"{text!r} does not name the best commits",
                 hint="METRIC[:N][:min|max], such as eval_loss:3:min; in full where the metric's name has a colon",
             )
-        metric, count = found["metric"], int(found["count"] or 1)
-        direction = found["direction"] or _direction(metric)
+        metric, count = match["metric"], int(match["count"] or 1)
+        direction = match["direction"] or _direction(metric)
         if direction is None:
             raise InvalidInput(
                 f"is a small or a large {metric!r} best?", hint=f"{metric}:{count}:min, or {metric}:{count}:max"
@@ -100,10 +100,10 @@ _LARGE |= {"mrr", "ndcg", "recall", "precision"}
 def _direction(metric: str) -> Direction | None:
     """Return how a metric is best, by the last word of its name; None if that says nothing."""
     word = re.split(r"[^a-z0-9]+", metric.lower())[-1]
-    found = {word, word.removesuffix("s")} if not word.endswith("ss") else {word}
-    if found & _SMALL or word.endswith("loss"):
+    words = {word, word.removesuffix("s")} if not word.endswith("ss") else {word}
+    if words & _SMALL or word.endswith("loss"):
         return "min"
-    return "max" if found & _LARGE else None
+    return "max" if words & _LARGE else None
 
 
 _BEST = re.compile(r"(?P<metric>[^:]+)(:(?P<count>[1-9][0-9]{0,8}))?(:(?P<direction>min|max))?")
@@ -195,11 +195,11 @@ class Keep:
         if self.last is not None:
             yield f"last {self.last}", history[: self.last]
         if self.every is not None:
-            yield f"every {self.every}", [each for each in history if each.step % self.every == 0]
+            yield f"every {self.every}", [candidate for candidate in history if candidate.step % self.every == 0]
         if self.age is not None:
             # Clocks disagree, so a time in the future counts as young.
             since_ns = now_ns - int(self.age.total_seconds() * 1e9)
-            yield f"within {self.within}", [each for each in candidates if each.time_ns >= since_ns]
+            yield f"within {self.within}", [candidate for candidate in candidates if candidate.time_ns >= since_ns]
         best = self.best_of
         if best is not None:
             yield best.reason, _best(best, candidates)
@@ -215,5 +215,5 @@ def chosen_keep(given: object) -> Keep | None:
 def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidates, preferring newer ones on ties; ignores non-finite values."""
     sign = 1 if best.direction == "min" else -1
-    valued = [each for each in candidates if math.isfinite(each.metrics.get(best.metric, math.nan))]
-    return sorted(valued, key=lambda each: sign * each.metrics[best.metric])[: best.count]
+    valued = [candidate for candidate in candidates if math.isfinite(candidate.metrics.get(best.metric, math.nan))]
+    return sorted(valued, key=lambda candidate: sign * candidate.metrics[best.metric])[: best.count]

@@ -87,8 +87,8 @@ class MapNode:
 
     def get(self, key: str) -> "Node | None":
         """Return the value of *key*; None if it is absent or null."""
-        found = next((value for name, value in self.entries if name.text == key), None)
-        return None if isinstance(found, Scalar) and found.is_null else found
+        node = next((value for name, value in self.entries if name.text == key), None)
+        return None if isinstance(node, Scalar) and node.is_null else node
 
     def key_spot(self, key: str) -> Spot:
         """Return the place of *key*, or of the mapping if it lacks the key."""
@@ -163,14 +163,14 @@ class _Reader:
         start = self._next()
         if isinstance(start, yaml.StreamEndEvent):
             raise self._spot(start.start_mark).error("the recipe is empty", hint="write base: and layers:")
-        found = self._node(self._next(), depth=1)
+        node = self._node(self._next(), depth=1)
         self._next()  # the document's end
         after = self._next()
         if not isinstance(after, yaml.StreamEndEvent):
             raise self._spot(after.start_mark).error(
                 "a second document begins here", hint="keep each recipe in a file of its own"
             )
-        return found
+        return node
 
     def _next(self) -> yaml.Event:
         try:
@@ -203,10 +203,10 @@ class _Reader:
         if depth > RECIPE_DEPTH_MAX:
             raise spot.error(f"this is nested more than {RECIPE_DEPTH_MAX} deep", hint="no recipe needs that")
         if isinstance(event, yaml.ScalarEvent):
-            found = Scalar(text=event.value, is_null=not event.style and event.value in _NULLS, spot=spot)
+            scalar = Scalar(text=event.value, is_null=not event.style and event.value in _NULLS, spot=spot)
             if event.anchor is not None:
-                self._scalars[event.anchor] = found
-            return found
+                self._scalars[event.anchor] = scalar
+            return scalar
         self._scalars.pop(event.anchor, None)  # from here on, an anchor of that name means this node
         if isinstance(event, yaml.SequenceStartEvent):
             items = tuple(self._node(item, depth=depth + 1) for item in self._until(yaml.SequenceEndEvent))
@@ -275,14 +275,14 @@ def as_integer(node: Node, *, what: str) -> int:
 
 def required(node: MapNode, key: str, *, what: str) -> Node:
     """Return the value of *key*, which must be there."""
-    found = node.get(key)
-    if found is None:
+    value = node.get(key)
+    if value is None:
         raise node.key_spot(key).error(f"{what} needs a value for {key!r}", hint=f"add {key}:")
-    return found
+    return value
 
 
 def _unlike(node: Node, *, what: str, expected: str) -> Exception:
-    found = "a list" if isinstance(node, ListNode) else "a mapping"
+    actual = "a list" if isinstance(node, ListNode) else "a mapping"
     if isinstance(node, Scalar):
-        found = repr(node.text) if node.text.strip() and not node.is_null else "empty"
-    return node.spot.error(f"{what} is {found}, not {expected}", hint="the guide to recipes has an example of each")
+        actual = repr(node.text) if node.text.strip() and not node.is_null else "empty"
+    return node.spot.error(f"{what} is {actual}, not {expected}", hint="the guide to recipes has an example of each")

@@ -48,9 +48,13 @@ def read_llmtailor(document: MapNode, *, name: str) -> LLMTailorRecipe:
     pre, post = (_weights(document, key) for key in _WEIGHTS)
     used = [part.checkpoint for part in slices] + [entry.checkpoint for entry in pre.entries + post.entries]
     given = document.get("base_model")
-    base = max(used, key=lambda each: each.step or 0) if given is None else _checkpoint(given, what="base_model")
-    for each in (*used, base):
-        _check_one_run(used[0], each)
+    base = (
+        max(used, key=lambda checkpoint: checkpoint.step or 0)
+        if given is None
+        else _checkpoint(given, what="base_model")
+    )
+    for checkpoint in (*used, base):
+        _check_one_run(used[0], checkpoint)
     run = posixpath.basename(_run_folder(base))
     return LLMTailorRecipe(
         name=name,
@@ -81,10 +85,10 @@ def _check_frame(document: MapNode) -> None:
 
 
 def _slices(document: MapNode, notes: list[str]) -> tuple[LayerRange, ...]:
-    found = as_list(required(document, "slices", what="the recipe"), what="slices")
-    if not found.items:
-        raise found.spot.error("slices is empty", hint="add one slice for every range of layers")
-    return tuple(_slice(item, notes) for item in found.items)
+    entries = as_list(required(document, "slices", what="the recipe"), what="slices")
+    if not entries.items:
+        raise entries.spot.error("slices is empty", hint="add one slice for every range of layers")
+    return tuple(_slice(item, notes) for item in entries.items)
 
 
 def _slice(node: Node, notes: list[str]) -> LayerRange:
@@ -148,9 +152,9 @@ def _weights(document: MapNode, key: str) -> WeightList:
 
 def _weight(node: Node, key: str) -> WeightEntry:
     what = f"an entry of {key}"
-    found = as_map(node, what=what, keys=("name", "model"))
-    name = as_scalar(required(found, "name", what=what), what="name")
-    checkpoint = _checkpoint(required(found, "model", what=what), what="model")
+    entry = as_map(node, what=what, keys=("name", "model"))
+    name = as_scalar(required(entry, "name", what=what), what="name")
+    checkpoint = _checkpoint(required(entry, "model", what=what), what="model")
     return WeightEntry(name=name.text, checkpoint=checkpoint, spot=name.spot)
 
 

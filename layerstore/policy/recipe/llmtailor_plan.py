@@ -143,9 +143,9 @@ def groups_of(model: ModelOutline) -> LayerGroups:
     """
     parts = anatomy(model.names)
     if len(parts.stacks) != 1:
-        found = f"{len(parts.stacks)} stacks of blocks: {listed(parts.blocks)}" if parts.stacks else "no blocks"
+        blocks = f"{len(parts.stacks)} stacks of blocks: {listed(parts.blocks)}" if parts.stacks else "no blocks"
         raise InvalidInput(
-            f"LLMTailor's layer_range counts one stack of blocks, and this model has {found}", hint=_HINT
+            f"LLMTailor's layer_range counts one stack of blocks, and this model has {blocks}", hint=_HINT
         )
     trained = {layer.name: layer for layer in model.layers if layer.parameters}
     before = [name for name in parts.input_side if name in trained]
@@ -176,8 +176,8 @@ def _embeddings(before: list[str]) -> list[str]:
 
 def _one(candidates: list[str], *, what: str) -> str:
     if len(candidates) != 1:
-        found = f"{listed(candidates)} may each be it" if candidates else "there is none"
-        raise InvalidInput(f"LLMTailor's grammar takes one {what}, and in this model {found}", hint=_HINT)
+        problem = f"{listed(candidates)} may each be it" if candidates else "there is none"
+        raise InvalidInput(f"LLMTailor's grammar takes one {what}, and in this model {problem}", hint=_HINT)
     return candidates[0]
 
 
@@ -187,15 +187,15 @@ def _one(candidates: list[str], *, what: str) -> str:
 def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
     """Return where each block comes from; the ranges cover all of them once, in order."""
     blocks = groups.blocks
-    found: list[Choice] = []
+    choices: list[Choice] = []
     spot = recipe.spot
     for part in recipe.slices:
         if part.is_group:
             continue
         spot = part.spot
-        if part.start != len(found):
+        if part.start != len(choices):
             raise spot.error(
-                f"{part} stands where block {len(found)} is due",
+                f"{part} stands where block {len(choices)} is due",
                 hint="write the ranges in ascending order, each block in one of them; [a, b] ends before block b",
             )
         if part.stop > len(blocks):
@@ -203,14 +203,14 @@ def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
                 f"{part} ends after block {part.stop - 1}, but the model has {len(blocks)}: 0 to {len(blocks) - 1}",
                 hint=f"the ranges must total {len(blocks)} blocks; auxiliary layers are written [g, g]",
             )
-        found += [part.checkpoint] * (part.stop - part.start)
-    if len(found) < len(blocks):
+        choices += [part.checkpoint] * (part.stop - part.start)
+    if len(choices) < len(blocks):
         raise spot.error(
-            f"the ranges total {len(found)} blocks and the model has {len(blocks)}: "
-            f"{listed(blocks[len(found) :])} is missing",
+            f"the ranges total {len(choices)} blocks and the model has {len(blocks)}: "
+            f"{listed(blocks[len(choices) :])} is missing",
             hint="add a slice for every block; in layer_range [a, b] the last block is b-1",
         )
-    return dict(zip(blocks, found, strict=True))
+    return dict(zip(blocks, choices, strict=True))
 
 
 def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -> dict[str, Choice]:

@@ -40,12 +40,12 @@ class OwnRecipe:
         Raises:
             InvalidInput: The recipe does not fit the model.
         """
-        found: dict[str, tuple[Pattern, Choice]] = {}
+        chosen_by: dict[str, tuple[Pattern, Choice]] = {}
         for pattern, choice in self.entries:
             fitting = pattern.layers(model.names)
-            _check_not_doubled(pattern, {name: found[name][0] for name in fitting if name in found})
-            found |= dict.fromkeys(fitting, (pattern, choice))
-        layers = {name: found[name][1] if name in found else self.rest for name in model.names}
+            _check_not_doubled(pattern, {name: chosen_by[name][0] for name in fitting if name in chosen_by})
+            chosen_by |= dict.fromkeys(fitting, (pattern, choice))
+        layers = {name: chosen_by[name][1] if name in chosen_by else self.rest for name in model.names}
         chosen = {name: choice for name, choice in layers.items() if choice is not None}
         if len(chosen) < len(layers):
             raise self.spot.error(

@@ -56,25 +56,25 @@ class Pattern:
         """
         known = list(names)
         if self.tokens == (self.text,) and self.text not in {_ANY, _ONE}:
-            found = [self.text] if self.text in known else []  # most recipes name each layer
+            fitting = [self.text] if self.text in known else []  # most recipes name each layer
         else:
-            found = [name for name in known if _fits(self.tokens, name)]
-        if not found:
+            fitting = [name for name in known if _fits(self.tokens, name)]
+        if not fitting:
             hint = near(self.text, known, what="layers of this model")
             raise self.spot.error(f"no layer of the model is called {self.text!r}", hint=hint)
         for position, token in enumerate(self.tokens):
             for first_and_last in token.ranges if isinstance(token, _Indices) else ():
                 for number in first_and_last:
                     if number is not None:
-                        self._check_number(position, number, found)
-        return found
+                        self._check_number(position, number, fitting)
+        return fitting
 
-    def _check_number(self, position: int, number: int, found: list[str]) -> None:
+    def _check_number(self, position: int, number: int, fitting: list[str]) -> None:
         only = _Indices(ranges=((number, number),), parities=())
         narrowed = (*self.tokens[:position], only, *self.tokens[position + 1 :])
-        if not any(_fits(narrowed, name) for name in found):
+        if not any(_fits(narrowed, name) for name in fitting):
             raise self.spot.error(
-                f"{self.text!r} names index {number}, which no layer has", hint=f"it fits {listed(found)}"
+                f"{self.text!r} names index {number}, which no layer has", hint=f"it fits {listed(fitting)}"
             )
 
 
@@ -170,7 +170,7 @@ def gathered(names: Iterable[str]) -> list[str]:
             indices[name, False] = []
         else:
             indices.setdefault((name[: len(name) - len(name.rpartition(".")[2])], True), []).append(index)
-    return [stack + _brackets(sorted(found)) for (stack, _), found in indices.items()]
+    return [stack + _brackets(sorted(numbers)) for (stack, _), numbers in indices.items()]
 
 
 def _brackets(indices: list[int]) -> str:
@@ -189,9 +189,9 @@ def listed(names: Iterable[str]) -> str:
     >>> listed(f"extra_{letter}" for letter in "abcdefghijk")
     'extra_a, extra_b, extra_c, extra_d, extra_e, extra_f, extra_g, extra_h and 3 more'
     """
-    found = gathered(names)
-    more = len(found) - _SHOWN_MAX
-    return ", ".join(found[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+    patterns = gathered(names)
+    more = len(patterns) - _SHOWN_MAX
+    return ", ".join(patterns[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def near(name: str, names: Iterable[str], *, what: str) -> str:
