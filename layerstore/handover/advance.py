@@ -103,7 +103,9 @@ def since(
         settings=chosen,
         is_nothing=not any(updates)
         and all(
-            groups[number][1].mapping()[key] == value for number, of in chosen.items() for key, value in of.items()
+            groups[number][1].mapping()[key] == value
+            for number, wanted in chosen.items()
+            for key, value in wanted.items()
         ),
     )
 
@@ -127,15 +129,17 @@ def advance(state: RankState, done: UpdatesSince, files: Mapping[str, SourceFile
     """Return *state* after what was *done* since; *files* take the place of its own of the same names."""
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     states: dict[Tree, Tree] = {
-        group: changed(of.mapping(), {STEP: counter_like(of.mapping()[STEP], done.counts[group])})
+        group: changed(
+            parameter_state.mapping(), {STEP: counter_like(parameter_state.mapping()[STEP], done.counts[group])}
+        )
         if group in done.counts
-        else of.value
-        for group, of in inner["state"].children()
+        else parameter_state.value
+        for group, parameter_state in inner["state"].children()
         if isinstance(group, int)
     }
     groups: list[Tree] = [
-        changed(of.mapping(), dict(done.settings[number].items())) if number in done.settings else of.value
-        for number, (_, of) in enumerate(inner["param_groups"].children())
+        changed(group.mapping(), dict(done.settings[number].items())) if number in done.settings else group.value
+        for number, (_, group) in enumerate(inner["param_groups"].children())
     ]
     optimizer = with_optimizer(
         state, outer={}, inner={"state": changed(inner["state"].mapping(), states), "param_groups": groups}
@@ -152,9 +156,9 @@ def advance(state: RankState, done: UpdatesSince, files: Mapping[str, SourceFile
         ),
         optimizer=TreeFile(path=moved(state.optimizer.path), tree=optimizer),
         files=tuple(
-            files.get(of.path) or replace(_trainer_counted(of, done.updates), path=moved(of.path))
-            for of in state.files
-            if not is_stale(of.path)
+            files.get(file.path) or replace(_trainer_counted(file, done.updates), path=moved(file.path))
+            for file in state.files
+            if not is_stale(file.path)
         ),
         gathered=(),
     )

@@ -88,9 +88,10 @@ class DcpState:
     def kept(self, files: Iterable[SourceFile] = ()) -> RankState:
         """Return it as the store keeps it, with *files* that lay beside it."""
         tensors: dict[Tree, Tree] = {
-            key: (of.path, str(of.held.kind), of.held.name, of.held.state) for key, of in self.tensors.items()
+            key: (tensor.path, str(tensor.held.kind), tensor.held.name, tensor.held.state)
+            for key, tensor in self.tensors.items()
         }
-        values: dict[Tree, Tree] = {key: (of.path, of.tree) for key, of in self.values.items()}
+        values: dict[Tree, Tree] = {key: (value.path, value.tree) for key, value in self.values.items()}
         tree: dict[Tree, Tree] = {
             "tensors": tensors,
             "values": values,
@@ -125,10 +126,10 @@ def _parts(tree: Tree, count: int) -> tuple[Tree, ...]:
 
 
 def _path(steps: Tree) -> KeyPath:
-    found = tuple(step for step in steps if isinstance(step, str | int)) if isinstance(steps, tuple) else ()
-    if not found or found != steps:
+    path = tuple(step for step in steps if isinstance(step, str | int)) if isinstance(steps, tuple) else ()
+    if not path or path != steps:
         raise _unlike()
-    return found
+    return path
 
 
 def _unlike() -> IntegrityError:
@@ -141,13 +142,13 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
 
     Of *values*, those are taken that have `PARAM_GROUPS` in their keys.
     """
-    found = {name: dict[str, Tree]() for name in names}
+    settings_by_name = {name: dict[str, Tree]() for name in names}
     by_group: dict[str, dict[str, Tree]] = {}
     for key, value in values.items():
         if PARAM_GROUPS in key:
-            of, _, setting = key.partition(PARAM_GROUPS)[2].rpartition(".")
-            by_group.setdefault(of, {})[setting] = value
-    bare = {unwrapped(name): settings for name, settings in found.items()}
+            group_name, _, setting = key.partition(PARAM_GROUPS)[2].rpartition(".")
+            by_group.setdefault(group_name, {})[setting] = value
+    bare = {unwrapped(name): settings for name, settings in settings_by_name.items()}
     for name, own in bare.items():
         own.update(by_group.get(name, {}))
     for group in by_group.values():
@@ -155,7 +156,7 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
         for member in members if isinstance(members, list) else ():
             if member in bare:
                 bare[member] |= group
-    return found
+    return settings_by_name
 
 
 def plain_setting(tree: Tree, what: str) -> Tree:

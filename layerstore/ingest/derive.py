@@ -33,7 +33,7 @@ class Gathered:
         in_files = (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier)
         for tensor in (*checkpoint.whole, *in_files):
             by_supplier[tensor.supplier] = (*by_supplier.get(tensor.supplier, ()), tensor)
-        parameters = {of.name: of for layer in checkpoint.layers for of in layer.parameters}
+        parameters = {parameter.name: parameter for layer in checkpoint.layers for parameter in layer.parameters}
         return cls(parameters, by_supplier, checkpoint.whole)
 
     def only(self, names: Collection[str]) -> "Gathered":
@@ -41,7 +41,7 @@ class Gathered:
         return Gathered(
             {name: self.parameters[name] for name in names if name in self.parameters},
             {name: self.by_supplier[name] for name in names if name in self.by_supplier},
-            tuple(of for of in self.whole if of.supplier in names),
+            tuple(tensor for tensor in self.whole if tensor.supplier in names),
         )
 
 
@@ -72,10 +72,10 @@ class GatheredCheck:
         """Return the result so far."""
         return Compared(self._alike, frozenset(self._unlike))
 
-    def join(self, found: Compared) -> None:
-        """Add what another process *found* about other elements."""
-        self._unlike |= found.unlike
-        for tensor, elements in found.alike.items():
+    def join(self, compared: Compared) -> None:
+        """Add what another process *compared*: other elements."""
+        self._unlike |= compared.unlike
+        for tensor, elements in compared.alike.items():
             self._alike[tensor] = self._alike.get(tensor, 0) + elements
 
     def is_derived(self, tensor: GatheredSource) -> bool:
@@ -85,7 +85,7 @@ class GatheredCheck:
     @property
     def bytes_derived(self) -> int:
         """The size of all derived gathered tensors."""
-        tensors = [tensor for of in self._by_supplier.values() for tensor in of]
+        tensors = [tensor for parts in self._by_supplier.values() for tensor in parts]
         return sum(tensor.size_bytes for tensor in tensors if self.is_derived(tensor))
 
     def weights_to_store(self, names: Iterable[str]) -> Iterator[GatheredSource]:

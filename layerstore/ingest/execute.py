@@ -202,7 +202,7 @@ class _Ingest:
         """Whether *row* is in the newest attempt's history."""
         view = self.view
         return view is not None and any(
-            each.id == row.id for each in view.history(view.newest_attempt, step=self.checkpoint.step)
+            other.id == row.id for other in view.history(view.newest_attempt, step=self.checkpoint.step)
         )
 
     def _heal_existing(self, rival: RecordRow) -> Ingested | None:
@@ -251,8 +251,10 @@ class _Ingest:
         older = {}
         for layer, entry in own.items():
             earlier = None if before is None else before.entries([layer]).get(layer)
-            found = filter(None, (self.repo.whole_version_of(each) for each in (entry, earlier) if each is not None))
-            if (version := next(found, None)) is not None:
+            versions = filter(
+                None, (self.repo.whole_version_of(saved) for saved in (entry, earlier) if saved is not None)
+            )
+            if (version := next(versions, None)) is not None:
                 older[layer] = version
         return CompactLayers(keyframes(record.precision, None).precision, older)
 
@@ -264,9 +266,9 @@ class _Ingest:
         with contextlib.ExitStack() as opened:
             place = self._place(view, replaced_rows)
             if asked.opens_attempt:
-                found = reserve(self.repo, self.run, lambda taken: place.beside(view, taken))
-                opened.enter_context(found.lock)
-                place = found.place
+                reserved = reserve(self.repo, self.run, lambda taken: place.beside(view, taken))
+                opened.enter_context(reserved.lock)
+                place = reserved.place
             due = frozenset(layer.layer for layer in self.checkpoint.layers)
             decisions: dict[Tree, Tree] = {}
             if not isinstance(asked.policy, Latest):
@@ -402,7 +404,7 @@ class _Ingest:
             record_healed=bool(self._damaged()) and not is_new,
             layers=tuple(entry.layer for entry in record.layers),
             layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
-            layers_compact=tuple(of.layer for of in record.layers if of.saved_by(record) and of.compact),
+            layers_compact=tuple(entry.layer for entry in record.layers if entry.saved_by(record) and entry.compact),
             precision=self.asked.precision if is_new else record.precision,
             objects_new=writer.count_new,
             objects_reused=writer.count_reused,

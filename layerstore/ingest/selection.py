@@ -86,23 +86,23 @@ def _samples(
 
 def _slices(layer: LayerSource, kind: Kind, *, state: str = "") -> dict[str, list[SliceSource]]:
     """Return the slices of one kind or state, by parameter, in order."""
-    found: dict[str, list[SliceSource]] = {}
+    slices: dict[str, list[SliceSource]] = {}
     parts = (part for source in layer.objects if source.kind is kind for part in source.slices if part.state == state)
     for part in sorted(parts, key=lambda part: part.begin):
-        found.setdefault(part.name, []).append(part)
-    return found
+        slices.setdefault(part.name, []).append(part)
+    return slices
 
 
 def _read(reader: SourceReader, slices: Sequence[SliceSource], begin: int, end: int) -> Numbers:
     """Return the elements *begin* to *end* of the parameter that *slices* make up."""
-    found, item_bytes = b"", by_code(slices[0].dtype).bytes
-    at = bisect_right(slices, begin, key=lambda of: of.begin) - 1
+    data, item_bytes = b"", by_code(slices[0].dtype).bytes
+    at = bisect_right(slices, begin, key=lambda part: part.begin) - 1
     while begin < end:
-        of = slices[at]
-        last, place = min(end, of.begin + of.elements), of.offset_bytes + (begin - of.begin) * item_bytes
-        found += b"".join(map(bytes, reader.chunks(of.path, place, (last - begin) * item_bytes)))
+        part = slices[at]
+        last, place = min(end, part.begin + part.elements), part.offset_bytes + (begin - part.begin) * item_bytes
+        data += b"".join(map(bytes, reader.chunks(part.path, place, (last - begin) * item_bytes)))
         begin, at = last, at + 1
-    return Numbers(memoryview(found), slices[0].dtype)
+    return Numbers(memoryview(data), slices[0].dtype)
 
 
 def is_still(parameters: Sequence[Parameter]) -> bool:
@@ -153,7 +153,9 @@ def layers_due(
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=ages)
     moved = Movements()
     if getattr(policy, "measures", False):
-        sizes = {layer.layer: sum(part.size_bytes for of in layer.objects for part in of.slices) for layer in layers}
+        sizes = {
+            layer.layer: sum(part.size_bytes for source in layer.objects for part in source.slices) for layer in layers
+        }
         moved = movements(repo, layers, place.inherited)
         save = replace(save, movements=moved.relative, weighted_movements=moved.weighted, sizes=sizes)
     due = due_layers(anchored(policy, 0), save)
@@ -169,6 +171,8 @@ def layers_due(
 def _can_inherit(repo: Repository, layer: LayerSource, entry: LayerEntry | None) -> bool:
     if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
         return False
-    states = {(part.name, part.state) for of in layer.objects if of.kind is Kind.OPTIMIZER for part in of.slices}
+    states = {
+        (part.name, part.state) for source in layer.objects if source.kind is Kind.OPTIMIZER for part in source.slices
+    }
     version = repo.whole_version_of(entry)  # lost versions are stored again, and verify reports them
     return version is not None and mismatch(version, layer) is None and version.optimizer_states == states

@@ -188,8 +188,8 @@ class _Transfer:
         sources.sort(key=lambda item: item[1][0].shard)  # a rank's file is read in one go, and by few processes
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
         stored = self._objects([source for _, source in sources], progress)
-        for (name, _), each in zip(sources, stored, strict=True):
-            objects[name].append(each)
+        for (name, _), stored_object in zip(sources, stored, strict=True):
+            objects[name].append(stored_object)
         losses = tuple(
             loss for layer in layers for loss in coding_losses(layer.layer, objects[layer.layer], self.readers.staging)
         )
@@ -222,8 +222,8 @@ class _Transfer:
 
     def _doubts(self, layers: Sequence[LayerSource]) -> Iterator[str]:
         """Note if all weights in the model's file differ from their masters; raise if it is of another save."""
-        names = {of.name for layer in layers for of in layer.parameters}
-        whole = [of for of in self.checkpoint.whole if of.supplier in names]
+        names = {parameter.name for layer in layers for parameter in layer.parameters}
+        whole = [tensor for tensor in self.checkpoint.whole if tensor.supplier in names]
         if not whole or any(map(self.readers.check.is_derived, whole)):
             return
         differ = f"{whole[0].file}: none of its weights is its rounded master"
@@ -237,7 +237,7 @@ class _Transfer:
     def _objects(self, sources: list[Planned], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""
         sizes = [source.size_bytes for source, _ in sources]
-        mine, *theirs = (sources[of.start : of.stop] for of in cut(sizes, count=self.repo.shares.count))
+        mine, *theirs = (sources[share.start : share.stop] for share in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
         with self.repo.shares.scatter_work(self.repo, stage_share, parts) as answers:
@@ -267,8 +267,8 @@ class _Transfer:
     def _gathered(self) -> Iterator[GatheredFile]:
         in_layers = set(self.readers.check.weights_to_store(self.source.gathered.parameters))
         older = [layer for layer in self.checkpoint.layers if layer.layer not in self.due]
-        inherited = {of.name for layer in older for of in layer.parameters}
-        inherited |= {of.name for layer in older for of in layer.buffers}
+        inherited = {parameter.name for layer in older for parameter in layer.parameters}
+        inherited |= {buffer.name for layer in older for buffer in layer.buffers}
 
         def read(tensor: GatheredSource) -> GatheredTensor:
             # A tensor of an inherited layer comes from its older version, as in a composite.
