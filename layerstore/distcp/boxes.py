@@ -71,7 +71,7 @@ class Boxes:
 
     def _each(self) -> Iterator[tuple[StoredObject, list[_Wanted]]]:
         for ref, wanted in self._wanted.items():
-            yield self._objects[ref], sorted(wanted, key=lambda each: each[0].object_offset)
+            yield self._objects[ref], sorted(wanted, key=lambda box: box[0].object_offset)
 
 
 def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> None:

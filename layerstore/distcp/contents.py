@@ -55,14 +55,14 @@ class Contents:
         """
         aliases = _aliases(entries) if aliases is None else aliases
         own = {key: entry for key, entry in entries.items() if key not in aliases}
-        found = _Moments.among(own, of_optimizer)
-        prefix = found.prefix if found.moments else _model_prefix(own)
+        optimizer = _Moments.among(own, of_optimizer)
+        prefix = optimizer.prefix if optimizer.moments else _model_prefix(own)
         names: dict[str, str] = {}  # by key
         taken: set[str] = set()
         for key, entry in own.items():
             is_of_model = key.startswith(prefix)
             # A single number is a step or a rate, unless it is surely a parameter.
-            if entry.dtype is not None and key not in found.owned and (entry.shape or (prefix and is_of_model)):
+            if entry.dtype is not None and key not in optimizer.owned and (entry.shape or (prefix and is_of_model)):
                 name = unwrapped(key.removeprefix(prefix)) if is_of_model else key
                 while name in taken:
                     name = key if name != key and key not in taken else f"{name}_"
@@ -73,12 +73,12 @@ class Contents:
             name = unwrapped(key.removeprefix(prefix))
             if first in names and key.startswith(prefix) and name != names[first] and name not in taken:
                 tied.setdefault(first, []).append(name)
-        trained = {*trained, *(parameter for parameter, _ in found.moments.values())}
+        trained = {*trained, *(parameter for parameter, _ in optimizer.moments.values())}
         tensors = {
             key: Held(kind=Kind.MASTER if key in trained else Kind.WEIGHTS, name=name) for key, name in names.items()
         } | {
             key: Held(kind=Kind.OPTIMIZER, name=names[parameter], state=state)
-            for key, (parameter, state) in found.moments.items()
+            for key, (parameter, state) in optimizer.moments.items()
         }
         tensors |= {key: tensors[first] for key, first in aliases.items() if first in tensors}
         return cls(
@@ -88,7 +88,7 @@ class Contents:
                 for key, name in names.items()
             },
             values=tuple(key for key in entries if key not in tensors),
-            counters={names[parameter]: key for parameter, key in found.counters.items() if parameter in trained},
+            counters={names[parameter]: key for parameter, key in optimizer.counters.items() if parameter in trained},
             outside=frozenset(name for key, name in names.items() if not key.startswith(prefix)),
         )
 
@@ -105,14 +105,14 @@ class Contents:
 def _aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
     """Return the keys of tensors that lie where another one's lie, each with that one."""
     first: dict[tuple[str, int], str] = {}
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     # Of several keys, one that says where the tensor is in the state.
-    for key, entry in sorted(entries.items(), key=lambda of: ".".join(map(str, of[1].path)) != of[0]):
+    for key, entry in sorted(entries.items(), key=lambda item: ".".join(map(str, item[1].path)) != item[0]):
         if entry.dtype is not None and entry.chunks:
             place = entry.chunks[0].file, entry.chunks[0].offset_bytes
             if first.setdefault(place, key) != key:
-                found[key] = first[place]
-    return found
+                aliases[key] = first[place]
+    return aliases
 
 
 def _parameter(name: str, entry: Entry, *, is_frozen: bool, aliases: Iterable[str]) -> Parameter:
@@ -167,13 +167,13 @@ def splits(key: str) -> Iterator[tuple[str, str]]:
 
 def _prefix_of(names: Collection[str], keys: Collection[str]) -> str:
     """Return what precedes most of *names* among *keys*."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     known = set(names)
     for key in keys:
         for prefix, name in _tails(key):
             if name in known:
-                found[prefix] = found.get(prefix, 0) + 1
-    return max(found, key=lambda prefix: (found[prefix], prefix in _USUAL, -len(prefix)), default="")
+                counts[prefix] = counts.get(prefix, 0) + 1
+    return max(counts, key=lambda prefix: (counts[prefix], prefix in _USUAL, -len(prefix)), default="")
 
 
 def _tails(key: str) -> Iterator[tuple[str, str]]:
@@ -190,5 +190,5 @@ def _model_prefix(entries: Mapping[str, Entry]) -> str:
 
 
 def _single(tops: Iterable[object]) -> list[str]:
-    found = [str(top) for top in tops]
-    return found if len(found) == 1 else []
+    names = [str(top) for top in tops]
+    return names if len(names) == 1 else []

@@ -118,7 +118,7 @@ def _described(entry: Entry) -> Inert:
         state=(dtype, layout, requires_grad, contiguous, is_pinned),
         has_state=True,
     )
-    chunks: list[Tree] = [_made(_CHUNK, offsets=Size(of.offsets), sizes=Size(of.sizes)) for of in entry.chunks]
+    chunks: list[Tree] = [_made(_CHUNK, offsets=Size(chunk.offsets), sizes=Size(chunk.sizes)) for chunk in entry.chunks]
     return _made(_TENSOR, properties=properties, size=Size(entry.shape), chunks=chunks)
 
 
@@ -175,7 +175,7 @@ class _Reader:
         # Tensors come rank by rank; the places in the nested state, as that has them.
         order = {key: number for number, key in enumerate(paths)} if isinstance(paths, dict) else {}
         described_by = self._map(whole.get("state_dict_metadata"))
-        for key, described in sorted(described_by.items(), key=lambda of: order.get(of[0], len(order))):
+        for key, described in sorted(described_by.items(), key=lambda item: order.get(item[0], len(order))):
             if not isinstance(key, str):
                 raise self._unlike("a name")
             path = paths.get(key) if isinstance(paths, dict) else None
@@ -213,15 +213,15 @@ class _Reader:
         """Yield the fields of each archive's place, by key and offsets."""
         match node:
             case Inert(name=name, arguments=(list(pairs),)) if name == _DICT:
-                found = [(pair[0], pair[1]) for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
+                items = [(pair[0], pair[1]) for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
             case _:
-                found = list(self._map(node).items())
-        for key, value in found:
+                items = list(self._map(node).items())
+        for key, value in items:
             index = self._index(key)
-            offset, of = index.get("offset"), index.get("fqn")
-            if not isinstance(of, str) or not isinstance(offset, Size | None):
+            offset, tensor_name = index.get("offset"), index.get("fqn")
+            if not isinstance(tensor_name, str) or not isinstance(offset, Size | None):
                 raise self._unlike("an index")
-            yield (of, offset), self._fields(value, _PLACE)
+            yield (tensor_name, offset), self._fields(value, _PLACE)
 
     def _index(self, node: Tree) -> dict[Tree, Tree]:
         """Return the fields of an index; as the key of a map, it comes as a tuple of class and attributes."""

@@ -90,20 +90,22 @@ def _of_dcp(
     slices: Slices,
     adam_step: AdamStep,
 ) -> Iterator[Named]:
-    layers = {of.name: version.layer for version in versions for of in version.parameters}
+    layers = {parameter.name: version.layer for version in versions for parameter in version.parameters}
     steps = {entry.layer: entry.optimizer_step for entry in composition.layers}
-    layers |= {of.name: version.layer for version in versions for of in version.buffers}
+    layers |= {buffer.name: version.layer for version in versions for buffer in version.buffers}
     described: dict[str, Parameter | Buffer] = {}
     for version in versions:
-        described |= {of.name: of for of in version.parameters} | {of.name: of for of in version.buffers}
+        described |= {entry.name: entry for entry in version.parameters} | {
+            entry.name: entry for entry in version.buffers
+        }
     for key, saved in state.tensors.items():
-        of, held = described[saved.held.name], saved.held
-        if isinstance(of, Buffer):  # in a layer that DeepSpeed saved
+        tensor, held = described[saved.held.name], saved.held
+        if isinstance(tensor, Buffer):  # in a layer that DeepSpeed saved
             held = replace(held, kind=Kind.BUFFERS)
         elif held.kind is not Kind.OPTIMIZER:  # an older version may have been frozen, or trained
-            held = replace(held, kind=Kind.MASTER if slices.shards(Kind.MASTER, of.name) else Kind.WEIGHTS)
-        dtype = _dtype(slices, held, of.shape, default=of.dtype)
-        yield Named(path=saved.path, keys=(key,), dtype=dtype, shape=of.shape, layer=layers[of.name], held=held)
+            held = replace(held, kind=Kind.MASTER if slices.shards(Kind.MASTER, tensor.name) else Kind.WEIGHTS)
+        dtype = _dtype(slices, held, tensor.shape, default=tensor.dtype)
+        yield Named(path=saved.path, keys=(key,), dtype=dtype, shape=tensor.shape, layer=layers[tensor.name], held=held)
     counted = {key: name for name, key in state.counters.items()} if adam_step == "per-layer" else {}
     for key, value in state.values.items():
         tree = value.tree
@@ -126,24 +128,31 @@ def _dtype(slices: Slices, held: Held, shape: tuple[int, ...], *, default: str) 
 def _of_layers(versions: Iterable[LayerVersion], slices: Slices, optimizer: OptimizerState) -> Iterator[Named]:
     """Yield every parameter, its moments, and every buffer."""
     for version in versions:
-        for of in version.parameters:
-            kind = Kind.MASTER if slices.shards(Kind.MASTER, of.name) else Kind.WEIGHTS
-            path, keys = _model_names(of.name, of.aliases)
-            yield _held(slices, version.layer, path, keys, Held(kind=kind, name=of.name), of)
-            for state in optimizer.sliced.get(of.name, ()):
-                path, keys = _optimizer_names("state", unwrapped(of.name), state)
-                held = Held(kind=Kind.OPTIMIZER, name=of.name, state=state)
-                yield _held(slices, version.layer, path, keys, held, of, default="F32")
+        for parameter in version.parameters:
+            kind = Kind.MASTER if slices.shards(Kind.MASTER, parameter.name) else Kind.WEIGHTS
+            path, keys = _model_names(parameter.name, parameter.aliases)
+            yield _held(slices, version.layer, path, keys, Held(kind=kind, name=parameter.name), parameter)
+            for state in optimizer.sliced.get(parameter.name, ()):
+                path, keys = _optimizer_names("state", unwrapped(parameter.name), state)
+                held = Held(kind=Kind.OPTIMIZER, name=parameter.name, state=state)
+                yield _held(slices, version.layer, path, keys, held, parameter, default="F32")
         for buffer in version.buffers:
             path, keys = _model_names(buffer.name)
             yield _held(slices, version.layer, path, keys, Held(kind=Kind.BUFFERS, name=buffer.name), buffer)
 
 
 def _held(  # noqa: PLR0917  # all of one tensor
-    slices: Slices, layer: str, path: KeyPath, keys: tuple[str, ...], held: Held, of: Any, *, default: str | None = None
+    slices: Slices,
+    layer: str,
+    path: KeyPath,
+    keys: tuple[str, ...],
+    held: Held,
+    tensor: Any,
+    *,
+    default: str | None = None,
 ) -> Named:
-    dtype = _dtype(slices, held, of.shape, default=default or of.dtype)
-    return Named(path=path, keys=keys, dtype=dtype, shape=of.shape, layer=layer, held=held)
+    dtype = _dtype(slices, held, tensor.shape, default=default or tensor.dtype)
+    return Named(path=path, keys=keys, dtype=dtype, shape=tensor.shape, layer=layer, held=held)
 
 
 def _of_optimizer(optimizer: OptimizerState) -> Iterator[Named]:
@@ -161,7 +170,7 @@ def _of_optimizer(optimizer: OptimizerState) -> Iterator[Named]:
 
 
 def _model_names(name: str, tied: Iterable[str] = ()) -> tuple[KeyPath, tuple[str, ...]]:
-    names = [unwrapped(each) for each in (name, *tied)]
+    names = [unwrapped(alias) for alias in (name, *tied)]
     prefixes = [_MODEL, *_MODEL_ALIASES]
     return (_MODEL, names[0]), tuple(".".join(filter(None, (prefix, each))) for each in names for prefix in prefixes)
 

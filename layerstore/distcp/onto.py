@@ -104,20 +104,20 @@ class DcpCheckpoint:
         self, staging: Staging, writer: ObjectWriter, versions: Mapping[str, BlobRef]
     ) -> tuple[tuple[BlobRef, ...], list[str]]:
         """Stage the ranks' states; return them, and a note if files do not fit the weights any more."""
-        found = self.checkpoint.states
+        states = self.checkpoint.states
         if self._done.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
             # Nothing has happened since: it is the base's own save.
-            for ref in (*self._base.states, *(ref for state in found for ref in objects_of_state(state))):
+            for ref in (*self._base.states, *(ref for state in states for ref in objects_of_state(state))):
                 writer.reuse(ref)
             return self._base.states, []
-        paths = {of.path for state in found for of in state.files} | {
-            of.path for state in found for of in state.gathered
+        paths = {file.path for state in states for file in state.files} | {
+            weights.path for state in states for weights in state.gathered
         }
         notes = [
             f"whole weights beside the shards are left out ({stale}): compose --format hf makes them"
             for stale in sorted(filter(is_stale, paths))[:1]
         ]
-        return tuple(self._stage_state(state, staging, writer) for state in found), notes
+        return tuple(self._stage_state(state, staging, writer) for state in states), notes
 
     def _stage_state(self, state: RankState, staging: Staging, writer: ObjectWriter) -> BlobRef:
         """Stage the base's *state*, counted on."""
@@ -163,7 +163,7 @@ class _Reading:
         names = [unwrapped(name) for name in (*self._slices.parameters, *self._slices.buffers())]
         self._model = self._prefix(names, "tensor")
         self._states: dict[str, list[str]] = {}
-        for name, state in sorted(of for version in self._versions for of in version.optimizer_states):
+        for name, state in sorted(key for version in self._versions for key in version.optimizer_states):
             self._states.setdefault(name, []).append(state)
         if WITHOUT_MOMENTS in base.record.flags or not self._states:
             raise LayoutMismatch(
@@ -182,8 +182,8 @@ class _Reading:
         counts = {name: self._count(name) for name in trained}
         done = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
         layers = tuple(self._layer(version, counts) for version in self._versions)
-        kept = [of for state in states for of in state.files if not is_stale(of.path)]
-        files = {of.path: folder.path / of.path for of in kept if self._has_its_own(of)}
+        kept = [file for state in states for file in state.files if not is_stale(file.path)]
+        files = {file.path: folder.path / file.path for file in kept if self._has_its_own(file)}
         stamps = {path: stamp_of(path) for path in (*folder.files, *folder.metadata, *files.values())}
         found = FoundCheckpoint(
             folder=folder.path,
@@ -205,7 +205,7 @@ class _Reading:
                 gathered=(),
                 files=(),
                 checks=tuple(folder.checks),
-                notes=tuple(self._notes(done, {of.path for of in kept} - files.keys())),
+                notes=tuple(self._notes(done, {file.path for file in kept} - files.keys())),
                 layer_pattern=base.layout.layer_pattern,
             ),
             _wanted=self._wanted,
@@ -215,15 +215,15 @@ class _Reading:
             _world_sizes={version.layer: version.world_size for version in self._versions},
         )
 
-    def _has_its_own(self, of: SourceFile) -> bool:
+    def _has_its_own(self, file: SourceFile) -> bool:
         """Whether the folder has another file of the same name; what an export has put there is the base's."""
-        path = self._folder.path / of.path
+        path = self._folder.path / file.path
         if not path.is_file():
             return False
-        found = read_source_file(self._folder.allowed(path), size_bytes_max=RECORD_BYTES_MAX)
-        if isinstance(of.content, bytes):
-            return found != of.content
-        return (len(found), crc32(found)) != (of.content.size_bytes, of.content.crc32)
+        data = read_source_file(self._folder.allowed(path), size_bytes_max=RECORD_BYTES_MAX)
+        if isinstance(file.content, bytes):
+            return data != file.content
+        return (len(data), crc32(data)) != (file.content.size_bytes, file.content.crc32)
 
     def _notes(self, done: UpdatesSince, paths: set[str]) -> Iterator[str]:
         if done.updates:
@@ -234,7 +234,9 @@ class _Reading:
             beside = sorted({path for path in paths if path.rpartition("/")[2] in SCHEDULES})
             if beside:
                 yield f"{beside[0]} is that of {self._called}, {done.updates} steps behind: set the schedule yourself"
-        rounded = [of for of in self._wanted.values() if of.is_rounded and of.tensor.dtype != of.dtype]
+        rounded = [
+            wanted for wanted in self._wanted.values() if wanted.is_rounded and wanted.tensor.dtype != wanted.dtype
+        ]
         if rounded:
             first, others = rounded[0], f" and {len(rounded) - 1} others" if len(rounded) > 1 else ""
             types = f"{dtype_name(first.tensor.dtype)} to the base's {dtype_name(first.dtype)}"
@@ -247,8 +249,8 @@ class _Reading:
         keys = self._folder.entries.keys()
         first = next(iter(names), "")
         prefixes = {key.removesuffix(first) for key in keys if key.endswith(first)}
-        fitting = [each for each in prefixes if not each or each.endswith(".")]
-        fitting.sort(key=lambda each: (each not in _USUAL, len(each), each))
+        fitting = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
+        fitting.sort(key=lambda prefix: (prefix not in _USUAL, len(prefix), prefix))
         missing = [next((name for name in names if prefix + name not in keys), None) for prefix in fitting]
         if None in missing:
             return fitting[missing.index(None)]
@@ -260,7 +262,9 @@ class _Reading:
 
     def _check_nothing_else(self, names: set[str]) -> None:
         """Raise if the folder's model has tensors that the base lacks."""
-        known = names | {unwrapped(alias) for of in self._slices.parameters.values() for alias in of.aliases}
+        known = names | {
+            unwrapped(alias) for parameter in self._slices.parameters.values() for alias in parameter.aliases
+        }
         for key, entry in self._folder.entries.items():
             name = key.removeprefix(self._model)
             is_alias = ".".join(map(str, entry.path)) != key  # as in our own folders, which have several names for one
@@ -290,50 +294,54 @@ class _Reading:
 
     def _layer(self, version: LayerVersion, counts: Mapping[str, int | None]) -> LayerSource:
         """Return a layer like *version*, cut as that is, with the folder's tensors."""
-        found: dict[tuple[Kind, int, int], list[SliceSource]] = {}
-        for of in version.parameters:
-            for kind, state in self._kept(of):
+        objects: dict[tuple[Kind, int, int], list[SliceSource]] = {}
+        for parameter in version.parameters:
+            for kind, state in self._kept(parameter):
                 begin = 0
                 for stored, _, elements in self._slices.stretches(
-                    kind, of.name, state=state, begin=0, end=prod(of.shape)
+                    kind, parameter.name, state=state, begin=0, end=prod(parameter.shape)
                 ):
                     place = kind, stored.object.shard, stored.object.shards
-                    found.setdefault(place, []).append(self._slice(kind, of, state, begin, elements))
+                    objects.setdefault(place, []).append(self._slice(kind, parameter, state, begin, elements))
                     begin += elements
-        buffers = [self._slice(Kind.BUFFERS, of, "", 0, prod(of.shape)) for of in version.buffers if prod(of.shape)]
+        buffers = [
+            self._slice(Kind.BUFFERS, buffer, "", 0, prod(buffer.shape))
+            for buffer in version.buffers
+            if prod(buffer.shape)
+        ]
         if buffers:
-            found[Kind.BUFFERS, 0, 1] = buffers
-        steps = {counts[of.name] for of in version.parameters if of.name in counts}
+            objects[Kind.BUFFERS, 0, 1] = buffers
+        steps = {counts[parameter.name] for parameter in version.parameters if parameter.name in counts}
         return LayerSource(
             layer=version.layer,
             parameters=version.parameters,
             buffers=version.buffers,
             objects=tuple(
                 ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(slices)))
-                for (kind, shard, shards), slices in found.items()
+                for (kind, shard, shards), slices in objects.items()
             ),
             optimizer_step=steps.pop() if len(steps) == 1 else None,
             cut=version.cut,
         )
 
-    def _kept(self, of: Parameter) -> Iterator[tuple[Kind, str]]:
+    def _kept(self, parameter: Parameter) -> Iterator[tuple[Kind, str]]:
         """Yield what is kept of a parameter: its master and its moments, or its weights if it has none."""
-        if not self._slices.shards(Kind.MASTER, of.name):
+        if not self._slices.shards(Kind.MASTER, parameter.name):
             yield Kind.WEIGHTS, ""
             return
         yield Kind.MASTER, ""
-        yield from ((Kind.OPTIMIZER, state) for state in self._states.get(of.name, ()))
+        yield from ((Kind.OPTIMIZER, state) for state in self._states.get(parameter.name, ()))
 
-    def _slice(self, kind: Kind, of: Parameter | Buffer, state: str, first: int, elements: int) -> SliceSource:
+    def _slice(self, kind: Kind, described: Parameter | Buffer, state: str, first: int, elements: int) -> SliceSource:
         """Return *elements* of a tensor from the *first*, in the type that the base keeps."""
-        bare = unwrapped(of.name)
+        bare = unwrapped(described.name)
         key = f"{self._optimizer}state.{bare}.{state}" if state else self._model + bare
-        dtype = self._slices.dtype(kind, of.name, state=state)
+        dtype = self._slices.dtype(kind, described.name, state=state)
         path = self._folder.path / key
         if path not in self._wanted:
-            self._wanted[path] = self._checked(kind, key, of, dtype)
+            self._wanted[path] = self._checked(kind, key, described, dtype)
         return SliceSource(
-            name=of.name,
+            name=described.name,
             state=state,
             dtype=dtype,
             elements=elements,
@@ -342,11 +350,11 @@ class _Reading:
             offset_bytes=first * by_code(dtype).bytes,
         )
 
-    def _checked(self, kind: Kind, key: str, of: Parameter | Buffer, dtype: str) -> Wanted:
+    def _checked(self, kind: Kind, key: str, described: Parameter | Buffer, dtype: str) -> Wanted:
         """Return the tensor *key*; masters and moments must have the type of the base."""
         tensor = self._folder.tensor(key)
-        if tensor.shape != of.shape:
-            shapes = ["×".join(map(str, shape)) or "a scalar" for shape in (tensor.shape, of.shape)]
+        if tensor.shape != described.shape:
+            shapes = ["×".join(map(str, shape)) or "a scalar" for shape in (tensor.shape, described.shape)]
             raise LayoutMismatch(
                 f"{key!r} of {self._folder.path} is {shapes[0]}, in {self._called} {shapes[1]}; nothing was ingested",
                 hint="--onto takes a commit of the same model",

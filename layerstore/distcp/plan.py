@@ -91,8 +91,8 @@ def plan_save(
             for shard, (item, part) in enumerate(_slices(held, by_key.get(key, []))):
                 slices.setdefault((held.kind, shard, item.rank), []).append(part)
         objects = []
-        for (kind, shard, rank), found in slices.items():
-            source = ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(found)))
+        for (kind, shard, rank), parts in slices.items():
+            source = ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(parts)))
             objects.append(source)
             work[rank].append((layer, source))
         layers.append(
@@ -120,26 +120,26 @@ def _entry(item: Item, path: KeyPath) -> Entry:
 
 def _boxes_by_key(items: Iterable[Item], contents: Contents) -> dict[str, list[Item]]:
     """Return the boxes of each tensor that a layer holds, in the tensor's order; empty ones are left out."""
-    found: dict[str, list[Item]] = {}
+    boxes_by_key: dict[str, list[Item]] = {}
     for item in items:
         if item.key in contents.tensors and prod(item.sizes) > 0:
-            found.setdefault(item.key, []).append(item)
-    for boxes in found.values():
+            boxes_by_key.setdefault(item.key, []).append(item)
+    for boxes in boxes_by_key.values():
         boxes.sort(key=lambda item: item.offsets)
-    return found
+    return boxes_by_key
 
 
 def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for key, held in contents.tensors.items():
-        found.setdefault(held.name, []).append(key)
-    return found
+        keys.setdefault(held.name, []).append(key)
+    return keys
 
 
 def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
     """Yield the *boxes* of a tensor as slices: as runs of elements if all of them are."""
     runs = [[*islice(box_runs(item.shape, item.offsets, item.sizes), 2)] for item in boxes]
-    are_runs = all(len(of) == 1 for of in runs)
+    are_runs = all(len(runs_of_box) == 1 for runs_of_box in runs)
     for item, (first, *_) in zip(boxes, runs, strict=True):
         assert item.dtype is not None, "layers hold tensors"
         yield (
@@ -159,5 +159,5 @@ def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSour
 
 def common_step(counts: Iterable[float | None]) -> int | None:
     """Return how often a layer was updated, from the counts of its parameters; None if they differ."""
-    found = {int(count) for count in counts if count is not None and 0 <= count < STEP_MAX}
-    return found.pop() if len(found) == 1 else None
+    numbers = {int(count) for count in counts if count is not None and 0 <= count < STEP_MAX}
+    return numbers.pop() if len(numbers) == 1 else None

@@ -54,19 +54,19 @@ class FlatTensor:
 def _metadata_files(path: Path) -> list[Path]:
     if (path / DCP_METADATA).is_file():
         return [path / DCP_METADATA]
-    found = (
+    files = (
         sorted(inner / DCP_METADATA for inner in path.iterdir() if (inner / DCP_METADATA).is_file())
         if path.is_dir()
         else []
     )
-    if not found:
+    if not files:
         raise (several_distributed(path) if path.is_dir() else None) or SourceCheckpoint(
             f"{path} is not a distributed checkpoint: it has no file {DCP_METADATA!r}",
             hint="leave --onto out for a checkpoint of DeepSpeed"
             if path.is_dir() and holds_zero(path)
             else "--onto is for the folders that torch.distributed.checkpoint, or a Trainer under FSDP, saved",
         )
-    return found
+    return files
 
 
 class Folder:
@@ -157,9 +157,9 @@ class Folder:
         """Return what lies in a chunk."""
         chunk = entry.chunks[number]
         with open_source(self.allowed(self.path / chunk.file)) as source:
-            found = read_section(source, chunk.offset_bytes, chunk.size_bytes, self._pickles)
-        self._note_checks(entry, found.storages)
-        return found.tree
+            section = read_section(source, chunk.offset_bytes, chunk.size_bytes, self._pickles)
+        self._note_checks(entry, section.storages)
+        return section.tree
 
     def _note_checks(self, entry: Entry, storages: Iterable[Storage]) -> None:
         for storage in storages:

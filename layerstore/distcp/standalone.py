@@ -75,7 +75,7 @@ class StandaloneCheckpoint:
             self._wanted,
             writer,
             progress,
-            world_sizes=dict.fromkeys((of.layer for of in self.checkpoint.layers), self.checkpoint.world_size),
+            world_sizes=dict.fromkeys((layer.layer for layer in self.checkpoint.layers), self.checkpoint.world_size),
             stage_states=self._states,
             due=due,
             known_before=known_before,
@@ -121,7 +121,7 @@ def read_standalone(
     values = {key: folder.value(key) for key in contents.values}
     cut, counts = _Cut(folder, contents, layer_pattern), _counts(contents, values)
     beside = tuple(_beside(folder))
-    stamps = {each: stamp_of(each) for each in (*folder.files, *folder.metadata, *beside)}
+    stamps = {file: stamp_of(file) for file in (*folder.files, *folder.metadata, *beside)}
     found = FoundCheckpoint(folder=folder.path, tag=DCP, flavour=DCP, ranks=(), others=(), stamps=stamps, notes=())
     return StandaloneCheckpoint(
         checkpoint=Checkpoint(
@@ -146,8 +146,8 @@ def read_standalone(
 
 def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
     """Return how many updates each parameter has had, where that is known."""
-    found = {name: number_of(values[key]) for name, key in contents.counters.items()}
-    return {name: int(count) for name, count in found.items() if count is not None and 0 <= count < STEP_MAX}
+    counts = {name: number_of(values[key]) for name, key in contents.counters.items()}
+    return {name: int(count) for name, count in counts.items() if count is not None and 0 <= count < STEP_MAX}
 
 
 def _step(folder: Folder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
@@ -193,7 +193,7 @@ class _Cut:
     def _sizes(self) -> dict[tuple[str, Kind], int]:
         """Return the size of each object if nothing was cut."""
         sizes: dict[tuple[str, Kind], int] = {}
-        for held, path in (of for each in self._by_name.values() for of in each):
+        for held, path in (held_tensor for tensors in self._by_name.values() for held_tensor in tensors):
             tensor, place = self.wanted[path].tensor, (layer_of(held.name, pattern=self._pattern), held.kind)
             sizes[place] = sizes.get(place, 0) + prod(tensor.shape) * by_code(tensor.dtype).bytes
         return sizes
@@ -201,10 +201,10 @@ class _Cut:
     def layers(self, counts: Mapping[str, int]) -> Iterator[LayerSource]:
         """Yield every layer; *counts* says how many updates each parameter has had."""
         for layer, names in layers_in_order(self._contents.parameters, pattern=self._pattern).items():
-            found: dict[tuple[Kind, int], list[SliceSource]] = {}
-            for held, path in (of for name in names for of in self._by_name[name]):
+            objects: dict[tuple[Kind, int], list[SliceSource]] = {}
+            for held, path in (held_tensor for name in names for held_tensor in self._by_name[name]):
                 for shard, part in self._slices(held, path):
-                    found.setdefault((held.kind, shard), []).append(part)
+                    objects.setdefault((held.kind, shard), []).append(part)
             steps = {counts.get(name) for name in names if name in self._contents.counters}
             yield LayerSource(
                 layer=layer,
@@ -212,7 +212,7 @@ class _Cut:
                 buffers=(),
                 objects=tuple(
                     ObjectSource(kind=kind, shard=shard, shards=self.shards, slices=tuple(canonical_order(slices)))
-                    for (kind, shard), slices in found.items()
+                    for (kind, shard), slices in objects.items()
                 ),
                 optimizer_step=steps.pop() if len(steps) == 1 else None,
             )

@@ -73,11 +73,15 @@ def stage(
             advance=progress.advance,
             known_before=known_before,
         )
-        sources = [[of for of in layer.objects if moments or of.kind is not Kind.OPTIMIZER] for layer in layers]
-        progress.start("ingest", sum(part.size_bytes for of in sources for each in of for part in each.slices))
+        sources = [
+            [source for source in layer.objects if moments or source.kind is not Kind.OPTIMIZER] for layer in layers
+        ]
+        progress.start(
+            "ingest", sum(part.size_bytes for objects in sources for source in objects for part in source.slices)
+        )
         staged = [
-            run_all(pool, partial(_staged, staging, compact, layer.layer), of)
-            for layer, of in zip(layers, sources, strict=True)
+            run_all(pool, partial(_staged, staging, compact, layer.layer), objects)
+            for layer, objects in zip(layers, sources, strict=True)
         ]
         versions = {
             layer.layer: stage_version(
@@ -120,17 +124,17 @@ class _Reader:
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of a tensor, or of a file, in order; each chunk is valid until the next one is asked for."""
-        of = self._wanted.get(path)
-        if of is None:
+        wanted = self._wanted.get(path)
+        if wanted is None:
             yield from self._files.chunks(path, offset, size_bytes)
             return
-        item = by_code(of.dtype).bytes
-        for run in of.tensor.stretch(offset // item, size_bytes // item):
+        item = by_code(wanted.dtype).bytes
+        for run in wanted.tensor.stretch(offset // item, size_bytes // item):
             position = run.offset_bytes
-            for data in self._files.chunks(run.path, position, run.elements * by_code(of.tensor.dtype).bytes):
+            for data in self._files.chunks(run.path, position, run.elements * by_code(wanted.tensor.dtype).bytes):
                 self._checksums.note(run.path, position, len(data), crc32(data))
                 position += len(data)
-                yield _exactly(of, data)
+                yield _exactly(wanted, data)
 
     def read_into(self, places: Sequence[tuple[Path, int, memoryview]]) -> None:
         """Fill each buffer with the bytes of its place."""
@@ -141,16 +145,16 @@ class _Reader:
                 begin += len(data)
 
 
-def _exactly(of: Wanted, data: memoryview) -> memoryview:
+def _exactly(wanted: Wanted, data: memoryview) -> memoryview:
     """Return *data* in the type that is kept; raise LayoutMismatch if that would lose something."""
-    kept, found = of.dtype, of.tensor.dtype
-    if kept == found:
+    kept, given = wanted.dtype, wanted.tensor.dtype
+    if kept == given:
         return data
-    converted = convert(data, source=found, target=kept)
-    if not of.is_rounded and not equal_bytes(convert(converted, source=kept, target=found), data):
+    converted = convert(data, source=given, target=kept)
+    if not wanted.is_rounded and not equal_bytes(convert(converted, source=kept, target=given), data):
         raise LayoutMismatch(
-            f"{of.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept)}, and its "
-            f"values here need {dtype_name(found)}",
+            f"{wanted.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept)}, and "
+            f"its values here need {dtype_name(given)}",
             hint="choose a base in which it is trained, or freeze it",
         )
     return converted

@@ -52,12 +52,12 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     base = composition.base
     versions = load_versions(repo, composition)
     slices, state = composition.slices(repo, versions), repo.state(base.states[0])
-    named, found = names_of(repo, composition, versions, slices, adam_step=adam_step)
-    notes = [*cautions(repo, composition), *found]
+    named, name_notes = names_of(repo, composition, versions, slices, adam_step=adam_step)
+    notes = [*cautions(repo, composition), *name_notes]
     writer = _Writer(slices)
-    by_layer: dict[str, list[Named]] = {layer: [] for layer in (*(of.layer for of in versions), "")}
-    for of in named:
-        by_layer[of.layer].append(of)
+    by_layer: dict[str, list[Named]] = {layer: [] for layer in (*(version.layer for version in versions), "")}
+    for tensor in named:
+        by_layer[tensor.layer].append(tensor)
     files = [writer.data_file(number, of_file) for number, of_file in enumerate(by_layer.values())]
     files.append(literal_file(DCP_METADATA, metadata_bytes(writer.entries())))
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
@@ -65,8 +65,12 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in FSDP_FOLDERS)
-    trained = (of for of in named if of.held is not None and of.held.kind is Kind.MASTER and prod(of.shape) > 0)
-    codes = {of.dtype for of in trained if of.dtype is not None}
+    trained = (
+        tensor
+        for tensor in named
+        if tensor.held is not None and tensor.held.kind is Kind.MASTER and prod(tensor.shape) > 0
+    )
+    codes = {tensor.dtype for tensor in trained if tensor.dtype is not None}
     dtype = dtype_name(codes.pop()) if len(codes) == 1 else "mixed"
     summary = literal_file(SUMMARY, composition.summary_file(notes, format="dcp", dtype=dtype, adam_step=adam_step))
     return ExportPlan(
@@ -115,31 +119,31 @@ class _Writer:
 
     def entries(self, below: str = "") -> Iterator[Entry]:
         """Yield everything that was planned so far, under all its names; its files are *below* another folder."""
-        for of, chunks in self._written:
+        for tensor, chunks in self._written:
             there = tuple(replace(chunk, file=below + chunk.file) for chunk in chunks)
             # They lead to one place, so that a reader of everything makes it once.
-            for key in of.keys:
-                yield Entry(key=key, path=of.path, dtype=of.dtype, shape=of.shape, chunks=there)
+            for key in tensor.keys:
+                yield Entry(key=key, path=tensor.path, dtype=tensor.dtype, shape=tensor.shape, chunks=there)
 
     def data_file(self, number: int, named: Iterable[Named]) -> OutputFile:
         """Plan the file of one layer, or that of all values; values that are one object lie there once."""
         archives = Archives(f"__{number}_0.distcp")
         places: dict[int, Chunk] = {}
-        for of in named:
-            if of.held is not None:
-                self._written.append((of, tuple(self._chunks(archives, of, of.held))))
+        for tensor in named:
+            if tensor.held is not None:
+                self._written.append((tensor, tuple(self._chunks(archives, tensor, tensor.held))))
                 continue
-            if id(of.value) not in places:
-                places[id(of.value)] = _value(archives, of.value)
-            place = places[id(of.value)]
-            self._written.append((of, (replace(place, offsets=(0,) * len(of.shape), sizes=of.shape),)))
+            if id(tensor.value) not in places:
+                places[id(tensor.value)] = _value(archives, tensor.value)
+            place = places[id(tensor.value)]
+            self._written.append((tensor, (replace(place, offsets=(0,) * len(tensor.shape), sizes=tensor.shape),)))
         return archives.output()
 
-    def _chunks(self, archives: Archives, of: Named, held: Held) -> Iterator[Chunk]:
+    def _chunks(self, archives: Archives, named: Named, held: Held) -> Iterator[Chunk]:
         """Add a tensor in chunks of whole rows, and yield their places."""
-        dtype = of.dtype
+        dtype = named.dtype
         assert dtype is not None, "layers hold tensors"
-        for offsets, sizes, first in _boxes(of.shape, item_bytes=by_code(dtype).bytes):
+        for offsets, sizes, first in _boxes(named.shape, item_bytes=by_code(dtype).bytes):
 
             def fill(_: Storage, offset: int, begin: int = first, end: int = first + prod(sizes)) -> Iterator[Piece]:
                 yield from held_pieces(self._slices, held, dtype=dtype, offset=offset, begin=begin, end=end)
