@@ -57,8 +57,8 @@ def adapter_at(path: str) -> str | None:
 
 def configs_of(files: Iterable[SourceFile]) -> dict[str, SourceFile]:
     """Return the adapter configs among *files*, by adapter name."""
-    found = {adapter_at(file.path): file for file in files if PurePosixPath(file.path).name == ADAPTER_CONFIG}
-    return {adapter: file for adapter, file in found.items() if adapter is not None}
+    configs = {adapter_at(file.path): file for file in files if PurePosixPath(file.path).name == ADAPTER_CONFIG}
+    return {adapter: file for adapter, file in configs.items() if adapter is not None}
 
 
 def name_in_file(parameter: str, adapter: str) -> str | None:
@@ -104,15 +104,15 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
             hint="export a commit of a Trainer's own save, which has that file",
         )
     suffix = None if bias == "none" else ".bias" if bias == "all" else ".base_layer.bias"
-    found = {}
+    names = {}
     for parameter in parameters:
         if any(part == _TO_SAVE or _LORA.fullmatch(part) for part in parameter.split(".")):
             name = name_in_file(parameter, adapter)
         else:
             name = ".".join(_parts(parameter)) if suffix and parameter.endswith(suffix) else None
         if name is not None:
-            found[name] = parameter
-    return found
+            names[name] = parameter
+    return names
 
 
 # -- the base's own files ------------------------------------------------------------------------------------------
@@ -126,11 +126,11 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> W
         for name in (parameter.name, *parameter.aliases):
             own_name = name_in_file(name, adapter) or ".".join(_parts(name))
             suppliers.setdefault(own_name, parameter)
-    found = tensors_in(Path(file.path), header, size_bytes, suppliers)
+    tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
     return WeightsFile(
         name=file.path,
-        tensors=tuple(_tensor(of.name, of.supplier, of.shape, of.dtype) for of in found),
-        frame=Frame(header=header, offsets=tuple(of.offset_bytes for of in found), size_bytes=size_bytes),
+        tensors=tuple(_tensor(tensor.name, tensor.supplier, tensor.shape, tensor.dtype) for tensor in tensors),
+        frame=Frame(header=header, offsets=tuple(tensor.offset_bytes for tensor in tensors), size_bytes=size_bytes),
     )
 
 
@@ -147,21 +147,21 @@ def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Col
     adapter = adapter_at(file.path)
     if not older or adapter is None:
         return plan_source_file(file)
-    found = _read(repo, file, slices, adapter)
-    strange = [tensor.name for tensor in found.tensors if not tensor.layer_name]
+    weights = _read(repo, file, slices, adapter)
+    strange = [tensor.name for tensor in weights.tensors if not tensor.layer_name]
     of_adapter = {name for name in older if adapter in name.split(".")}
-    lost = of_adapter - {tensor.layer_name for tensor in found.tensors}
+    lost = of_adapter - {tensor.layer_name for tensor in weights.tensors}
     if strange and lost:
         raise Unsupported(
             f"{file.path} cannot be mixed of several saves: {strange[0]!r} in it is of no parameter, and "
             f"{min(lost)!r} is not in it",
             hint="--policy exact takes all of one save",
         )
-    return _patched(file, found, slices, older)
+    return _patched(file, weights, slices, older)
 
 
-def _patched(file: SourceFile, found: WeightsFile, slices: Slices, names: Collection[str]) -> OutputFile:
-    """Plan *file* as it was *found*, but with the tensors of the parameters *names* from *slices*."""
+def _patched(file: SourceFile, weights: WeightsFile, slices: Slices, names: Collection[str]) -> OutputFile:
+    """Plan *file*, which holds *weights*, but with the tensors of the parameters *names* from *slices*."""
     begin = 0
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
@@ -173,16 +173,16 @@ def _patched(file: SourceFile, found: WeightsFile, slices: Slices, names: Collec
             start = whole(file.content, 0).object_offset + begin
             pieces.append(Piece(object=file.content.object, object_offset=start, size_bytes=end - begin, offset=begin))
 
-    for tensor, offset in zip(found.tensors, found.frame.offsets, strict=True):
+    for tensor, offset in zip(weights.tensors, weights.frame.offsets, strict=True):
         if tensor.layer_name in names:
             keep(offset)
             kind = slices.weights_kind(tensor.layer_name, tensor.dtype)
             pieces += slices.pieces(kind, tensor.layer_name, dtype=tensor.dtype, offset=offset)
             begin = offset + tensor.size_bytes
-    keep(found.frame.size_bytes)
+    keep(weights.frame.size_bytes)
     return OutputFile(
         path=file.path,
-        size_bytes=found.frame.size_bytes,
+        size_bytes=weights.frame.size_bytes,
         executable=file.executable,
         literals=tuple(literals),
         pieces=merged(pieces),
@@ -219,13 +219,16 @@ def plan_adapters(
                     f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",
                     hint="an adapter that is not trained is not in the checkpoint: take it from where it came from",
                 )
-            parameters = {name: slices.parameter(of) for name, of in names.items()}
-            tensors = (_tensor(name, of.name, of.shape, of.dtype) for name, of in parameters.items())
+            parameters = {name: slices.parameter(source) for name, source in names.items()}
+            tensors = (
+                _tensor(name, parameter.name, parameter.shape, parameter.dtype)
+                for name, parameter in parameters.items()
+            )
             made = weights_file(path, (_typed(tensor, dtype) for tensor in tensors))
             output = made.output(slices)
         weights.append(made)
         outputs.append(output)
-    used = {tensor.layer_name for of in weights for tensor in of.tensors}
+    used = {tensor.layer_name for file in weights for tensor in file.tensors}
     trained = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
     if trained:  # PEFT itself would silently leave it out
         more = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""

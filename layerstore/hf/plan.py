@@ -73,12 +73,12 @@ def plan_export(
         weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted)
         code = _uniform_dtype(weights)
     else:
-        found = TreeView.of(state.model).get("outside")
-        outside = set() if found is None else {*found.sequence()}
+        names_outside = TreeView.of(state.model).get("outside")
+        outside = set() if names_outside is None else {*names_outside.sequence()}
         config, fields, problem = _read_config(repo, state.files)
         model_class = _model_class(fields)
         chosen = ExportTensors(
-            parameters={name: of for name, of in slices.parameters.items() if name not in outside},
+            parameters={name: parameter for name, parameter in slices.parameters.items() if name not in outside},
             buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
             dtype=wanted,
             is_own=own.__contains__,

@@ -82,8 +82,8 @@ def _written(
 
     model._weight_conversions = mapping  # loading attaches this, and saving looks for it
     with Origins(tensors) as origins:
-        found = revert_weight_conversion(model, dict(tensors))
-        return {name: (list(tensor.shape), origins.runs(tensor)) for name, tensor in found.items()}
+        saved = revert_weight_conversion(model, dict(tensors))
+        return {name: (list(tensor.shape), origins.runs(tensor)) for name, tensor in saved.items()}
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
@@ -187,8 +187,8 @@ def main() -> None:
     question = json.load(sys.stdin)
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
-        found = saved_as(question["config"], question["shapes"], question["expected"])
-        answer: dict[str, Any] = {"tensors": found}
+        tensors = saved_as(question["config"], question["shapes"], question["expected"])
+        answer: dict[str, Any] = {"tensors": tensors}
     except LayerstoreError as exc:
         answer = {"error": str(exc), "hint": exc.hint}
     answers.write("\n" + json.dumps(answer) + "\n")

@@ -77,10 +77,10 @@ class ExportTensors:
         known = suppliers_of(self.parameters.values(), self.buffers.values())
         unlike, others = [], []
         has_saved = False
-        aliases = {alias for of in self.parameters.values() for alias in of.aliases}
+        aliases = {alias for parameter in self.parameters.values() for alias in parameter.aliases}
         for tensor in sorted(saved, key=lambda tensor: tensor.name in aliases):  # under its own name, if under several
-            of = supplier_of(tensor.name, known)
-            supplier = tensor.layer_name or (None if of is None else of.name)
+            source = supplier_of(tensor.name, known)
+            supplier = tensor.layer_name or (None if source is None else source.name)
             fits = self._fits(tensor, supplier)
             if not fits and not prod(tensor.shape):
                 continue  # ZeRO-3 leaves empty tensors for parameters that nobody gathered; ignore them
@@ -112,8 +112,8 @@ class ExportTensors:
 
     def _fits(self, tensor: WeightTensor, supplier: str | None) -> bool:
         """Whether *tensor* has as many elements as *supplier*, unless that is unknown."""
-        of = self.parameters.get(supplier or "") or self.buffers.get(supplier or "")
-        return of is None or prod(of.shape) == prod(tensor.shape)
+        source = self.parameters.get(supplier or "") or self.buffers.get(supplier or "")
+        return source is None or prod(source.shape) == prod(tensor.shape)
 
     def _plain_rest(self) -> list[str]:
         """Return the parameters that are in none of the base's files so far, except adapters'."""
@@ -222,7 +222,7 @@ def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[WeightTensor]:
     """Yield every tensor of *files*, the base's own weights."""
     for file in files:
         size_bytes = len(file.header) + sum(tensor.elements * by_code(tensor.dtype).bytes for tensor in file.tensors)
-        shapes = {of.name: of.shape for of in tensors_in(Path(file.path), file.header, size_bytes, {})}
+        shapes = {sized.name: sized.shape for sized in tensors_in(Path(file.path), file.header, size_bytes, {})}
         for tensor in file.tensors:
             if tensor.name not in shapes:
                 raise IntegrityError(f"the stored header of {file.path} lacks {tensor.name!r}")

@@ -160,9 +160,9 @@ def plan_ranks(
     if is_fresh or asked.adam_step == "per-layer":
         layers = zip(composition.layers, versions, strict=True)
         steps = {
-            of.name: (entry.layer, 0 if is_fresh else entry.optimizer_step)
+            parameter.name: (entry.layer, 0 if is_fresh else entry.optimizer_step)
             for entry, version in layers
-            for of in version.parameters
+            for parameter in version.parameters
         }
     states = RankStates(
         repo=repo,
@@ -238,7 +238,7 @@ def plan_optimizer(
     if base.stage != STAGE_3:
         state = as_stage_3(state)  # groups in the order that the optimizer was given
     layers = zip(composition.layers, versions, strict=True) if adam_step == "per-layer" else ()
-    entries = {of.name: entry for entry, version in layers for of in version.parameters}
+    entries = {parameter.name: entry for entry, version in layers for parameter in version.parameters}
     optimizer = optimizer_of(state, versions, entries=entries)
     if composition.mean is None:
         return optimizer
@@ -295,11 +295,11 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
     missing = [name for name in groups[group] if name not in steps]
     if missing:
         raise LayoutMismatch(f"parameter {missing[0]!r} is in none of the chosen layers", name=missing[0])
-    found = list(dict.fromkeys(steps[name] for name in groups[group]))
-    first, count = found[0]
+    counts = list(dict.fromkeys(steps[name] for name in groups[group]))
+    first, count = counts[0]
     if count is None:
         raise LayoutMismatch(f"layer {first!r} has no optimizer step of its own to be set", hint=_UNIFY)
-    for layer, other in found:
+    for layer, other in counts:
         if other != count:
             raise LayoutMismatch(
                 f"layers {first!r} (optimizer step {count}) and {layer!r} (optimizer step {other}) share sub-group "
@@ -345,7 +345,9 @@ def _fate(before: int, after: int) -> str:
 
 def gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
     """Name gathered weights that are not derived from the layers: in a mixture they are still the base's."""
-    known = {name for of in slices.parameters.values() for name in (of.name, *of.aliases)} | slices.buffers()
+    known = {
+        name for parameter in slices.parameters.values() for name in (parameter.name, *parameter.aliases)
+    } | slices.buffers()
     bare = {strip_wrappers(name) for name in known}
     for file in first.gathered:
         stored = [tensor.name for tensor in file.tensors if tensor.source is TensorSource.STORED]
@@ -371,8 +373,8 @@ def notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, w
     for number, ref in enumerate(base.states):
         state = repo.state(ref) if number else first
         random_states += sum(RANDOM_STATE.fullmatch(file.path) is not None for file in state.files)
-        found = _own_values(state)
-        odd |= dict.fromkeys(key for key in {**expected, **found} if expected.get(key) != found.get(key))
+        own = _own_values(state)
+        odd |= dict.fromkeys(key for key in {**expected, **own} if expected.get(key) != own.get(key))
     if random_states:
         # Keeping only some ranks' states would give neither the old random numbers nor new ones. The Trainer expects
         # different file names for one rank and for several. Trainer and Accelerate both resume without the files.

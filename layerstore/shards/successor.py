@@ -80,7 +80,7 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         raise InvalidInput(f"{named} was saved by FSDP2", hint="like means a commit that DeepSpeed saved")
     states = [repo.state(ref) for ref in base.states]
     own = DcpState.read(states[0])
-    names = [of.held.name for of in own.tensors.values() if of.held.kind is Kind.MASTER]
+    names = [tensor.held.name for tensor in own.tensors.values() if tensor.held.kind is Kind.MASTER]
     counts = {name: own.values[key].tree for name, key in own.counters.items() if key in own.values}
     settings = {
         key: plain_setting(value.tree, f"{key!r} of {called}")
@@ -114,7 +114,7 @@ def _notes(
     first: RankState, done: UpdatesSince, files: Mapping[str, SourceFile], kept: Mapping[Tree, Tree], *, named: str
 ) -> Iterator[str]:
     yield f"what is DeepSpeed's own is that of {named}, counted on by {done.updates} updates"
-    stale = [of.path for of in first.files if of.path.rpartition("/")[2] in SCHEDULES and of.path not in files]
+    stale = [file.path for file in first.files if file.path.rpartition("/")[2] in SCHEDULES and file.path not in files]
     if stale and done.updates:
         yield f"{stale[0]} is that of {named}, {done.updates} steps behind: set the schedule yourself"
     if taken := sorted(str(key) for key in kept if key in ENGINE_KEYS):

@@ -139,7 +139,7 @@ def _notes(slices: Slices, optimizer: OptimizerState) -> Iterator[str]:
 def _shared(optimizer: OptimizerState) -> dict[str, Tree]:
     """Return the settings that all param groups have in common."""
     first, *others = (group.settings for group in optimizer.groups)
-    return {key: value for key, value in first.items() if all(key in of and of[key] == value for of in others)}
+    return {key: value for key, value in first.items() if all(key in other and other[key] == value for other in others)}
 
 
 def _step(state: RankState) -> Tree:

@@ -177,9 +177,9 @@ def plan_model_states(ranks: RankStates, *, path: str) -> OutputFile:
 
 def _shares(ranks: RankStates, *, count: int) -> list[range]:
     """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
-    gathered = sum(_plan_gathered(of).size_bytes for of in ranks.state(0).gathered) if count > 1 else 0
+    gathered = sum(_plan_gathered(weights).size_bytes for weights in ranks.state(0).gathered) if count > 1 else 0
     sizes = [gathered] + [ranks.slices.size_bytes // ranks.world_size] * ranks.world_size
-    return [range(max(of.start - 1, 0), max(of.stop - 1, 0)) for of in cut(sizes, count=count)]
+    return [range(max(share.start - 1, 0), max(share.stop - 1, 0)) for share in cut(sizes, count=count)]
 
 
 def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozenset[str], is_lead: bool) -> None:
@@ -191,19 +191,21 @@ def _assemble(assembly: Assembly, ranks: RankStates, mine: range, *, own: frozen
     slices, count = ranks.slices, ranks.world_size
     assembly.progress.start("compose", slices.size_bytes * len(mine) // count)
     first, pickles = ranks.state(0), WrittenPickles()
-    gathered = [(of, assembly.open_shared(_plan_gathered(of))) for of in first.gathered if is_lead]
+    gathered = [(weights, assembly.open_shared(_plan_gathered(weights))) for weights in first.gathered if is_lead]
     for rank in range(count) if gathered else mine:
         # Every rank supplies slices of gathered weights, so these files stay open until the last one has.
-        shared = [(file, merged(_gathered_pieces(of, slices, rank=rank, world_size=count))) for of, file in gathered]
+        shared = [
+            (file, merged(_gathered_pieces(weights, slices, rank=rank, world_size=count))) for weights, file in gathered
+        ]
         if rank in mine:
             state = ranks.state(rank) if rank else first
             beside = (plan_beside(ranks, file, own=own) for file in state.files)
             assembly.write(itertools.chain(_Rank(ranks, state).tree_files(pickles), beside), shared)
         else:
             assembly.write((), shared)
-    for of, _ in gathered:
+    for weights, _ in gathered:
         # For layers that the base saved itself, even the derived bytes are known.
-        assembly.check_converted(of.path, _derived_checks(of, slices, unchanged=own.__contains__))
+        assembly.check_converted(weights.path, _derived_checks(weights, slices, unchanged=own.__contains__))
 
 
 def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path], bool]:
@@ -312,8 +314,15 @@ class _Rank:
                 if not state:
                     lengths.add(self._sharding.lean(group, rank))
                 members = [
-                    _Member(kind=kind, name=of.name, state=state, begin=of.begin, elements=of.elements, start=of.start)
-                    for of in self._fragments_of(group)
+                    _Member(
+                        kind=kind,
+                        name=fragment.name,
+                        state=state,
+                        begin=fragment.begin,
+                        elements=fragment.elements,
+                        start=fragment.start,
+                    )
+                    for fragment in self._fragments_of(group)
                 ]
                 return {count * item_bytes for count in lengths}, members
             case FragmentContent(parameter=name):
@@ -325,12 +334,12 @@ class _Rank:
                 length = slice_length(elements, self._world_size)
                 valid = valid_elements(elements, self._world_size, rank)
                 # FSDP2 may have them in another type than DeepSpeed, which rounds its own.
-                of = _Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid, is_derived=True)
-                return {length * item_bytes}, [of] if valid else []
+                member = _Member(kind=Kind.WEIGHTS, name=name, begin=rank * length, elements=valid, is_derived=True)
+                return {length * item_bytes}, [member] if valid else []
             case BufferContent(buffer=name) if not self._slices.shards(Kind.BUFFERS, name):  # of FSDP2
                 elements = prod(self._slices.parameter(name).shape)
-                of = _Member(kind=Kind.WEIGHTS, name=name, elements=elements, is_derived=True)
-                return {elements * item_bytes}, [of]
+                member = _Member(kind=Kind.WEIGHTS, name=name, elements=elements, is_derived=True)
+                return {elements * item_bytes}, [member]
             case BufferContent(buffer=name):
                 return {self._buffer(name).size_bytes}, [_Member(kind=Kind.BUFFERS, name=name)]
             case content:

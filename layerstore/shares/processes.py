@@ -168,7 +168,7 @@ def _as_ours(exc: Exception) -> LayerstoreError:
 
 
 def _told(warned: Sequence[warnings.WarningMessage]) -> tuple[tuple[type[Warning], str], ...]:
-    return tuple({(each.category, str(each.message)): None for each in warned})
+    return tuple({(warning.category, str(warning.message)): None for warning in warned})
 
 
 # -- messages ------------------------------------------------------------------------------------------------------
@@ -305,5 +305,5 @@ def first_host(nodes: str) -> str:
     >>> first_host("node[007-009,012],gpu1"), first_host("gpu1,gpu2"), first_host("r[1-2]n[3-4],x")
     ('node007', 'gpu1', 'r1n3')
     """
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0] if found else nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0] if match else nodes)
