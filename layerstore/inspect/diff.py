@@ -219,7 +219,8 @@ class ParametersDiff:
     def __repr__(self) -> str:
         head = f"<ParametersDiff {self.a.name} -> {self.b.name}: {self.layer.layer} {self.layer.status}"
         apart = ", ".join(
-            state if of.relative_l2 is None else f"{state} {of.relative_l2:.2g}" for state, of in self.totals.items()
+            state if diff.relative_l2 is None else f"{state} {diff.relative_l2:.2g}"
+            for state, diff in self.totals.items()
         )
         return f"{head}, parameters {len(self.parameters)}; {apart or 'nothing to compare'}>"
 
@@ -229,10 +230,10 @@ class ParametersDiff:
 
     def _rows(self) -> Iterator[dict[str, object]]:
         for parameter in self.parameters:
-            found: dict[str, object] = {"parameter": parameter.parameter, "elements": parameter.elements}
-            for state, of in parameter.states.items():
-                found |= {state: of.status, f"{state}_relative_l2": of.relative_l2}
-            yield found
+            row: dict[str, object] = {"parameter": parameter.parameter, "elements": parameter.elements}
+            for state, diff in parameter.states.items():
+                row |= {state: diff.status, f"{state}_relative_l2": diff.relative_l2}
+            yield row
 
 
 def compare(repo: Repository, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
@@ -281,17 +282,17 @@ def compare_layer(
     before, after = (next((entry for entry in side.record.layers if entry.layer == layer), None) for side in (a, b))
     if before is None and after is None:
         raise _no_layer(repo, layer, [*a.record.layers, *b.record.layers], where=f"{sides[0].name} or {sides[1].name}")
-    found = _layer(repo, before, after)
+    layer_diff = _layer(repo, before, after)
     version_a, version_b = (None if entry is None else repo.version_of(entry) for entry in (before, after))
     _check_sort(sort, [version for version in (version_a, version_b) if version is not None])
     tallies = {}
-    if version_a is not None and version_b is not None and found.status != "same":
+    if version_a is not None and version_b is not None and layer_diff.status != "same":
         tallies = tallies_between(repo, version_a, version_b, progress)
-    parameters = _parameters(version_a, version_b, tallies, is_same=found.status == "same")
+    parameters = _parameters(version_a, version_b, tallies, is_same=layer_diff.status == "same")
     return ParametersDiff(
         a=sides[0],
         b=sides[1],
-        layer=found,
+        layer=layer_diff,
         parameters=_sorted(parameters, sort),
         totals=_totals(parameters, tallies),
     )
@@ -328,7 +329,7 @@ def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> Laye
     return LayerDiff(
         layer=entry.layer,
         status=status,
-        kinds={name: found for name, found in kinds.items() if found.bytes_a or found.bytes_b},
+        kinds={name: diff for name, diff in kinds.items() if diff.bytes_a or diff.bytes_b},
     )
 
 
@@ -396,11 +397,13 @@ def _parameters(
     *,
     is_same: bool,
 ) -> tuple[ParameterDiff, ...]:
-    ours, theirs = ({} if side is None else {of.name: of for of in side.parameters} for side in (a, b))
+    ours, theirs = (
+        {} if side is None else {parameter.name: parameter for parameter in side.parameters} for side in (a, b)
+    )
     places_a, places_b = ({} if side is None else places_in(side) for side in (a, b))
-    found = []
+    diffs = []
     for name in dict.fromkeys([*ours, *theirs]):
-        sides = [of for of in (ours.get(name), theirs.get(name)) if of is not None]
+        sides = [parameter for parameter in (ours.get(name), theirs.get(name)) if parameter is not None]
         in_a, in_b = places_a.get(name, {}), places_b.get(name, {})
         states = {}
         for state in sorted(in_a.keys() | in_b.keys(), key=_column):
@@ -410,28 +413,28 @@ def _parameters(
                 states[state] = _state(tallies.get((name, state)))
             else:
                 states[state] = StateDiff(status="only in a" if state in in_a else "only in b")
-        found.append(
+        diffs.append(
             ParameterDiff(
                 parameter=name,
                 shape_a=ours[name].shape if name in ours else None,
                 shape_b=theirs[name].shape if name in theirs else None,
-                frozen=all(of.frozen for of in sides),
-                tied=tuple(dict.fromkeys(alias for of in sides for alias in of.aliases)),
+                frozen=all(parameter.frozen for parameter in sides),
+                tied=tuple(dict.fromkeys(alias for parameter in sides for alias in parameter.aliases)),
                 states=states,
             )
         )
-    return tuple(found)
+    return tuple(diffs)
 
 
 def _totals(parameters: Iterable[ParameterDiff], tallies: Mapping[tuple[str, str], Tally]) -> dict[str, StateDiff]:
     """Return each state of *parameters* together, that of the masters first."""
     by_state: dict[str, list[tuple[str, StateDiff]]] = {}
     for parameter in parameters:
-        for state, of in parameter.states.items():
-            by_state.setdefault(state, []).append((parameter.parameter, of))
+        for state, diff in parameter.states.items():
+            by_state.setdefault(state, []).append((parameter.parameter, diff))
     totals = {}
     for state, parts in sorted(by_state.items(), key=lambda item: _column(item[0])):
-        statuses = {of.status for _, of in parts}
+        statuses = {diff.status for _, diff in parts}
         status: StateStatus = statuses.pop() if len(statuses) == 1 else "changed"
         read = [tallies[name, state] for name, _ in parts if (name, state) in tallies]
         if read:
@@ -440,7 +443,7 @@ def _totals(parameters: Iterable[ParameterDiff], tallies: Mapping[tuple[str, str
                 whole.meter.include(tally.meter)
             totals[state] = replace(_state(whole), status=status)
         elif status == "identical":
-            totals[state] = _unread(sum(of.elements for _, of in parts))
+            totals[state] = _unread(sum(diff.elements for _, diff in parts))
         else:
             totals[state] = StateDiff(status=status)
     return totals

@@ -144,12 +144,12 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
     gathered = sum(trained) * weights  # no frozen parameters, as with PEFT
     files = trained_files(model, training)
     compact = trained_files(model, training, precision=PRECISIONS[training.precision])
-    each = {
-        **{(layer, True): of for layer, of in files.items()},
+    saved_files = {
+        **{(layer, True): layer_files for layer, layer_files in files.items()},
         **{(layer, False): of for layer, of in compact.items()},
     }
     once = sum((_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), Files())
-    sizes = {layer: of.size_bytes for layer, of in files.items()}
+    sizes = {layer: layer_files.size_bytes for layer, layer_files in files.items()}
     first = sum(sizes.values()) + once.size_bytes
     full = shards + frozen
     of_trainer = _shard_files(shards, 0, training) + _trainer_files(gathered, training)
@@ -161,9 +161,9 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
         cycle = cycle_of(kept)
-        later = [sum(each[version].size_bytes for version in save) for save in kept[:cycle]]
+        later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
-        groups = [Group(files=once), *_groups(each, kept[:cycle])]
+        groups = [Group(files=once), *_groups(saved_files, kept[:cycle])]
         use = stored_by_store(groups, training.timetable)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
     seconds = full / training.bytes_per_second
@@ -231,7 +231,7 @@ def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str,
             if (valid := valid_elements(count, world_size, rank))
         ]
         if tensors:
-            refers = any(of.coding and CODINGS[of.coding].needs_reference for of in tensors)
+            refers = any(tensor.coding and CODINGS[tensor.coding].needs_reference for tensor in tensors)
             framed, _ = coded_frame(canonical_order(tensors), reference="0" * 32 if refers else "")
             total += Files.alike(end - rank, framed.size_bytes)
     return total
@@ -266,15 +266,15 @@ def due_sets(
 
     For policies that measure, each layer has moved by *movement* times its age.
     """
-    last, found = dict.fromkeys(layers, 0), []
+    last, due_by_save = dict.fromkeys(layers, 0), []
     for number in range(1, saves + 1):
         ages = {layer: number - last[layer] for layer in layers}
         movements = {} if movement is None else {layer: age * movement for layer, age in ages.items()}
         save = Save(number=number, layers=layers, ages=ages, movements=movements, sizes=sizes or {})
         due = due_layers(anchored(policy, 0), save)
         last |= dict.fromkeys(due, number)
-        found.append(due)
-    return found
+        due_by_save.append(due)
+    return due_by_save
 
 
 def kept_exactly(due: Iterable[frozenset[str]], keyframes: Keyframes) -> list[frozenset[tuple[str, bool]]]:
@@ -286,12 +286,12 @@ def kept_exactly(due: Iterable[frozenset[str]], keyframes: Keyframes) -> list[fr
     [frozenset({('a', False)}), frozenset({('a', True)}), frozenset({('a', False)})]
     """
     compact: dict[str, int] = {}
-    found = []
+    saves_kept = []
     for layers in due:
         save = frozenset((layer, keyframes.is_exact(compact.get(layer, 0))) for layer in layers)
         compact |= {layer: 0 if is_exact else compact.get(layer, 0) + 1 for layer, is_exact in save}
-        found.append(save)
-    return found
+        saves_kept.append(save)
+    return saves_kept
 
 
 def cycle_of(items: Sequence[object]) -> int | None:

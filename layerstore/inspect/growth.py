@@ -43,13 +43,13 @@ class Objects:
 
     def parts(self, refs: Iterable[BlobRef]) -> Parts:
         """Return the numbers of *refs*; new objects get new ones."""
-        found = array("I")
+        numbers = array("I")
         for ref in refs:
             number = self._numbers.setdefault(_key(ref), len(self._sizes))
             if number == len(self._sizes):
                 self._sizes.append(ref.size_bytes)
-            found.append(number)
-        return found
+            numbers.append(number)
+        return numbers
 
     def size_bytes(self, parts: Parts) -> int:
         """Return the size of *parts*."""
@@ -147,7 +147,7 @@ class Growth:
             parts=parts,
             size_bytes=size_bytes,
             layer_bytes=size_bytes - entry.version.size_bytes,
-            unlike=frozenset(tensor.name for of in weights for tensor in of.tensors) & trained,
+            unlike=frozenset(tensor.name for stored in weights for tensor in stored.tensors) & trained,
             shape=self._shapes.setdefault(shape, len(self._shapes) + 1),
         )
         new = self._objects.add_new(self._seen, parts)
@@ -177,8 +177,8 @@ class _Past:
     def up_to(self, step: int) -> "_Past":
         """Return it as it was after *step*."""
         return _Past(
-            steps=[each for each in self.steps if each <= step],
-            held={name: [each for each in held if each.since <= step] for name, held in self.held.items()},
+            steps=[saved_step for saved_step in self.steps if saved_step <= step],
+            held={name: [past for past in held if past.since <= step] for name, held in self.held.items()},
         )
 
     def can_inherit(self, layer: str, kind: tuple[bool, int]) -> bool:

@@ -135,12 +135,12 @@ def read_log(
 
 
 def _commit_named(views: list[RunView], before: str) -> RecordRow:
-    found = [row for view in views for row in view.visible if row.id.startswith(before.lower())]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    rows = [row for view in views for row in view.visible if row.id.startswith(before.lower())]
+    if len(rows) == 1:
+        return rows[0]
+    if not rows:
         raise NotFound(f"there is no commit {before!r} to continue after", hint="name one as `layerstore log` shows it")
-    raise ambiguous_id(before, (row.id for row in found))
+    raise ambiguous_id(before, (row.id for row in rows))
 
 
 def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) -> tuple[list[GraphLine], int]:

@@ -71,18 +71,18 @@ def distance_between(
     *verified* holds those that were.
     """
     ours, theirs, tally = _Side(a), _Side(b), Tally()
-    found: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     left_out: list[str] = []
     for name in sorted(ours.places.keys() | theirs.places.keys()):
         of_parameter = _stretches(name, MASTER, ours, theirs, tally)
         if of_parameter is None:
             left_out.append(name)
         else:
-            found += of_parameter
-    if not found and not left_out:
+            stretches += of_parameter
+    if not stretches and not left_out:
         return None
-    _verify(repo, found, verified, progress)
-    _read_in_step(repo, found)
+    _verify(repo, stretches, verified, progress)
+    _read_in_step(repo, stretches)
     return tally.meter.distance(left_out=tuple(left_out))
 
 
@@ -92,35 +92,35 @@ def tallies_between(
     """Measure each parameter's masters and optimizer states, by both names, as far as both versions have numbers."""
     ours, theirs = _Side(a), _Side(b)
     tallies: dict[tuple[str, str], Tally] = {}
-    found: list[_Stretch] = []
+    all_stretches: list[_Stretch] = []
     for name in ours.places.keys() & theirs.places.keys():
         for state in ours.places[name].keys() & theirs.places[name].keys():
             tally = Tally()
             stretches = _stretches(name, state, ours, theirs, tally)
             if stretches is not None:
                 tallies[name, state] = tally
-                found += stretches
-    progress.start("compare", sum(ref.size_bytes for ref in _refs(found)))
-    _verify(repo, found, set(), progress)
-    _read_in_step(repo, found)
+                all_stretches += stretches
+    progress.start("compare", sum(ref.size_bytes for ref in _refs(all_stretches)))
+    _verify(repo, all_stretches, set(), progress)
+    _read_in_step(repo, all_stretches)
     return tallies
 
 
 def places_in(version: LayerVersion) -> Mapping[str, Mapping[str, Place]]:
     """Return where the numbers of each parameter are; under ``master`` its weights, if it has nothing else."""
-    found: dict[str, dict[str, Place]] = {parameter.name: {} for parameter in version.parameters}
+    places_by_name: dict[str, dict[str, Place]] = {parameter.name: {} for parameter in version.parameters}
     for stored in version.objects:
         for tensor in stored.tensors:
-            places = found.get(tensor.name, {})
+            places = places_by_name.get(tensor.name, {})
             if stored.kind is Kind.OPTIMIZER:
                 places[tensor.state] = stored.kind, tensor.state
             elif stored.kind is Kind.MASTER or (stored.kind is Kind.WEIGHTS and MASTER not in places):
                 places[MASTER] = stored.kind, ""
-    return found
+    return places_by_name
 
 
 def _refs(stretches: Iterable[_Stretch]) -> set[BlobRef]:
-    return {side.object.ref for each in stretches for side in (each.a, each.b)}
+    return {side.object.ref for stretch in stretches for side in (stretch.a, stretch.b)}
 
 
 def _verify(repo: Repository, stretches: list[_Stretch], verified: set[BlobRef], progress: Progress) -> None:
@@ -143,8 +143,12 @@ def _stretches(name: str, state: str, a: _Side, b: _Side, tally: Tally) -> list[
         return None
     if state not in a.places[name] or state not in b.places[name]:
         return None if prod(ours.shape) else []
-    found = list(_unsplit(ours, state, a, b, tally))
-    return found if all(can_measure(side.tensor.dtype) for each in found for side in (each.a, each.b)) else None
+    stretches = list(_unsplit(ours, state, a, b, tally))
+    return (
+        stretches
+        if all(can_measure(side.tensor.dtype) for stretch in stretches for side in (stretch.a, stretch.b))
+        else None
+    )
 
 
 def _unsplit(parameter: Parameter, state: str, a: _Side, b: _Side, tally: Tally) -> Iterator[_Stretch]:
@@ -163,16 +167,18 @@ def _unsplit(parameter: Parameter, state: str, a: _Side, b: _Side, tally: Tally)
 def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> None:
     """Measure all *stretches*, chunk by chunk, in sorted order, so that each object is opened about once."""
     buffer_a, buffer_b = (memoryview(bytearray(IO_CHUNK_BYTES)) for _ in range(2))
-    stretches = sorted(stretches, key=lambda each: (each.a.object.id, each.b.object.id, each.a.offset, each.start_a))
-    for (ref_a, ref_b), group in groupby(stretches, key=lambda each: (each.a.object.ref, each.b.object.ref)):
+    stretches = sorted(
+        stretches, key=lambda stretch: (stretch.a.object.id, stretch.b.object.id, stretch.a.offset, stretch.start_a)
+    )
+    for (ref_a, ref_b), group in groupby(stretches, key=lambda stretch: (stretch.a.object.ref, stretch.b.object.ref)):
         with repo.open_object(ref_a) as file_a, repo.open_object(ref_b) as file_b:
-            for each in group:
-                dtype_a, dtype_b = each.a.tensor.dtype, each.b.tensor.dtype
+            for stretch in group:
+                dtype_a, dtype_b = stretch.a.tensor.dtype, stretch.b.tensor.dtype
                 bytes_a, bytes_b = by_code(dtype_a).bytes, by_code(dtype_b).bytes
                 step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
-                for done in range(0, each.elements, step):
-                    count = min(step, each.elements - done)
+                for done in range(0, stretch.elements, step):
+                    count = min(step, stretch.elements - done)
                     data_a, data_b = buffer_a[: count * bytes_a], buffer_b[: count * bytes_b]
-                    file_a.read_into(data_a, each.a.offset + (each.start_a + done) * bytes_a)
-                    file_b.read_into(data_b, each.b.offset + (each.start_b + done) * bytes_b)
-                    each.tally.add(data_a, data_b, dtype_a=dtype_a, dtype_b=dtype_b)
+                    file_a.read_into(data_a, stretch.a.offset + (stretch.start_a + done) * bytes_a)
+                    file_b.read_into(data_b, stretch.b.offset + (stretch.start_b + done) * bytes_b)
+                    stretch.tally.add(data_a, data_b, dtype_a=dtype_a, dtype_b=dtype_b)

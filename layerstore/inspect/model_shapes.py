@@ -67,8 +67,11 @@ class Model:
 
 def model_of_shapes(name: str, shapes: Shapes, *, architecture: str | None = None) -> Model:
     """Return the model whose parameters have *shapes*; their names say which layer they belong to."""
-    elements = {each: prod(shape) for each, shape in shapes}
-    layers = {layer: {each: elements[each] for each in of} for layer, of in layers_in_order(elements).items()}
+    elements = {parameter: prod(shape) for parameter, shape in shapes}
+    layers = {
+        layer: {parameter: elements[parameter] for parameter in parameters}
+        for layer, parameters in layers_in_order(elements).items()
+    }
     return Model(name=name, source="config", layers=layers, architecture=architecture)
 
 
@@ -111,16 +114,16 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
 
 def _model_of_checkpoint(folder: Path) -> Model:
     try:
-        found = discover(folder)
+        checkpoint_files = discover(folder)
     except InvalidInput as exc:
         raise InvalidInput(str(exc), hint="name one of them; its config.json does, too") from exc
-    pointer = read_pointer(found.ranks[0].model)
+    pointer = read_pointer(checkpoint_files.ranks[0].model)
     if pointer is not None:
         raise InvalidInput(
             f"{folder} holds pointers to {pointer.name} in the store {pointer.store}",
             hint=f"layerstore estimate {shlex.quote(pointer.name)} --store {shlex.quote(pointer.store)}",
         )
-    checkpoint = read_checkpoint(found)
+    checkpoint = read_checkpoint(checkpoint_files)
     tensors = (
         (source.kind, part.name, part.state)
         for layer in checkpoint.layers
@@ -128,7 +131,9 @@ def _model_of_checkpoint(folder: Path) -> Model:
         for part in source.slices
     )
     layers = {layer.layer: layer.parameters for layer in checkpoint.layers}
-    return _model_seen(found.folder.name, "checkpoint", layers, set(tensors), world_size=checkpoint.world_size)
+    return _model_seen(
+        checkpoint_files.folder.name, "checkpoint", layers, set(tensors), world_size=checkpoint.world_size
+    )
 
 
 def model_of_commit(repo: Repository, reference: str) -> Model:
@@ -161,16 +166,21 @@ def _model_seen(
 ) -> Model:
     """Return the model of *layers*, leaving out frozen parameters whose weights are in none of *tensors*."""
     held = {name for kind, name, _ in tensors if kind in {Kind.MASTER, Kind.WEIGHTS}}
-    there = {layer: [each for each in parameters if each.name in held] for layer, parameters in layers.items()}
-    parameters = [each for of_layer in there.values() for each in of_layer]
+    there = {
+        layer: [parameter for parameter in parameters if parameter.name in held] for layer, parameters in layers.items()
+    }
+    parameters = [parameter for of_layer in there.values() for parameter in of_layer]
     types = Counter[str]()
-    for each in parameters:
-        types[each.dtype] += prod(each.shape)
+    for parameter in parameters:
+        types[parameter.dtype] += prod(parameter.shape)
     return Model(
         name=name,
         source=source,
-        layers={layer: {each.name: prod(each.shape) for each in of_layer} for layer, of_layer in there.items()},
-        frozen=frozenset(each.name for each in parameters if each.frozen),
+        layers={
+            layer: {parameter.name: prod(parameter.shape) for parameter in of_layer}
+            for layer, of_layer in there.items()
+        },
+        frozen=frozenset(parameter.name for parameter in parameters if parameter.frozen),
         # gc may have dropped a commit's moments; further training creates new ones.
         states=tuple(sorted({state for kind, _, state in tensors if kind is Kind.OPTIMIZER})) or ADAM,
         world_size=world_size,

@@ -114,7 +114,7 @@ def make_report(
             if target is not None:
                 write_file(repo, target, page)
             return facts, page
-        if all(len(each["saves"]["step"]) < 2 for each in runs):
+        if all(len(run_facts["saves"]["step"]) < 2 for run_facts in runs):
             raise Unsupported(
                 f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
                 hint="layerstore report --run RUN makes one about a single run; --json has no bound",
@@ -150,7 +150,7 @@ def _run(
     commits = 0
     for commits, commit in enumerate(commits_of(repo, view, problems), start=1):
         own = growth.add(commit, *what_ifs.values())
-        total = [before + each for before, each in zip(total, own, strict=True)]
+        total = [before + added for before, added in zip(total, own, strict=True)]
         place = commit.record.attempt, commit.record.step
         times[place], precisions[place] = short_time(commit.observed.time_ns), commit.record.kept_precision
         progress.advance(1)
@@ -291,22 +291,22 @@ def _versions(commit: Commit, layers: Iterable[str]) -> str:
 
 def _layer_bytes(growth: Growth, shown: Iterable[Commit], layers: Iterable[str]) -> list[list[int | None] | None]:
     """Return the size of each layer's version, as `ls` shows it, for each save; None if all are those before."""
-    found: list[list[int | None] | None] = []
+    sizes_by_save: list[list[int | None] | None] = []
     before: list[int | None] | None = None
     for commit in shown:
         entries = {entry.layer: entry for entry in commit.record.layers}
         sizes = [growth.layer_bytes(entries[name]) if name in entries else None for name in layers]
-        found.append(None if sizes == before else sizes)
+        sizes_by_save.append(None if sizes == before else sizes)
         before = sizes
-    return found
+    return sizes_by_save
 
 
-def _what_if(found: WhatIf, columns: Sequence[int]) -> dict[str, object]:
+def _what_if(what_if: WhatIf, columns: Sequence[int]) -> dict[str, object]:
     """Return what all saves would have added, those of *columns*, and all up to each of these."""
-    total, estimated = list(accumulate(found.own_bytes)), list(accumulate(found.estimated_bytes))
+    total, estimated = list(accumulate(what_if.own_bytes)), list(accumulate(what_if.estimated_bytes))
     return {
         "total": {"bytes": total[-1], "estimated_bytes": estimated[-1], "first_bytes": total[0]},
-        "bytes": [found.own_bytes[column] for column in columns],
+        "bytes": [what_if.own_bytes[column] for column in columns],
         "total_bytes": [total[column] for column in columns],
         "estimated_bytes": [estimated[column] for column in columns],
     }
@@ -321,8 +321,8 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
     moved = (movements.get(name) for name in layers)
     # NaN and infinity, which JSON lacks, as text.
     return [
-        (_four_digits(each) if math.isfinite(each) else str(each)) if isinstance(each, float) else None
-        for each in moved
+        (_four_digits(movement) if math.isfinite(movement) else str(movement)) if isinstance(movement, float) else None
+        for movement in moved
     ]
 
 
@@ -333,15 +333,17 @@ def _metrics(
     measured = list[dict[str, float]]()
     for commit in shown:
         try:
-            found = metrics_of(repo, commit.record, view=view)
+            metrics = metrics_of(repo, commit.record, view=view)
         except LayerstoreError as exc:
             problems.append(str(exc))
-            found = {}
-        measured.append({name: value for name, value in found.items() if math.isfinite(value)})
-    counts = Counter(name for each in measured for name in each if len(name) <= _NAME_MAX)
+            metrics = {}
+        measured.append({name: value for name, value in metrics.items() if math.isfinite(value)})
+    counts = Counter(name for metrics_of_save in measured for name in metrics_of_save if len(name) <= _NAME_MAX)
     names = sorted(counts, key=lambda name: (name != "loss", "loss" not in name, -counts[name], name))
     return {
-        name: [float(f"{each[name]:.6g}") if name in each else None for each in measured]
+        name: [
+            float(f"{metrics_of_save[name]:.6g}") if name in metrics_of_save else None for metrics_of_save in measured
+        ]
         for name in names[:_METRICS_MAX]
     }
 
@@ -351,7 +353,7 @@ def _metrics(
 
 def _timing(timing: SaveTiming) -> list[float | None]:
     """Return the seconds blocked, until durable, until visible."""
-    return [_number(each) for each in (timing.blocked_seconds, timing.durable_seconds, timing.visible_seconds)]
+    return [_number(seconds) for seconds in (timing.blocked_seconds, timing.durable_seconds, timing.visible_seconds)]
 
 
 def _timings(timings: list[SaveTiming]) -> dict[str, object] | None:
@@ -368,8 +370,8 @@ def _timings(timings: list[SaveTiming]) -> dict[str, object] | None:
 
 
 def _summary(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    found = [number for number in seconds if number is not None]
-    return {"median": _four_digits(median(found)), "max": max(found)} if found else None
+    known = [number for number in seconds if number is not None]
+    return {"median": _four_digits(median(known)), "max": max(known)} if known else None
 
 
 def _number(value: object) -> float | None:
@@ -437,15 +439,15 @@ def rooms(views: Sequence[RunView], facts_bytes: int) -> dict[str, int]:
 
     Large runs get what small ones leave over.
     """
-    found: dict[str, int] = {}
+    room: dict[str, int] = {}
     left = facts_bytes
     size = {view.run: _SAVE_BYTES + _CELL_BYTES * len(_layer_names(view.visible)) for view in views}
     ordered = sorted(views, key=lambda view: len(view.visible) * size[view.run])
     for place, view in enumerate(ordered):
         share = left // (len(ordered) - place) // size[view.run]
-        found[view.run] = min(share, len(view.visible), _COLUMNS_MAX)
-        left -= found[view.run] * size[view.run]
-    return found
+        room[view.run] = min(share, len(view.visible), _COLUMNS_MAX)
+        left -= room[view.run] * size[view.run]
+    return room
 
 
 def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int) -> set[CommitId]:
@@ -469,11 +471,11 @@ def chosen(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
     """
     if count <= room:
         return list(range(count))
-    found = {count - 1} if room == 1 else {0, count - 1}
-    special = sorted(set(wanted) - found)
-    found |= {special[place] for place in _evenly(len(special), max(0, room // 2 - len(found)))}
-    rest = sorted(set(range(count)) - found)
-    return sorted(found | {rest[place] for place in _evenly(len(rest), room - len(found))})
+    places = {count - 1} if room == 1 else {0, count - 1}
+    special = sorted(set(wanted) - places)
+    places |= {special[place] for place in _evenly(len(special), max(0, room // 2 - len(places)))}
+    rest = sorted(set(range(count)) - places)
+    return sorted(places | {rest[place] for place in _evenly(len(rest), room - len(places))})
 
 
 def _evenly(count: int, room: int) -> list[int]:

@@ -27,25 +27,25 @@ def pins_of(
 
     *runs* are the facts about the runs, which need not be repeated: a pin of a save that they show has no layers here.
     """
-    layers = {each["run"]: each["layers"] for each in runs}
-    commits = {commit for each in runs for commit in each["saves"]["commit"]}
+    layers = {run_facts["run"]: run_facts["layers"] for run_facts in runs}
+    commits = {commit for run_facts in runs for commit in run_facts["saves"]["commit"]}
     pins = sorted((pin for pin in repo.records.readable_pins() if run in {None, pin.run}), key=lambda pin: pin.name)
     listed, room = pins[:_PINS_MAX], _LAYERS_BYTES
-    found = list[dict[str, Any]]()
+    facts = list[dict[str, Any]]()
     for pin, reference in zip(listed, references_to(repo, [pin.record for pin in listed]), strict=True):
         taken, told = None, _pin(repo, pin, reference)
         if pin.base not in commits or told["is_composite"]:
             taken = _taken(repo, pin, layers.get(pin.run, []), problems)
             size_bytes = len(json.dumps(taken))
             taken, room = (taken, room - size_bytes) if size_bytes <= room else (None, room)
-        found.append(told | {"taken": taken})
-    return {"pins": found, "pins_left_out": len(pins) - len(found)}
+        facts.append(told | {"taken": taken})
+    return {"pins": facts, "pins_left_out": len(pins) - len(facts)}
 
 
 def mixture_fields(base: CommitRecord, layers: Sequence[LayerEntry]) -> list[int] | None:
     """Return how many of *layers* are from other saves, of how many, and if all are older; None for no mixture."""
-    found = others_in(base, layers) if layers else None
-    return None if found is None else [found[0], len(layers), found[1]]
+    others = others_in(base, layers) if layers else None
+    return None if others is None else [others[0], len(layers), others[1]]
 
 
 def _pin(repo: Repository, pin: Pin, reference: str) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class RunLine:
     def __repr__(self) -> str:
         newest = "no readable save" if self.step is None else f"newest step {self.step}"
         held = "" if self.size_bytes is None else f", {size(self.size_bytes)}, policy {self.policy}"
-        return f"<RunLine {self.run}: saves {self.saves}, {newest}{held}{''.join(f'; {of}' for of in self.problems)}>"
+        problems = "".join(f"; {problem}" for problem in self.problems)
+        return f"<RunLine {self.run}: saves {self.saves}, {newest}{held}{problems}>"
 
     @property
     def is_healthy(self) -> bool:

@@ -42,8 +42,8 @@ class Loss:
         for loss in losses:
             by_state[loss.state] = loss + by_state[loss.state] if loss.state in by_state else loss
         return tuple(
-            cls(state=state or "master", relative_rms=of.relative, relative_greatest=of.relative_greatest)
-            for state, of in sorted(by_state.items())
+            cls(state=state or "master", relative_rms=error.relative, relative_greatest=error.relative_greatest)
+            for state, error in sorted(by_state.items())
         )
 
 
@@ -176,7 +176,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
         precision=record.kept_precision,
         is_among_compact=view is not None and not all(row.is_exact for row in view.visible),
-        losses=Loss.of(loss for each in losses.values() for loss in each),
+        losses=Loss.of(loss for layer_losses in losses.values() for loss in layer_losses),
         is_mixture=resolved.is_mixture,
         supersedes=record.supersedes,
         pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.record == record),
@@ -190,11 +190,11 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
 
 def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str | None = None) -> list[LayerLine]:
     """Return the layers of *entries* with their sizes, or only *layer*; raises NotFound if that is not one of them."""
-    found = [entry for entry in entries if layer in {None, entry.layer}]
-    if layer is not None and not found:
+    chosen = [entry for entry in entries if layer in {None, entry.layer}]
+    if layer is not None and not chosen:
         raise unknown_layer(layer, [entry.layer for entry in entries], where="this commit")
-    losses, references = _losses(repo, found), _references(repo, found)
-    return [_layer_line(repo, entry, losses, references) for entry in found]
+    losses, references = _losses(repo, chosen), _references(repo, chosen)
+    return [_layer_line(repo, entry, losses, references) for entry in chosen]
 
 
 def unknown_layer(layer: str, names: Sequence[str], *, where: str) -> NotFound:
@@ -207,46 +207,46 @@ def unknown_layer(layer: str, names: Sequence[str], *, where: str) -> NotFound:
 
 def _losses(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, list[CodingLoss]]:
     """Return what coding lost of each layer, where the save that wrote it is still there to say so."""
-    found: dict[str, list[CodingLoss]] = {}
+    by_layer: dict[str, list[CodingLoss]] = {}
     for origin, layers in _compact_by_origin(entries):
         name = saved_at(repo, origin)
         with suppress(LayerstoreError):  # what was lost says nothing about whether what is there can be read
             for loss in () if name is None else repo.catalog.commit(name).observed.losses:
                 if loss.layer in layers:
-                    found.setdefault(loss.layer, []).append(loss)
-    return found
+                    by_layer.setdefault(loss.layer, []).append(loss)
+    return by_layer
 
 
 def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, str]:
     """Return what the differences of each layer refer to: the newest exact save in its history that has it."""
-    found: dict[str, str] = {}
+    references: dict[str, str] = {}
     for origin, layers in _compact_by_origin(entries):
         wanted = {
-            name: {of.id for of in version.references}
+            name: {stored.id for stored in version.references}
             for name, entry in layers.items()
             if (version := repo.version_of(entry)).references
         }
-        found |= {name: f"object {short_id(min(ids))}" for name, ids in wanted.items()}
+        references |= {name: f"object {short_id(min(ids))}" for name, ids in wanted.items()}
         view = repo.catalog.find(origin.run)
         with suppress(LayerstoreError):  # a damaged record, say: the object's name has to do
             for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and wanted else ():
                 exact = {name: entry for name, entry in row.entries(wanted).items() if not entry.compact}
                 for name, entry in exact.items():
-                    if wanted[name] <= {of.id for of in repo.version_of(entry).objects}:
-                        found[name] = reference_to(repo, entry.origin)
+                    if wanted[name] <= {stored.id for stored in repo.version_of(entry).objects}:
+                        references[name] = reference_to(repo, entry.origin)
                         del wanted[name]
                 if not wanted:
                     break
-    return found
+    return references
 
 
 def _compact_by_origin(entries: Iterable[LayerEntry]) -> Iterable[tuple[Origin, dict[str, LayerEntry]]]:
     """Return those of *entries* that are compact, by the save that wrote them."""
-    found: dict[Origin, dict[str, LayerEntry]] = {}
+    by_origin: dict[Origin, dict[str, LayerEntry]] = {}
     for entry in entries:
         if entry.compact:
-            found.setdefault(entry.origin, {})[entry.layer] = entry
-    return found.items()
+            by_origin.setdefault(entry.origin, {})[entry.layer] = entry
+    return by_origin.items()
 
 
 def _layer_line(

@@ -121,13 +121,13 @@ class Stats:
         return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
 
 
-def stats_fields(found: Stats) -> dict[str, Any]:
-    """Return *found* as JSON fields; for a run counted alone, leave out what only it needs, which is unknown."""
-    own = {} if found.run is None else {"own_bytes": None}
-    return json_fields(found) | {
-        "runs": [json_fields(run) | own for run in found.runs],
-        "kinds": [{"kind": name, "objects": of.count} | json_fields(of) for name, of in found.kinds.items()],
-        "layers": [{"layer": name, "versions": of.count} | json_fields(of) for name, of in found.layers.items()],
+def stats_fields(stats: Stats) -> dict[str, Any]:
+    """Return *stats* as JSON fields; for a run counted alone, leave out what only it needs, which is unknown."""
+    own = {} if stats.run is None else {"own_bytes": None}
+    return json_fields(stats) | {
+        "runs": [json_fields(run) | own for run in stats.runs],
+        "kinds": [{"kind": name, "objects": of.count} | json_fields(of) for name, of in stats.kinds.items()],
+        "layers": [{"layer": name, "versions": of.count} | json_fields(of) for name, of in stats.layers.items()],
     }
 
 
@@ -189,8 +189,8 @@ def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress)
         for state in record.states:
             states[state, index] = states.get((state, index), 0) + 1
     progress.start("stats", sum(ref.size_bytes for ref in {ref for ref, _ in (*versions, *states)}))
-    for add, found in ((_add_version, versions), (_add_state, states)):
-        for ref, uses in _by_blob(found):
+    for add, uses_of_kind in ((_add_version, versions), (_add_state, states)):
+        for ref, uses in _by_blob(uses_of_kind):
             try:
                 add(tally, repo, ref, uses)
             except LayerstoreError as exc:
@@ -279,20 +279,20 @@ def _look_at_disk(repo: Repository, tally: _Tally) -> None:
     stats, seen = tally.stats, set[Hashable]()
     present, unneeded = 0, Unneeded(objects=0, bytes=0)
 
-    def take(found: tuple[Hashable, int] | None) -> int:
+    def take(file: tuple[Hashable, int] | None) -> int:
         """Return what a file adds: nothing if it is gone, or was counted under another name."""
-        if found is None or found[0] in seen:
+        if file is None or file[0] in seen:
             return 0
-        seen.add(found[0])
-        return found[1]
+        seen.add(file[0])
+        return file[1]
 
     for object_id in repo.objects.ids():
-        found = repo.objects.on_disk(object_id)
+        file = repo.objects.on_disk(object_id)
         if object_id in tally.users:
             present += 1
-            stats.physical_bytes += take(found)
+            stats.physical_bytes += take(file)
         elif stats.run is None:
-            disk_bytes = take(found)
+            disk_bytes = take(file)
             stats.physical_bytes += disk_bytes
             unneeded.objects += 1
             unneeded.bytes += disk_bytes

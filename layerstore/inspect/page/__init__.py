@@ -56,7 +56,7 @@ def render(facts: Mapping[str, object], *, version: str | None = None) -> bytes:
         "SCRIPT": script,
         "FACTS": json_for_html(facts),
     }
-    page = _MARK.sub(lambda found: parts[found[1]], _piece("page.html")).encode()
+    page = _MARK.sub(lambda mark: parts[mark[1]], _piece("page.html")).encode()
     assert page.startswith(BEGINS)
     return page
 
