@@ -48,10 +48,10 @@ class Bisected:
             return f"{since}; which of its layers are to blame, could not be told"
         if not self.layers:
             return f"{since}; none of its layers makes {self.good} bad: look at the files beside them"
-        of = "" if self.layers_from == self.bad else f" as of {self.layers_from}"
+        as_of = "" if self.layers_from == self.bad else f" as of {self.layers_from}"
         if len(self.layers) == 1:
-            return f"{since}; {self.layers[0]} alone suffices{of}"
-        return f"{since}; {' and '.join([', '.join(self.layers[:-1]), self.layers[-1]])} suffice together{of}"
+            return f"{since}; {self.layers[0]} alone suffices{as_of}"
+        return f"{since}; {' and '.join([', '.join(self.layers[:-1]), self.layers[-1]])} suffice together{as_of}"
 
     @property
     def bytes_written(self) -> int:
@@ -99,22 +99,22 @@ def bisect(
         ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
         judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
         try:
-            found = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
+            result = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
         except Conflict:
             log.discard()
             raise
         finally:
             judging.trials.end()
-        log.end(str(found))
-        return found
+        log.end(str(result))
+        return result
 
 
 def _plain(repo: Repository, text: str) -> Resolved:
     """Return the save that *text* means; raise InvalidInput if it is a mixture, which is in no history."""
-    found = resolve(repo, text)
-    if found.is_mixture:
+    save = resolve(repo, text)
+    if save.is_mixture:
         raise InvalidInput(f"{text} is a mixture of several saves", hint="name saves of one history: RUN@STEP")
-    return found
+    return save
 
 
 def _prepared(repo: Repository, folder: Path) -> Path:
@@ -136,11 +136,11 @@ def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: 
     """Return the saves from *first* to *last*, which have to be in one history."""
     view = repo.catalog.find(last.record.run)
     older = [] if view is None else saves_below(view, attempt=last.record.attempt, step=last.record.step)
-    found = [last]
+    saves = [last]
     for row in older:
-        found.append(Resolved.of_commit(repo.catalog.commit(row.name)))
-        if found[-1].commit == first.commit:
-            return found[::-1]
+        saves.append(Resolved.of_commit(repo.catalog.commit(row.name)))
+        if saves[-1].commit == first.commit:
+            return saves[::-1]
         if row.step < first.record.step:
             break
     raise InvalidInput(
@@ -150,9 +150,9 @@ def _history(repo: Repository, first: Resolved, last: Resolved, good: str, bad: 
 
 def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> Bisected:
     """Search *row*, which is said to begin well and to end badly."""
-    names = references_to(judging.repo, [each.record for each in row])
+    names = references_to(judging.repo, [save.record for save in row])
     try:
-        found = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
+        boundary = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
     except Contradiction as exc:
         said = "good" if exc.index == 0 else "bad"
         hint = f"choose another {said.upper()}, or look at what the command prints"
@@ -160,19 +160,22 @@ def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> 
             hint += (
                 f": does it run? layerstore compose {typed(names[0])} --format hf -o DIR makes a folder to try it with"
             )
-        raise Conflict(f"{names[exc.index]} is said to be {said}, and the command says {exc.found}", hint=hint) from exc
+        raise Conflict(
+            f"{names[exc.index]} is said to be {said}, and the command says {exc.verdict}", hint=hint
+        ) from exc
     layers, origin = None, None
     if has_layers:
-        later = min(found.bad + _SAVES_LATER, len(row) - 1)
+        later = min(boundary.bad + _SAVES_LATER, len(row) - 1)
         contrasts = (
-            _Contrast(judging, row[found.good], row[at], names[found.good], names[at]) for at in (found.bad, later)
+            _Contrast(judging, row[boundary.good], row[at], names[boundary.good], names[at])
+            for at in (boundary.bad, later)
         )
         layers, is_later = _layers(*contrasts)
-        origin = names[later if is_later else found.bad]
+        origin = names[later if is_later else boundary.bad]
     return Bisected(
-        good=names[found.good],
-        bad=names[found.bad],
-        skipped=tuple(names[index] for index in found.skipped),
+        good=names[boundary.good],
+        bad=names[boundary.bad],
+        skipped=tuple(names[index] for index in boundary.skipped),
         layers=layers,
         layers_from=origin,
         trials=tuple(judging.log.trials),
@@ -188,7 +191,7 @@ class _Contrast:
     def __init__(self, judging: "_Judging", good: Resolved, bad: Resolved, good_name: str, bad_name: str) -> None:
         self._judging = judging
         self._good, self._names = good, (good_name, bad_name)
-        self._theirs, self._ours = ({entry.layer: entry for entry in of.record.layers} for of in (bad, good))
+        self._theirs, self._ours = ({entry.layer: entry for entry in save.record.layers} for save in (bad, good))
         self.is_possible = self._theirs.keys() == self._ours.keys()
         self.differing = tuple(
             layer
@@ -197,7 +200,7 @@ class _Contrast:
         )
 
     def __call__(self, chosen: Collection[str]) -> Verdict:
-        layers = tuple(self._theirs[layer] if layer in chosen else of for layer, of in self._ours.items())
+        layers = tuple(self._theirs[name] if name in chosen else entry for name, entry in self._ours.items())
         good, bad = self._names
         first = [layer for layer in self._ours if layer in chosen][:_NAMES_MAX]
         some = ", ".join(first) + (f" and {len(chosen) - len(first)} more" if len(chosen) > len(first) else "")

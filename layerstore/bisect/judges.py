@@ -85,13 +85,13 @@ def _number(said: str, metric: str) -> float:
     """Return the number in the last line that was *said*."""
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     try:
-        found = parse_json(last)
+        value = parse_json(last)
     except ValueError:
-        found = last
-    if isinstance(found, dict):
-        found = found.get(metric)
+        value = last
+    if isinstance(value, dict):
+        value = value.get(metric)
     try:
-        return float(found)
+        return float(value)
     except (TypeError, ValueError) as exc:
         raise InvalidInput(
             f"the command's last line has no {metric}: {last[:80]!r}",

@@ -110,8 +110,8 @@ def read_log(folder: Path) -> tuple[Question, list[Trial], str]:
         raise InvalidInput(f"there is no bisection in {folder}", hint="layerstore bisect GOOD BAD -- COMMAND {}")
     first, *lines = text.decode(errors="replace").split("\n")
     try:
-        found = [parse_json(line) for line in lines if line.endswith("}")]
-        answer = next((line["answer"] for line in found if "answer" in line), "")
-        return Question(**parse_json(first)), [Trial(**line) for line in found if "answer" not in line], answer
+        records = [parse_json(line) for line in lines if line.endswith("}")]
+        answer = next((line["answer"] for line in records if "answer" in line), "")
+        return Question(**parse_json(first)), [Trial(**line) for line in records if "answer" not in line], answer
     except (ValueError, TypeError) as exc:
         raise StorageIO(f"{path} is not a log of a bisection: {exc}", errno=None, filename=str(path)) from exc

@@ -27,10 +27,10 @@ class Boundary:
 class Contradiction(Exception):
     """An end of the row is not what it was said to be."""
 
-    def __init__(self, index: int, found: Verdict) -> None:
-        super().__init__(index, found)
+    def __init__(self, index: int, verdict: Verdict) -> None:
+        super().__init__(index, verdict)
         self.index = index
-        self.found = found
+        self.verdict = verdict
 
 
 def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
@@ -44,8 +44,8 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
         Contradiction: One of them is not what it is said to be.
     """
     good, bad = 0, count - 1
-    if (found := judge(good)) != "good":
-        raise Contradiction(good, found)
+    if (verdict := judge(good)) != "good":
+        raise Contradiction(good, verdict)
     skipped: set[int] = set()
     while between := [index for index in range(good + 1, bad) if index not in skipped]:
         middle = between[len(between) // 2]
@@ -56,8 +56,8 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
             bad = middle
         else:
             skipped.add(middle)
-    if bad == count - 1 and (found := judge(bad)) != "bad":
-        raise Contradiction(bad, found)
+    if bad == count - 1 and (verdict := judge(bad)) != "bad":
+        raise Contradiction(bad, verdict)
     return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
 
 
@@ -88,7 +88,9 @@ def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Ver
     while len(items) > 1:
         pieces = list(_pieces(items, parts))
         smaller: tuple[Item, ...] | None = None
-        for number, piece in enumerate([*pieces, *(_without(items, of) for of in pieces if len(pieces) > 2)]):
+        for number, piece in enumerate(
+            [*pieces, *(_without(items, left_out) for left_out in pieces if len(pieces) > 2)]
+        ):
             verdict = judge(frozenset(piece))
             has_skipped |= verdict == "skip"
             if verdict == "bad":

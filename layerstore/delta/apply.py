@@ -55,10 +55,10 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
         LayoutMismatch: The folder is of another base; nothing was changed.
     """
     started = time.monotonic()
-    files, of = Files(), read_delta(delta)
+    files, content = Files(), read_delta(delta)
     held = _tensors_of(folder)
-    checksums = _checked(of, held, folder)
-    to_do = [tensor for name, tensor in of.tensors.items() if checksums[name] != tensor.target]
+    checksums = _checked(content, held, folder)
+    to_do = [tensor for name, tensor in content.tensors.items() if checksums[name] != tensor.target]
     written = 0
     with ExitStack() as stack:
         done: list[tuple[Path, Path]] = []
@@ -68,7 +68,7 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
             stack.callback(files.discard, partial)
             changes = [(held[tensor.name], tensor) for tensor in to_do if held[tensor.name].file == path]
             with files.open(path) as source, files.create(partial, sync_ahead=True) as file:
-                _patch(file, source, changes, of.encoding)
+                _patch(file, source, changes, content.encoding)
                 written += source.size_bytes
             done.append((partial, path))
         for partial, path in done:
@@ -78,9 +78,9 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
         files.sync_directory(folder)
     return Applied(
         folder=folder,
-        name=of.name,
-        base_name=of.base_name,
-        tensors=len(of.tensors),
+        name=content.name,
+        base_name=content.base_name,
+        tensors=len(content.tensors),
         tensors_changed=len(to_do),
         bytes_written=written,
         seconds=time.monotonic() - started,
@@ -99,16 +99,16 @@ def _checked(delta: Delta, held: Mapping[str, GatheredSource], folder: Path) -> 
                 f"{folder} has no tensor {name!r}, which the delta knows; nothing was changed",
                 hint="is it an export of the same model?",
             )
-    expected = {name: {of.base, of.target} for name, of in delta.tensors.items()}
+    expected = {name: {tensor.base, tensor.target} for name, tensor in delta.tensors.items()}
     expected |= {name: {checksum} for name, checksum in delta.unchanged.items()}
-    found = {name: _checksum(held[name]) for name in expected}
+    actual = {name: _checksum(held[name]) for name in expected}
     for name, checksums in expected.items():
-        if None not in checksums and found[name] not in checksums:
+        if None not in checksums and actual[name] not in checksums:
             raise LayoutMismatch(
                 f"{name!r} in {folder} is not that of {delta.base_name}, which the delta is for; nothing was changed",
                 hint="put on the deltas in between first, or export the base again with the --dtype of the delta",
             )
-    return found
+    return actual
 
 
 def _checksum(held: GatheredSource) -> str:
@@ -134,20 +134,21 @@ def _tensors_of(folder: Path) -> dict[str, GatheredSource]:
             "nothing was changed",
             hint="layerstore compose REF --format hf -o DIR makes a folder of weights alone",
         )
-    found: dict[str, GatheredSource] = {}
+    tensors: dict[str, GatheredSource] = {}
     for path in paths:
         if path.is_symlink():
             raise SourceCheckpoint(f"{path} is a link; nothing was changed", hint="put a copy into its place: cp -L")
         with open_source(path) as source:
             header = read_header(path, source.read_at, source.size_bytes)
             for tensor in tensors_in(path, header, source.size_bytes, {}):
-                if tensor.name in found:
+                if tensor.name in tensors:
+                    other = tensors[tensor.name].file.name
                     raise SourceCheckpoint(
-                        f"{tensor.name!r} is in {found[tensor.name].file.name} and in {path.name}; nothing was changed",
+                        f"{tensor.name!r} is in {other} and in {path.name}; nothing was changed",
                         hint="remove the weights that are not read",
                     )
-                found[tensor.name] = tensor
-    return found
+                tensors[tensor.name] = tensor
+    return tensors
 
 
 def _patch(
@@ -156,19 +157,19 @@ def _patch(
     """Write *source* with *changes* to *file*."""
     if not file.clone(source):
         file.set_size(source.size_bytes)
-        for begin, end in _between(source.size_bytes, [of for of, _ in changes]):
+        for begin, end in _between(source.size_bytes, [held for held, _ in changes]):
             file.copy_from(source, begin, begin, end - begin)
-    for of, tensor in changes:
-        data = bytearray(source.read_at(of.offset_bytes, of.size_bytes))
-        if max(size_bytes for _, _, size_bytes in tensor.parts) > part_bytes_max(of.size_bytes, dtype=of.dtype):
+    for held, tensor in changes:
+        data = bytearray(source.read_at(held.offset_bytes, held.size_bytes))
+        if max(size_bytes for _, _, size_bytes in tensor.parts) > part_bytes_max(held.size_bytes, dtype=held.dtype):
             raise _wrong(tensor)
         try:
-            decode_into(data, tensor.read(), dtype=of.dtype, encoding=encoding)
+            decode_into(data, tensor.read(), dtype=held.dtype, encoding=encoding)
         except SourceCheckpoint as exc:
             raise _wrong(tensor) from exc
         if object_id(data) != tensor.target:
             raise _wrong(tensor)
-        file.write_at(of.offset_bytes, data)
+        file.write_at(held.offset_bytes, data)
     file.sync()
 
 
@@ -182,7 +183,7 @@ def _wrong(tensor: DeltaTensor) -> SourceCheckpoint:
 def _between(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tuple[int, int]]:
     """Yield what stays of a file, as begin and end of each stretch."""
     begin = 0
-    for tensor in sorted(changed, key=lambda of: of.offset_bytes):
+    for tensor in sorted(changed, key=lambda place: place.offset_bytes):
         if tensor.offset_bytes > begin:
             yield begin, tensor.offset_bytes
         begin = tensor.offset_bytes + tensor.size_bytes

@@ -116,11 +116,11 @@ class DeltaTensor:
 
     def read(self) -> list[bytes]:
         """Return its parts."""
-        found = []
+        parts = []
         for path, offset, size_bytes in self.parts:
             with open_source(path) as source:
-                found.append(source.read_at(offset, size_bytes))
-        return found
+                parts.append(source.read_at(offset, size_bytes))
+        return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,22 +168,22 @@ def read_delta(path: Path) -> Delta:
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")
     if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):
-        known = ", ".join(f"{each} ({of})" for each, of in COMPRESSIONS.items())
+        known = ", ".join(f"{known_encoding} ({compression})" for known_encoding, compression in COMPRESSIONS.items())
         raise Unsupported(
             f"{path} is encoded as {encoding} ({formats[0]}), with checksums of {formats[1]}",
             hint=f"what can be put on: {known}, with {CHECKSUM}",
         )
     if not (isinstance(placed, dict) and isinstance(bases, dict)):
         raise _damaged(path, "its index")
-    found: dict[str, tuple[Path, int, int]] = {}
+    places: dict[str, tuple[Path, int, int]] = {}
     targets: dict[str, str] = {}
     for name in sorted(map(str, set(placed.values()))):
         if "/" in name or name in {".", ".."} or "\0" in name or not (path / name).is_file():
             raise _damaged(path, f"the file {name!r}")
-        targets |= _add_file(path / name, found)
-    if {key: of[0].name for key, of in found.items()} != placed:
+        targets |= _add_file(path / name, places)
+    if {key: place[0].name for key, place in places.items()} != placed:
         raise _damaged(path, "a file that fits its index")
-    tensors = {tensor.name: tensor for tensor in _tensors(path, encoding, found, targets, bases)}
+    tensors = {tensor.name: tensor for tensor in _tensors(path, encoding, places, targets, bases)}
     names = [str(metadata.get(key) or metadata.get(other)) for key, other in _NAMES]
     return Delta(
         path=path,
@@ -191,7 +191,7 @@ def read_delta(path: Path) -> Delta:
         base_name=names[1],
         encoding=encoding,
         tensors=tensors,
-        unchanged={str(name): str(of) for name, of in bases.items() if name not in tensors},
+        unchanged={str(name): str(checksum) for name, checksum in bases.items() if name not in tensors},
     )
 
 
@@ -202,12 +202,12 @@ def _damaged(path: Path, what: str) -> SourceCheckpoint:
     return SourceCheckpoint(f"{path} is not a whole delta: it lacks {what}", hint="copy the delta again")
 
 
-def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, str]:
-    """Add the tensors of a file to *found*, and return the checksums in its metadata."""
+def _add_file(path: Path, places: dict[str, tuple[Path, int, int]]) -> dict[str, str]:
+    """Add the tensors of a file to *places*, and return the checksums in its metadata."""
     with open_source(path) as source:
         header = read_header(path, source.read_at, source.size_bytes)
         for tensor in tensors_in(path, header, source.size_bytes, {}):
-            found[tensor.name] = path, tensor.offset_bytes, tensor.size_bytes
+            places[tensor.name] = path, tensor.offset_bytes, tensor.size_bytes
     metadata = parse_json(header[8:]).get("__metadata__")
     if not isinstance(metadata, dict):
         raise _damaged(path.parent, f"the checksums in {path.name}")
@@ -217,21 +217,21 @@ def _add_file(path: Path, found: dict[str, tuple[Path, int, int]]) -> dict[str, 
 def _tensors(
     path: Path,
     encoding: Encoding,
-    found: Mapping[str, tuple[Path, int, int]],
+    places: Mapping[str, tuple[Path, int, int]],
     targets: Mapping[str, str],
     bases: Mapping[str, Any],
 ) -> Iterator[DeltaTensor]:
     suffixes = [INDICES, VALUES] if encoding == "sparse" else [""]
-    names = {key.removesuffix(suffixes[-1]) for key in found if key.endswith(suffixes[-1])}
-    if len(found) != len(names) * len(suffixes):
+    names = {key.removesuffix(suffixes[-1]) for key in places if key.endswith(suffixes[-1])}
+    if len(places) != len(names) * len(suffixes):
         raise _damaged(path, "a part of a tensor")
     for name in sorted(names):
-        if name not in targets or any(name + suffix not in found for suffix in suffixes):
+        if name not in targets or any(name + suffix not in places for suffix in suffixes):
             raise _damaged(path, f"a part of {name!r}")
         base = bases.get(name)
         yield DeltaTensor(
             name=name,
-            parts=tuple(found[name + suffix] for suffix in suffixes),
+            parts=tuple(places[name + suffix] for suffix in suffixes),
             target=targets[name],
             base=base if isinstance(base, str) else None,
         )

@@ -92,7 +92,7 @@ def write_delta(
     target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
-    plans = [plan_export(repo, each, dtype=dtype, max_shard_size=_ONE_FILE) for each in (base, composition)]
+    plans = [plan_export(repo, end, dtype=dtype, max_shard_size=_ONE_FILE) for end in (base, composition)]
     before, called = _names(repo, base, composition)
     old, new = (_Weights(repo, plan, verify=how.verify) for plan in plans)
     _check_alike(old, new, before, called)
@@ -144,7 +144,7 @@ def write_delta(
 def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> None:
     """Raise unless both have the same tensors."""
     odd = sorted(old.tensors.keys() ^ new.tensors.keys())
-    facts = [{name: (of.dtype, of.shape) for name, of in each.tensors.items()} for each in (old, new)]
+    facts = [{name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()} for weights in (old, new)]
     odd = odd or [name for name in facts[0] if facts[0][name] != facts[1][name]]
     if odd:
         raise LayoutMismatch(
@@ -155,9 +155,9 @@ def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> 
 
 def _names(repo: Repository, *compositions: Composition) -> list[str]:
     """Return what each is called; several may have one base."""
-    references = references_to(repo, [each.base for each in compositions])
+    references = references_to(repo, [composition.base for composition in compositions])
     pairs = zip(compositions, references, strict=True)
-    return [name if each.mixture is None else f"a composite of {name}" for each, name in pairs]
+    return [name if composition.mixture is None else f"a composite of {name}" for composition, name in pairs]
 
 
 class _Weights:

@@ -41,7 +41,7 @@ def test_an_end_that_is_not_what_it_was_said_to_be(always: Verdict, index: int) 
     with pytest.raises(Contradiction) as caught:
         first_bad(7, judge)
     assert len(asked) == (1 if index == 0 else 4)
-    assert (caught.value.index, caught.value.found) == (index, always)
+    assert (caught.value.index, caught.value.verdict) == (index, always)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 14, 33])
