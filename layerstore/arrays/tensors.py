@@ -144,9 +144,9 @@ class Tensors(Mapping[str, "Array"]):
         return entry.is_whole and not entry.parts[0].object.is_coded
 
     def _entry(self, name: str) -> _Entry:
-        found = self._entries.get(name)
-        if found is not None:
-            return found
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry
         if not self._entries:
             raise NotFound(f"there is no tensor {name!r} here", hint=_WHY_NONE[self._kind])
         raise unknown("tensor", name, self._entries)
@@ -166,12 +166,12 @@ class Tensors(Mapping[str, "Array"]):
 
     def _map(self, ref: BlobRef) -> mmap.mmap:
         with self._guard:
-            found = self._maps.get(ref)
-            if found is None:
-                found = self._repo.objects.map(ref, verify=self._verify and ref not in self._verified)
+            mapped = self._maps.get(ref)
+            if mapped is None:
+                mapped = self._repo.objects.map(ref, verify=self._verify and ref not in self._verified)
                 self._verified.add(ref)
-                self._maps[ref] = found
-        return found
+                self._maps[ref] = mapped
+        return mapped
 
 
 def open_tensors(
@@ -206,9 +206,11 @@ def open_tensors(
         raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=hint)
     for name, entry in entries.items():
         entry.parts.sort(key=lambda part: part.object.shard)
-        found, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
-        if found != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
-            raise LayoutMismatch(f"{name!r} is stored in slices of {found} elements, its shape asks for {expected}")
+        stored_elements, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
+        if stored_elements != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
+            raise LayoutMismatch(
+                f"{name!r} is stored in slices of {stored_elements} elements, its shape asks for {expected}"
+            )
     return Tensors(repo, entries, kind=wanted, verify=verify)
 
 

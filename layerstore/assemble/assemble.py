@@ -96,19 +96,19 @@ def whole(content: ObjectContent, offset: int) -> Piece:
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Join pieces that are adjacent both in the object and in the file, so that one call moves them."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     end = object_end = -1  # of the last piece, which only another plain one can continue
     for piece in pieces:
         # Conversions, decoding and measured checksums apply to a single piece.
         is_plain = not (piece.rounding or piece.is_coded or piece.is_measured)
         is_next = is_plain and piece.offset == end and piece.object_offset == object_end
-        if is_next and piece.object == found[-1].object:
-            found[-1] = replace(found[-1], size_bytes=found[-1].size_bytes + piece.size_bytes, crc32=None)
+        if is_next and piece.object == joined[-1].object:
+            joined[-1] = replace(joined[-1], size_bytes=joined[-1].size_bytes + piece.size_bytes, crc32=None)
         else:
-            found.append(piece)
+            joined.append(piece)
         end = piece.offset + piece.size_bytes if is_plain else -1
         object_end = piece.object_offset + piece.size_bytes
-    return tuple(found)
+    return tuple(joined)
 
 
 def checksum(pieces: Iterable[Piece], measured: Mapping[int, int], *, offset: int, size_bytes: int) -> int:
@@ -204,14 +204,14 @@ class Archives:
 
     def _skeletons(self, measured: Mapping[int, int]) -> Literals:
         """Return the bytes around the payloads, given the *measured* checksums of pieces by offset in the file."""
-        found: list[tuple[int, bytes]] = []
+        literals: list[tuple[int, bytes]] = []
         for begin, layout, known, filled in self._archives:
             measured_now = {
                 storage: checksum(pieces, measured, offset=offset, size_bytes=storage.size_bytes)
                 for storage, (offset, pieces) in filled.items()
             }
-            found += ((begin + at, data) for at, data in layout.skeleton({**known, **measured_now}))
-        return tuple(found)
+            literals += ((begin + at, data) for at, data in layout.skeleton({**known, **measured_now}))
+        return tuple(literals)
 
 
 # -- writing it ----------------------------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ class Assembly:
         starts = sorted(parts)
         for check in checks:
             begin, end = (bisect_left(starts, at) for at in (check.offset, check.offset + check.size_bytes))
-            found = [parts[start] for start in starts[begin:end]]
-            if found and combine_crc32((part.crc32, part.size_bytes) for part in found) != check.crc32:
+            covered = [parts[start] for start in starts[begin:end]]
+            if covered and combine_crc32((part.crc32, part.size_bytes) for part in covered) != check.crc32:
                 raise IntegrityError(
                     f"{path}: {check.name!r}, rounded from its master, is not what it was when it was saved",
                     hint="another numpy or processor may round NaNs differently: compose on the machine that saved it",
@@ -398,7 +398,7 @@ class Assembly:
             hashing = Hashing(unverified & {*task.objects} - repo.coded.keys())
             for ref in unverified - hashing.refs:
                 repo.objects.verify(ref)
-            for file, piece in sorted(task.conversions, key=lambda each: each[1].object_offset):
+            for file, piece in sorted(task.conversions, key=lambda conversion: conversion[1].object_offset):
                 self._convert(read_mean(repo, piece, hashing), "F32", file, piece)
             hashing.check(repo.objects)
         else:
@@ -409,19 +409,19 @@ class Assembly:
                     for file, piece in task.conversions:
                         self._convert(chunks_of(source, piece), (piece.rounding or _AS_IS)[0], file, piece)
 
-    def _convert(self, chunks: Iterable[bytes | memoryview], of: str, file: NewFile, piece: Piece) -> None:
-        """Write *chunks*, which are *piece* as the type *of*."""
+    def _convert(self, chunks: Iterable[bytes | memoryview], source: str, file: NewFile, piece: Piece) -> None:
+        """Write *chunks*, which are *piece* as the type *source*."""
         _, target = piece.rounding or _AS_IS
         offset, checksum, infinite = piece.offset, 0, 0
         for data in chunks:
-            converted = convert(data, source=of, target=target)
+            converted = convert(data, source=source, target=target)
             if self.is_export and piece.rounding is not None:
-                infinite += newly_infinite(data, converted, source=of, target=target)
+                infinite += newly_infinite(data, converted, source=source, target=target)
             file.write_at(offset, converted)
             offset, checksum = offset + len(converted), crc32(converted, checksum)
         check_decoded(piece, checksum)
-        found = Converted(checksum, offset - piece.offset, infinite)
-        self.converted.setdefault(file.path, {})[piece.offset] = found
+        result = Converted(checksum, offset - piece.offset, infinite)
+        self.converted.setdefault(file.path, {})[piece.offset] = result
         if piece.is_measured:
             self._measured.setdefault(file.path, {})[piece.offset] = checksum
         if self.is_export or piece.mean_of or piece.rounding is None:

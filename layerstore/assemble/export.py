@@ -147,15 +147,15 @@ def _link(files: Files, path: Path, other: Path) -> None:
 
 def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
     """Report values that left the range of their new type."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for file in plan.weights:
         for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
             if part.newly_infinite:
                 name = file.tensor_at(offset).name
-                found[name] = found.get(name, 0) + part.newly_infinite
-    if found:
-        name, count = next(iter(found.items()))
-        rest = f", and others of {len(found) - 1} more tensors," if len(found) > 1 else ""
+                counts[name] = counts.get(name, 0) + part.newly_infinite
+    if counts:
+        name, count = next(iter(counts.items()))
+        rest = f", and others of {len(counts) - 1} more tensors," if len(counts) > 1 else ""
         yield f"{count} values of {name!r}{rest} are beyond the range of {plan.dtype} and became infinite"
 
 

@@ -27,13 +27,13 @@ def read_mean(repo: Repository, piece: Piece, hashing: Hashing | None = None) ->
     buffer = memoryview(bytearray(min(_MEAN_BYTES, piece.size_bytes)))
     with ExitStack() as stack:
         are_few = len(piece.mean_of) <= _MEAN_OPEN_MAX
-        held = [stack.enter_context(repo.open_object(of.object)) for of in piece.mean_of if are_few]
+        held = [stack.enter_context(repo.open_object(part.object)) for part in piece.mean_of if are_few]
 
         def parts(start: int, into: memoryview) -> Iterator[tuple[memoryview, float]]:
-            for number, of in enumerate(piece.mean_of):
-                with nullcontext(held[number]) if are_few else repo.open_object(of.object) as file:
-                    hashing.read_into(of.object, file, into, of.object_offset + start)
-                yield into, of.weight
+            for number, part in enumerate(piece.mean_of):
+                with nullcontext(held[number]) if are_few else repo.open_object(part.object) as file:
+                    hashing.read_into(part.object, file, into, part.object_offset + start)
+                yield into, part.weight
 
         for start in range(0, piece.size_bytes, _MEAN_BYTES):
             yield mean(parts(start, buffer[: piece.size_bytes - start]), dtype=dtype)

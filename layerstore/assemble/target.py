@@ -259,5 +259,5 @@ def write_file(repo: Repository, target: Target, data: bytes) -> None:
 
 def files_in(folder: Path) -> tuple[str, ...]:
     """Return the files below *folder*, with ``/``, by name."""
-    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in found))
+    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in paths))

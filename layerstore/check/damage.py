@@ -91,10 +91,10 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
 
     Reads every record.
     """
-    found: list[Holder] = []
+    holders: list[Holder] = []
     views: dict[str, RunView | None] = {}
-    for each in [only] if only else _all_records(repo):
-        record = each.record
+    for saved in [only] if only else _all_records(repo):
+        record = saved.record
         lost: dict[BlobRef, str | None] = {}
         lost |= {entry.version: entry.layer for entry in record.layers if entry.version in blobs}
         lost |= dict.fromkeys((state for state in record.states if state in blobs), None)
@@ -105,17 +105,17 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
         view = views[record.run]
         save = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
         origins = {entry.version: entry.origin for entry in record.layers if entry.version in lost}
-        found.append(
+        holders.append(
             Holder(
                 save=save,
-                commit=each.commit,
-                pin=each.pin,
-                is_shown=each.pin is not None or view is None or each.commit not in view.hidden,
+                commit=saved.commit,
+                pin=saved.pin,
+                is_shown=saved.pin is not None or view is None or saved.commit not in view.hidden,
                 lost=lost,
                 origins=dict.fromkeys(lost, save) | origins,
             )
         )
-    return dict(zip(_called(repo, found), found, strict=True))
+    return dict(zip(_called(repo, holders), holders, strict=True))
 
 
 def _all_records(repo: Repository) -> Iterator[Resolved]:
@@ -216,13 +216,16 @@ def hurt_by(
 def newest_whole(repo: Repository, holders: Collection[Holder]) -> dict[str, str | None]:
     """Return the newest intact step of every run that *holders*, all that are damaged, belong to."""
     lost = {holder.commit for holder in holders if holder.pin is None}
-    return {run: _newest_whole(repo, run, lost) for run in sorted({each.save.run for each in holders if each.is_shown})}
+    return {
+        run: _newest_whole(repo, run, lost)
+        for run in sorted({holder.save.run for holder in holders if holder.is_shown})
+    }
 
 
 def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection[ObjectId]]) -> tuple[str, ...]:
     if holder.has_lost_state:
         return ()
-    found = []
+    intact = []
     try:
         resolved = (
             Resolved.of_commit(repo.catalog.commit(RecordName(holder.save.run, holder.save.step, holder.commit)))
@@ -238,10 +241,10 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
         except LayerstoreError:
             continue  # a damaged record below it: what the policy would take is unknown
         if not any(entry.version in blobs for entry in layers):
-            found.append(policy.name)
+            intact.append(policy.name)
     if all(_only_moments(repo, resolved, blob, blobs[blob]) for blob in holder.lost):
-        found.append(WEIGHTS)
-    return tuple(found)
+        intact.append(WEIGHTS)
+    return tuple(intact)
 
 
 def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Collection[ObjectId]) -> bool:

@@ -43,10 +43,11 @@ class Diagnosis:
     """Versions of Python, the system and libraries; None for those not installed."""
 
     def __repr__(self) -> str:
-        found = ", ".join(
+        findings = ", ".join(
             f"{finding.check} ({finding.verdict})" for finding in self.findings if finding.verdict != "ok"
         )
-        return f"<Diagnosis of {self.path}: {'fit' if self.ok else 'not fit'} for a store{f'; {found}' * bool(found)}>"
+        fitness = "fit" if self.ok else "not fit"
+        return f"<Diagnosis of {self.path}: {fitness} for a store{f'; {findings}' * bool(findings)}>"
 
     @property
     def problems(self) -> list[Finding]:
@@ -182,7 +183,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
     if os.environ.get(INDEX_DIR_VARIABLE):
         where += f", as {INDEX_DIR_VARIABLE} says"
     where += f", on {'an unknown filesystem' if mount is None else mount.kind}"
-    nearest = next(each for each in (folder, *folder.parents) if each.is_dir())
+    nearest = next(path for path in (folder, *folder.parents) if path.is_dir())
     if nearest == layout.index:
         nearest = layout.tmp if layout.tmp.is_dir() else layout.root
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -202,7 +203,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
 def _tried_out(layout: Layout, files: Files) -> list[Finding]:
     """Return the findings of all probes, run in the store's ``tmp/``, else in the nearest existing folder."""
     root = layout.root
-    place = next(each for each in (root, *root.parents) if each.exists())
+    place = next(path for path in (root, *root.parents) if path.exists())
     if layout.identity.exists() and layout.tmp.is_dir():
         place = layout.tmp
     if not place.is_dir():
@@ -215,7 +216,7 @@ def _tried_out(layout: Layout, files: Files) -> list[Finding]:
     try:
         with probes.scratch(files, place) as folder:
             tried = {
-                "writing": probes.modes(files, folder, of=root),
+                "writing": probes.modes(files, folder, root=root),
                 "exclusive create": probes.exclusive_create(files, folder),
                 "hard links": probes.hard_links(files, folder),
                 "rename": probes.renames(files, folder),
@@ -232,13 +233,13 @@ def _tried_out(layout: Layout, files: Files) -> list[Finding]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
+    versions: dict[str, str | None] = {
         "layerstore": _installed("layerstore"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "lmdb engine": engine_version(),
     }
-    return found | {package: _installed(package) for package in PACKAGES}
+    return versions | {package: _installed(package) for package in PACKAGES}
 
 
 def _installed(package: str) -> str | None:

@@ -75,12 +75,12 @@ def _creates(files: Files, path: Path) -> bool:
     return True
 
 
-def modes(files: Files, folder: Path, *, of: Path) -> Iterator[Finding]:
-    """Check the modes that new files get, and those of the folder *of*, if it exists."""
+def modes(files: Files, folder: Path, *, root: Path) -> Iterator[Finding]:
+    """Check the modes that new files get, and those of the folder *root*, if it exists."""
     file = _write(files, folder / "mode", b"").stat()
     text = f"possible; new files have the mode {stat.S_IMODE(file.st_mode):04o}, "
     text += f"new folders {stat.S_IMODE(folder.stat().st_mode):04o}"
-    state = of.stat() if of.is_dir() else None
+    state = root.stat() if root.is_dir() else None
     if state is not None and state.st_mode & stat.S_IWOTH:
         hint = "checksums find accidents, not whoever changes a store on purpose: make a folder of your own in it"
         yield Finding("writing", "note", f"{text}; but anybody may write here", hint)
@@ -137,7 +137,7 @@ def fsync(files: Files, folder: Path) -> Iterator[Finding]:
             files.sync_directory(folder)
             folder_seconds.append(time.perf_counter() - started)
     times = f"file {min(file_seconds) * 1000:.2f} ms, folder {min(folder_seconds) * 1000:.2f} ms"
-    if any(issubclass(each.category, WeakDurability) for each in caught):
+    if any(issubclass(warning.category, WeakDurability) for warning in caught):
         text = f"{times}, but folders cannot be synced: a power cut may undo what was reported as saved"
         yield Finding("fsync", "problem", text, f"{ELSEWHERE} for what must survive a power cut")
     else:

@@ -116,7 +116,7 @@ def opened_sources(
         InvalidInput: One is not a store, or is the store to be repaired.
     """
     with contextlib.ExitStack() as stack:
-        found = []
+        repos = []
         for called, opened in sources.items():
             try:
                 other = opened()
@@ -128,8 +128,8 @@ def opened_sources(
             stack.callback(other.close)
             if other.layout.root == repo.layout.root:
                 raise InvalidInput(f"{called} is the store that is to be repaired", hint="name another one")
-            found.append(other)
-        yield tuple(found)
+            repos.append(other)
+        yield tuple(repos)
 
 
 def plan_repair(repo: Repository, sources: Sequence[Repository], *, read_data: bool, progress: Progress) -> Repaired:
@@ -151,14 +151,14 @@ def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data
         done = Repaired()
         for _ in range(_LOOKS_MAX):
             hold.check()
-            found = _Repair(repo, sources, read_data=read_data, dry_run=False).look(progress)
+            repaired = _Repair(repo, sources, read_data=read_data, dry_run=False).look(progress)
             done = replace(
-                found,
-                moved=(*done.moved, *found.moved),
-                fetched=(*done.fetched, *found.fetched),
-                reindexed=done.reindexed or found.reindexed,
+                repaired,
+                moved=(*done.moved, *repaired.moved),
+                fetched=(*done.fetched, *repaired.fetched),
+                reindexed=done.reindexed or repaired.reindexed,
             )
-            if not found.fetched:
+            if not repaired.fetched:
                 break
         return done
 
@@ -212,7 +212,9 @@ class _Repair:
             fetched=tuple(self._fetched.values()),
             lost=Costs(holders)(blobs),
             unreadable=tuple(dict.fromkeys(unreadable)),
-            reingest=tuple(dict.fromkeys(references_to(self._repo, sorted(origins, key=lambda of: (of.run, of.step))))),
+            reingest=tuple(
+                dict.fromkeys(references_to(self._repo, sorted(origins, key=lambda origin: (origin.run, origin.step))))
+            ),
             pins_elsewhere=tuple(pins),
             strangers=tuple(strangers),
             newer=tuple(newer),
@@ -253,7 +255,7 @@ class _Repair:
             version = self._repo.version(blob)
         except IntegrityError:  # it is a state, or lost itself
             return False
-        return object_id in {of.id for of in version.references} - {of.id for of in version.objects}
+        return object_id in {stored.id for stored in version.references} - {stored.id for stored in version.objects}
 
     def _source_of(self, ref: BlobRef) -> Repository | None:
         for source in self._sources:

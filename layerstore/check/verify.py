@@ -69,12 +69,12 @@ def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
     [0, 3221225472]
     """
     if match := _SLICE.fullmatch(text):
-        number, of = int(match["number"]), int(match["of"])
+        number, count = int(match["number"]), int(match["of"])
         if seed is not None:
             raise InvalidInput(f"{text} always reads the same objects; a seed is for percentages", hint="leave it out")
-        if 1 <= number <= of:
-            begin = (number - 1) * _ALL // of
-            return ObjectSample(begin=begin, length=number * _ALL // of - begin, words=text)
+        if 1 <= number <= count:
+            begin = (number - 1) * _ALL // count
+            return ObjectSample(begin=begin, length=number * _ALL // count - begin, words=text)
     if match := _PERCENT.fullmatch(text):
         share = float(match["percent"]) / 100
         if 0 < share <= 1:
@@ -298,8 +298,8 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
             named.blobs.append(ref)
             progress.advance(ref.size_bytes)
             try:
-                for each in objects_of(ref, numbers):
-                    named.objects.add(each, number)
+                for needed in objects_of(ref, numbers):
+                    named.objects.add(needed, number)
             except LayerstoreError as exc:
                 named.note(_lost_object(repo, kind, ref, exc, (ref,)))
 
@@ -344,7 +344,7 @@ def _check_objects(
         lost = list(_lost(repo, map(checked, range(0, NumberedRefs.PARTS, count)), reads, progress))
         for of_another in answers():
             lost += of_another
-    for ref, problem in sorted(lost, key=lambda each: each[0].id):
+    for ref, problem in sorted(lost, key=lambda lost_object: lost_object[0].id):
         numbers = _refs(named, int(ref.id[:2], 16))[ref]
         blobs = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
         named.note(_lost_object(repo, "object", ref, problem, blobs))
@@ -360,7 +360,7 @@ def _check_objects(
 def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: ObjectSample, progress: Progress) -> None:
     """Read what only dropped commits need. If something is missing, they cannot come back: that is no loss."""
     others = [named.versions, named.states, named.objects]
-    kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for of in others for ref in of.part(at)}
+    kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for names in others for ref in names.part(at)}
     here = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
     here = [ref for ref in here if _is_there(repo, ref)]
     counted.objects += len(here)
@@ -395,7 +395,7 @@ def _lost(
     """Yield which objects of *parts* are missing or damaged; those in the sample *reads* are read."""
 
     def check(refs: Sequence[BlobRef]) -> list[_Lost]:
-        found: list[_Lost] = []
+        lost: list[_Lost] = []
         for ref in refs:
             try:
                 repo.objects.check_there(ref)
@@ -404,8 +404,8 @@ def _lost(
                     progress.advance(ref.size_bytes)
             except LayerstoreError as exc:
                 _reason(exc)  # raises if it says nothing about the object
-                found.append((ref, exc))
-        return found
+                lost.append((ref, exc))
+        return lost
 
     repo.objects.look_anew()
     waiting: deque[Future[list[_Lost]]] = deque()
@@ -418,14 +418,16 @@ def _lost(
                 if len(waiting) == _SHARES_MAX:
                     yield from waiting.popleft().result()
                 waiting.append(pool.submit(check, refs[start : start + step]))
-        for each in waiting:
-            yield from each.result()
+        for future in waiting:
+            yield from future.result()
 
 
 def _refs(named: _Named, at: int) -> dict[BlobRef, list[int] | None]:
     """Return the objects whose ids start with *at*, each with the numbers of the blobs that name it."""
     # The blobs themselves have just been read; if data is read, they count like all other objects.
-    own: dict[BlobRef, list[int] | None] = {ref: None for of in (named.versions, named.states) for ref in of.part(at)}
+    own: dict[BlobRef, list[int] | None] = {
+        ref: None for blobs in (named.versions, named.states) for ref in blobs.part(at)
+    }
     return {**own, **named.objects.part(at)}
 
 
@@ -455,8 +457,8 @@ def _judged(faults: Iterable[Damage], holders: dict[str, Holder]) -> tuple[Damag
 
 def _lost_blobs(damaged: Iterable[Damage]) -> dict[BlobRef, list[ObjectId]]:
     """Return the damaged blobs, each with the objects that it has lost."""
-    found: dict[BlobRef, list[ObjectId]] = {}
+    lost: dict[BlobRef, list[ObjectId]] = {}
     for damage in damaged:
         for blob in damage.blobs:
-            found.setdefault(blob, []).append(ObjectId(damage.id))
-    return found
+            lost.setdefault(blob, []).append(ObjectId(damage.id))
+    return lost

@@ -218,10 +218,10 @@ def cautions(repo: Repository, composition: Composition, *, moments: bool = True
 
 def _mixture_of(base: CommitRecord, layers: tuple[LayerEntry, ...]) -> str | None:
     """Say that no training ever had this model, if *layers* are from several saves; None if they are from one."""
-    found = others_in(base, layers)
-    if found is None:
+    others = others_in(base, layers)
+    if others is None:
         return None
-    count, are_older = found
+    count, are_older = others
     are = "is" if count == 1 else "are"
     return (
         f"{count} of {len(layers)} layers {are} {'older than' if are_older else 'not from'} step {base.step}: "
@@ -293,15 +293,15 @@ def compose_by_policy(
     picks = replay_policy(
         phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy)
     )
-    found = past.chosen({entry.layer: picks[entry.layer] for entry in base.layers})
-    by_layer = {entry.layer: entry for _, entries in found for entry in entries}
+    chosen = past.chosen({entry.layer: picks[entry.layer] for entry in base.layers})
+    by_layer = {entry.layer: entry for _, entries in chosen for entry in entries}
     layers = tuple(by_layer[entry.layer] for entry in base.layers)
     return replace(
         latest,
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
-        chosen_from=tuple((name, entries) for name, entries in found if name is not None),
+        chosen_from=tuple((name, entries) for name, entries in chosen if name is not None),
         older_than_due=tuple(entry.layer for entry in layers if past.is_older(entry, picks[entry.layer])),
     )
 
@@ -372,8 +372,8 @@ def check_splittable(
 
 def difference(base: LayerVersion, other: LayerVersion, *, states: bool = True) -> str | None:
     """Say how the version *other* of a layer does not fit *base*; None if it fits. *states* are the optimizer's."""
-    if (found := mismatch(base, other)) is not None:
-        return found
+    if (problem := mismatch(base, other)) is not None:
+        return problem
     for name, state in sorted(base.optimizer_states ^ other.optimizer_states) if states else ():
         has_it = "only the base has" if (name, state) in base.optimizer_states else "the base has no"
         return f"{has_it} the optimizer state {state!r} of {name!r}"
@@ -400,16 +400,18 @@ def _are_alike(mine: Parameter | Buffer, theirs: Parameter | Buffer) -> bool:
     """
     types = {mine.dtype, theirs.dtype}
     is_type_alike = len(types) == 1 or ("F32" in types and all(can_convert("F32", dtype) for dtype in types))
-    trained = [isinstance(of, Parameter) and not of.frozen for of in (mine, theirs)]
-    tied = [of.aliases if isinstance(of, Parameter) else () for of in (mine, theirs)]
+    trained = [isinstance(described, Parameter) and not described.frozen for described in (mine, theirs)]
+    tied = [described.aliases if isinstance(described, Parameter) else () for described in (mine, theirs)]
     is_tied_alike = tied[0] == tied[1] or not all(tied)
     return mine.shape == theirs.shape and trained[0] == trained[1] and is_type_alike and is_tied_alike
 
 
 def _types_of_masters(layer: LayerVersion | LayerSource) -> dict[str, str]:
     if isinstance(layer, LayerSource):
-        return {part.name: part.dtype for of in layer.objects if of.kind is Kind.MASTER for part in of.slices}
-    return {part.name: part.dtype for of in layer.objects if of.kind is Kind.MASTER for part in of.tensors}
+        return {
+            part.name: part.dtype for source in layer.objects if source.kind is Kind.MASTER for part in source.slices
+        }
+    return {part.name: part.dtype for stored in layer.objects if stored.kind is Kind.MASTER for part in stored.tensors}
 
 
 def _by_name(version: LayerVersion | LayerSource) -> dict[str, Parameter | Buffer]:
@@ -459,7 +461,10 @@ def naming_damage(repo: Repository, composition: Composition, *, resumes: bool =
 
 def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError, *, resumes: bool) -> None:
     """Prefix *exc* with the layer that *lost* an object, and append the remedy."""
-    base, entry = composition.base, next((each for each in composition.entries if _has(repo, each.version, lost)), None)
+    base, entry = (
+        composition.base,
+        next((candidate for candidate in composition.entries if _has(repo, candidate.version, lost)), None),
+    )
     [called] = of_base = references_to(repo, [base])
     if entry is not None:
         [called] = references_to(repo, [entry.origin])

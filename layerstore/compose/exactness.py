@@ -89,7 +89,7 @@ def earlier_exact(repo: Repository, base: CommitRecord, lost: LayerEntry | None)
     try:
         for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
             if row.is_exact and (
-                lost is None or lost.version not in [of.version for of in row.entries([lost.layer]).values()]
+                lost is None or lost.version not in [entry.version for entry in row.entries([lost.layer]).values()]
             ):
                 return row
     except LayerstoreError:

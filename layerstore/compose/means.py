@@ -73,18 +73,21 @@ def average(
         names = pattern_of(layers, name="the layers to average").layers(names)
     for save in saves:
         _check_layers(repo, composition, save, names, are_all=layers is None)
-    found: dict[str, tuple[tuple[LayerEntry, float], ...]] = {}
+    means: dict[str, tuple[tuple[LayerEntry, float], ...]] = {}
     for layer in names:
         parts: dict[BlobRef, tuple[LayerEntry, float]] = {}
         for save in saves:
             entry = save.entries[layer]
             parts[entry.version] = entry, parts.get(entry.version, (entry, 0.0))[1] + save.weight
         if parts.keys() != {own[layer].version}:
-            found[layer] = tuple(parts.values())
-    if not found:
+            means[layer] = tuple(parts.values())
+    if not means:
         return composition  # all that was to be averaged is what the base has
-    used = ((save.name, tuple(save.entries[layer] for layer in found)) for save in saves if save.name is not None)
-    weighed = (MeanSave(run=of.save.run, attempt=of.save.attempt, step=of.save.step, weight=of.weight) for of in saves)
+    used = ((save.name, tuple(save.entries[layer] for layer in means)) for save in saves if save.name is not None)
+    weighed = (
+        MeanSave(run=averaged.save.run, attempt=averaged.save.attempt, step=averaged.save.step, weight=averaged.weight)
+        for averaged in saves
+    )
     return replace(
         composition,
         policy="average",
@@ -93,7 +96,7 @@ def average(
             **({} if ema is None else {"ema": ema}),
             **({} if layers is None else {"layers": layers}),
         },
-        mean=Mean(saves=tuple(weighed), layers=found),
+        mean=Mean(saves=tuple(weighed), layers=means),
         chosen_from=(*composition.chosen_from, *used),
     )
 
@@ -123,23 +126,23 @@ def _last_saves(repo: Repository, composition: Composition, of: str | None, ema:
     decay = 1.0 if ema is None else ema
     count = int(last["count"]) if last is not None else 1 + int(math.log(_EMA_LEAST) / math.log(decay))
     base, view = composition.base, repo.catalog.find(composition.base.run)
-    found = [_Save(save=base, name=None, entries={entry.layer: entry for entry in base.layers}, weight=1.0)]
-    names = list(found[0].entries)
+    saves = [_Save(save=base, name=None, entries={entry.layer: entry for entry in base.layers}, weight=1.0)]
+    names = list(saves[0].entries)
     older = [] if view is None else islice(saves_below(view, attempt=base.attempt, step=base.step), count - 1)
     for row in older:
-        found.append(_Save(save=row, name=row.name, entries=row.entries(names), weight=decay ** len(found)))
-    if last is not None and len(found) < count:
+        saves.append(_Save(save=row, name=row.name, entries=row.entries(names), weight=decay ** len(saves)))
+    if last is not None and len(saves) < count:
         [called] = references_to(repo, [base])
         below = (
-            f"{len(found) - 1} save{'s' if len(found) != 2 else ''} before it"
-            if len(found) > 1
+            f"{len(saves) - 1} save{'s' if len(saves) != 2 else ''} before it"
+            if len(saves) > 1
             else "no save before it"
         )
         raise InvalidInput(
             f"{called} has {below}: there are no {count} to average",
-            hint=f"at most last:{len(found)}, or name saves: A,B:2",
+            hint=f"at most last:{len(saves)}, or name saves: A,B:2",
         )
-    return found[::-1]
+    return saves[::-1]
 
 
 def _named(resolved: Resolved, weight: float) -> _Save:
@@ -155,12 +158,12 @@ def _weighted(text: str) -> list[tuple[str, float]]:
     >>> _weighted("sft@800,sft@900:2")
     [('sft@800', 1.0), ('sft@900', 2.0)]
     """
-    found = []
+    weighted = []
     for part in text.split(","):
         reference, colon, weight = part.strip().partition(":")
         if not reference or (colon and (not _WEIGHT.fullmatch(weight) or not float(weight))):
             raise InvalidInput(
                 f"{part!r} is not a save with a weight", hint="references with weights above 0: sft@800,sft@900:2.5"
             )
-        found.append((reference, float(weight or 1)))
-    return found
+        weighted.append((reference, float(weight or 1)))
+    return weighted

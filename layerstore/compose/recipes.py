@@ -63,9 +63,9 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
         notes.append(f"run {recipe.run_hint!r} of the recipe is not in the store; using {name!r}")
-    found = _found(repo, taken, notes, run=record.run, back=back)
+    sources = _found(repo, taken, notes, run=record.run, back=back)
     layers = {entry.layer: entry for entry in record.layers}
-    for _, entries in found:
+    for _, entries in sources:
         layers |= entries
     return Composition(
         base=record,
@@ -75,7 +75,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
         layers=tuple(layers[layer] for layer in plan.layers),
         notes=tuple(notes),
-        chosen_from=tuple((row.name, tuple(entries.values())) for row, entries in found if row is not None),
+        chosen_from=tuple((row.name, tuple(entries.values())) for row, entries in sources if row is not None),
     )
 
 
@@ -83,19 +83,19 @@ def _found(repo: Repository, taken: Mapping[str, "Choice"], notes: list[str], *,
     """Look up the source of each layer in *taken*, each run and commit once; add older layers to *notes*."""
     references = {layer: choice.reference(run=run, back=back) for layer, choice in taken.items()}
     pins, view_of = frozenset(repo.records.pin_names()), cache(repo.catalog.view)
-    found: dict[str, Found] = {}
+    sources: dict[str, Found] = {}
     for layer, choice in taken.items():
         reference = references[layer]
         with _explained(choice, run):
-            if reference not in found:
+            if reference not in sources:
                 wanted = [other for other, its in references.items() if its == reference]
                 source = locate(repo, reference, pins=pins, view_of=view_of)
                 if isinstance(source, Resolved):
                     of_pin = {entry.layer: entry for entry in source.record.layers if entry.layer in wanted}
-                    found[reference] = None, of_pin
+                    sources[reference] = None, of_pin
                 else:
-                    found[reference] = source, source.entries(wanted)
-            row, entries = found[reference]
+                    sources[reference] = source, source.entries(wanted)
+            row, entries = sources[reference]
             if layer not in entries:
                 raise NotFound(
                     f"{reference} has no layer {layer!r}",
@@ -105,7 +105,7 @@ def _found(repo: Repository, taken: Mapping[str, "Choice"], notes: list[str], *,
         if row is not None and not entries[layer].saved_by(row):
             step = entries[layer].origin.step
             notes.append(f"{choice.spot}: {layer} was not saved at {reference}, which has its version of step {step}")
-    return list(found.values())
+    return list(sources.values())
 
 
 def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
@@ -126,8 +126,8 @@ def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
                 exc.hint = f"write base: RUN@{step}, or pass --run RUN"
             else:
                 hint = recipe.run_hint
-                found = "names no run" if hint is None else f"would be of run {hint!r}, which is not here"
-                exc.message = f"{path} {found}; {exc.message}"
+                problem = "names no run" if hint is None else f"would be of run {hint!r}, which is not here"
+                exc.message = f"{path} {problem}; {exc.message}"
                 exc.hint = (
                     f"pass --run RUN, or write RUN/checkpoint-{step} and the like wherever the recipe says model:"
                 )
