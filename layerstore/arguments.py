@@ -62,7 +62,7 @@ def _checked(function: Any) -> Any:
 def show_fields(function: Callable[..., object], options: type) -> None:
     """Make the signature of *function*, which ends in ``**options``, show the fields of the dataclass *options*."""
     wanted = signature(function)
-    own = [each for each in wanted.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    own = [parameter for parameter in wanted.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
     fields = signature(options).parameters.values()
     vars(unwrap(function))["__signature__"] = wanted.replace(parameters=[*own, *fields])
 
@@ -90,9 +90,9 @@ def check_fields(value: Any) -> None:
 
 
 @cache
-def _kinds_of_fields(of: type) -> dict[str, Any]:
-    kinds = get_type_hints(of)
-    return {field.name: kinds[field.name] for field in fields(of)}
+def _kinds_of_fields(cls: type) -> dict[str, Any]:
+    kinds = get_type_hints(cls)
+    return {field.name: kinds[field.name] for field in fields(cls)}
 
 
 @cache  # on the first call: reading a signature takes longer than importing it
@@ -110,8 +110,12 @@ class _Names(dict[str, Any]):
 def _kinds(function: Any) -> dict[str, Any]:
     """Return what each parameter of *function* may be; its result may name what takes long to import."""
     wanted = signature(function).parameters.values()
-    named = [each for each in wanted if each.kind is not each.VAR_KEYWORD]  # those are checked by what they are for
-    of_parameters = {each.name: each.annotation for each in named if each.annotation is not each.empty}
+    named = [
+        parameter for parameter in wanted if parameter.kind is not parameter.VAR_KEYWORD
+    ]  # those are checked by what they are for
+    of_parameters = {
+        parameter.name: parameter.annotation for parameter in named if parameter.annotation is not parameter.empty
+    }
     return get_type_hints(SimpleNamespace(__annotations__=of_parameters), {}, _Names(function.__globals__))
 
 
@@ -119,13 +123,13 @@ def _fits(value: object, kind: Any, *, in_words: bool = False) -> bool:
     """Whether *value* is of that *kind*; with *in_words*, one of the words of a Literal."""
     origin, within = get_origin(kind) or kind, get_args(kind)
     if origin in {Union, UnionType}:
-        return any(_fits(value, each, in_words=in_words) for each in within)
+        return any(_fits(value, option, in_words=in_words) for option in within)
     if origin is Literal:
         # Of an argument, the room that knows the choices names them.
         return type(value) in set(map(type, within)) and (not in_words or value in within)
     if origin is Iterable:
         is_list = isinstance(value, Iterable) and not isinstance(value, str)
-        return is_list and (not isinstance(value, Collection) or all(_fits(each, within[0]) for each in value))
+        return is_list and (not isinstance(value, Collection) or all(_fits(item, within[0]) for item in value))
     if origin in _METHODS:
         return hasattr(value, _METHODS[origin])
     return isinstance(value, origin)
@@ -133,8 +137,8 @@ def _fits(value: object, kind: Any, *, in_words: bool = False) -> bool:
 
 def _misfit(where: str, name: str, value: object, kind: Any) -> InvalidInput:
     kinds = get_args(kind) if get_origin(kind) in {Union, UnionType} else (kind,)
-    words = [_in_words(each) for each in kinds]
-    is_alone = isinstance(value, str) and any(get_origin(each) is Iterable for each in kinds)
+    words = [_in_words(option) for option in kinds]
+    is_alone = isinstance(value, str) and any(get_origin(option) is Iterable for option in kinds)
     hint = f"{name}=[{value!r}]" if is_alone else _HINTS.get(name)
     return InvalidInput(f"{where}: {name} is {short(value)}, but must be {' or '.join(words)}", hint=hint)
 

@@ -70,10 +70,10 @@ class LayerstoreError(Exception):
 
 
 def _unpickled(kind: type[LayerstoreError], words: tuple[object, ...], state: dict[str, object]) -> LayerstoreError:
-    found = kind.__new__(kind, *words)
+    error = kind.__new__(kind, *words)
     for name, value in state.items():
-        setattr(found, name, value)
-    return found
+        setattr(error, name, value)
+    return error
 
 
 def _without_keys(text: str) -> str:

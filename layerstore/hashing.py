@@ -134,8 +134,8 @@ def check_chunk(ref: BlobRef, digests: bytes, number: int, pieces: Iterable[Byte
     for data in pieces:
         hasher.update(data)
         size_bytes += len(data)
-    found = hasher.digest()
-    if digests[number * len(found) :][: len(found)] != found:
+    actual = hasher.digest()
+    if digests[number * len(actual) :][: len(actual)] != actual:
         start = number * VERIFY_CHUNK_BYTES
         raise IntegrityError(
             f"object {ref.id} is damaged between {start} and {start + size_bytes} bytes",

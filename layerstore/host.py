@@ -37,12 +37,14 @@ def check_host() -> None:
         )
     for library, (least, beyond) in NEEDS.items():
         try:
-            found = metadata.version(library)
+            installed = metadata.version(library)
         except metadata.PackageNotFoundError:
             continue  # installed in some other way; if it cannot be imported, Python says so
-        if not least <= _numbers(found) < beyond:
+        if not least <= _numbers(installed) < beyond:
             wanted = f"{library}>={_dotted(least)},<{_dotted(beyond)}"
-            raise Unsupported(f"{library} is {found} here; layerstore needs {wanted}", hint=f'pip install "{wanted}"')
+            raise Unsupported(
+                f"{library} is {installed} here; layerstore needs {wanted}", hint=f'pip install "{wanted}"'
+            )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -57,8 +59,8 @@ def free_memory_bytes() -> int:
     """Return how much memory is free on this host, or in this container if that is less; 0 if that is unknown."""
     limits = []
     with suppress(OSError, ValueError):
-        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-        limits += [] if found is None else [int(found[1]) * 1024]
+        match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        limits += [] if match is None else [int(match[1]) * 1024]
         limit = Path("/sys/fs/cgroup/memory.max").read_text()  # "max" if there is none
         limits.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return min(limits, default=0)

@@ -26,7 +26,9 @@ class IngestOptions:
     policy: Policy = field(default_factory=Latest)
     precision: Annotated[
         PrecisionName,
-        Setting(f"how finely layers are kept. {'; '.join(f'{of.name}: {of.help}' for of in PRECISIONS.values())}"),
+        Setting(
+            f"how finely layers are kept. {'; '.join(f'{known.name}: {known.help}' for known in PRECISIONS.values())}"
+        ),
     ] = "exact"
     exact_every: Annotated[
         int | None,

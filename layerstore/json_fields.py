@@ -48,9 +48,9 @@ def json_value(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): json_value(each) for key, each in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, Iterable):
-        return [json_value(each) for each in value]
+        return [json_value(item) for item in value]
     return json_fields(value)
 
 

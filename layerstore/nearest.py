@@ -48,8 +48,8 @@ class ByName(dict[str, T]):
 def unknown(what: str, name: object, known: Iterable[str]) -> NotFound:
     """Return the error for a *name* that is not among the *known*; its hint has the nearest, or else the first ones."""
     names = list(known)
-    found = nearest(str(name), names)
+    near = nearest(str(name), names)
     some = f"{', '.join(names[:_SHOWN_MAX])}{', …' if len(names) > _SHOWN_MAX else ''}"
     return NotFound(
-        f"there is no {what} {str(name)!r} here", hint=did_you_mean(found) or (f"here are {some}" if names else None)
+        f"there is no {what} {str(name)!r} here", hint=did_you_mean(near) or (f"here are {some}" if names else None)
     )

@@ -134,8 +134,8 @@ def compact_counts(before: Mapping[str, LayerEntry], compact: Collection[str]) -
 
 def flagged(flags: Iterable[str], layers: Iterable[LayerEntry]) -> tuple[str, ...]:
     """Return *flags*, and that some of *layers* are compact if any is."""
-    found = {*flags, COMPACT} if any(entry.compact for entry in layers) else {*flags} - {COMPACT}
-    return tuple(sorted(found))
+    kept = {*flags, COMPACT} if any(entry.compact for entry in layers) else {*flags} - {COMPACT}
+    return tuple(sorted(kept))
 
 
 def stated(precision: str, layers: Iterable[LayerEntry]) -> str:

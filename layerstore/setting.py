@@ -37,16 +37,16 @@ class Setting:
         return given
 
 
-def settings_of(of: object) -> dict[str, Setting]:
-    """Return the settings of *of*, a class, by name; none if its fields do not say any."""
-    own = fields(of) if isinstance(of, type) and is_dataclass(of) else ()
+def settings_of(cls: object) -> dict[str, Setting]:
+    """Return the settings of *cls*, by name; none if its fields do not say any."""
+    own = fields(cls) if isinstance(cls, type) and is_dataclass(cls) else ()
     return {field.name: _completed(field) for field in own if get_origin(field.type) is Annotated}
 
 
 def _completed(field: Field[Any]) -> Setting:
-    of, setting = get_args(field.type)
+    annotated, setting = get_args(field.type)
     assert isinstance(setting, Setting)
-    kind = of if get_origin(of) is Literal else (get_args(of) or (of,))[0]  # without None
+    kind = annotated if get_origin(annotated) is Literal else (get_args(annotated) or (annotated,))[0]  # without None
     return replace(
         setting,
         kind=str if setting.read else kind,

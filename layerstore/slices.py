@@ -157,18 +157,18 @@ class _Row:
 
 def _row_of_runs(slices: Iterable[StoredSlice]) -> _Row:
     """Return slices that follow each other, rank by rank."""
-    found = tuple(sorted(slices, key=attrgetter("object.shard")))
-    return _Row(found, (0,) * len(found), tuple(accumulate(map(attrgetter("tensor.elements"), found), initial=0)))
+    ordered = tuple(sorted(slices, key=attrgetter("object.shard")))
+    return _Row(ordered, (0,) * len(ordered), tuple(accumulate(map(attrgetter("tensor.elements"), ordered), initial=0)))
 
 
 def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
     """Return the runs of slices that are boxes of a tensor of *shape*; they end where one is missing."""
     runs: list[tuple[int, int, int, StoredSlice]] = []
-    for each in slices:
-        offsets, sizes = each.tensor.box[: len(shape)], each.tensor.box[len(shape) :]
+    for part in slices:
+        offsets, sizes = part.tensor.box[: len(shape)], part.tensor.box[len(shape) :]
         start = 0
         for first, elements in box_runs(shape, offsets, sizes):
-            runs.append((first, elements, start, each))
+            runs.append((first, elements, start, part))
             start += elements
     runs.sort(key=lambda run: run[0])
     bounds = [0]
@@ -205,9 +205,9 @@ class Slices:
         self._rows: dict[tuple[Kind, str, str], _Row] = {}
         self._means: dict[str, list[tuple[Slices, float]]] = {}
         for parts in means.values():
-            found = [(Slices([_masters_of(version)]), weight) for version, weight in parts]
-            of = found[0][0]
-            self._means |= {name: found for name in of.parameters if of.shards(Kind.MASTER, name)}
+            averaged = [(Slices([_masters_of(version)]), weight) for version, weight in parts]
+            first = averaged[0][0]
+            self._means |= {name: averaged for name in first.parameters if first.shards(Kind.MASTER, name)}
         self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
         self._shards: dict[tuple[Kind, str], int] = {}
         self.size_bytes = 0
@@ -216,10 +216,10 @@ class Slices:
             self.parameters |= {parameter.name: parameter for parameter in version.parameters}
             for stored in version.objects:
                 kind, shard, shards = stored.kind, stored.shard, stored.shards
-                for each in slices_in(stored):
-                    tensor = each.tensor
-                    self._stored[kind, tensor.name, tensor.state, shard] = each
-                    self._by_name.setdefault((kind, tensor.name, tensor.state), []).append(each)
+                for part in slices_in(stored):
+                    tensor = part.tensor
+                    self._stored[kind, tensor.name, tensor.state, shard] = part
+                    self._by_name.setdefault((kind, tensor.name, tensor.state), []).append(part)
                     self._shards[kind, tensor.name] = shards
                     self.size_bytes += tensor.elements * by_code(tensor.dtype).bytes
 
@@ -239,10 +239,10 @@ class Slices:
         return self._row(kind, name, state).bounds
 
     def _of_ranks(self, kind: Kind, name: str, state: str) -> list[StoredSlice]:
-        found = self._by_name.get((kind, name, state))
-        if found is None:
+        row = self._by_name.get((kind, name, state))
+        if row is None:
             raise _not_stored(kind, name, state)
-        return found
+        return row
 
     def _row(self, kind: Kind, name: str, state: str) -> "_Row":
         """Return a parameter's slices in order; raises LayoutMismatch if they are not as long as the parameter."""
@@ -281,7 +281,7 @@ class Slices:
             Unsupported: They are stored as a type that cannot be converted to *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
-        found = []
+        pieces = []
         for stored, start, elements, means in self._parts(kind, name, state=state, begin=begin, end=end):
             source = stored.tensor.dtype
             if as_stored and source != dtype:
@@ -295,9 +295,9 @@ class Slices:
             piece = stored.piece(offset, start=start, elements=elements)
             if source != dtype or means:
                 piece = replace(piece, rounding=(source, dtype), crc32=None, mean_of=_addends(means) if means else ())
-            found.append(piece)
+            pieces.append(piece)
             offset += elements * by_code(dtype).bytes
-        return found
+        return pieces
 
     def _parts(
         self, kind: Kind, name: str, *, state: str, begin: int, end: int
@@ -307,14 +307,14 @@ class Slices:
         if averaged is None:
             return [(*stretch, ()) for stretch in self.stretches(kind, name, state=state, begin=begin, end=end)]
         ends = {begin}  # of stretches, which other numbers of ranks have elsewhere
-        for of, _ in averaged:
-            lengths = (elements for _, _, elements in of.stretches(kind, name, begin=begin, end=end))
+        for source, _ in averaged:
+            lengths = (elements for _, _, elements in source.stretches(kind, name, begin=begin, end=end))
             ends |= set(accumulate(lengths, initial=begin))
-        found: list[tuple[StoredSlice, int, int, Sequence[_Part]]] = []
+        made_of: list[tuple[StoredSlice, int, int, Sequence[_Part]]] = []
         for first, last in pairwise(sorted(ends)):
-            parts = [(*of.stretches(kind, name, begin=first, end=last)[0], weight) for of, weight in averaged]
-            found.append((*parts[0][:3], parts if len(parts) > 1 else ()))
-        return found
+            parts = [(*source.stretches(kind, name, begin=first, end=last)[0], weight) for source, weight in averaged]
+            made_of.append((*parts[0][:3], parts if len(parts) > 1 else ()))
+        return made_of
 
     def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> list[Stretch]:
         """
@@ -325,13 +325,13 @@ class Slices:
         """
         if begin == end:
             return []
-        row, found = self._row(kind, name, state), []
+        row, stretches = self._row(kind, name, state), []
         at = bisect_right(row.bounds, begin) - 1
         while begin < end:
             stop = row.bounds[at + 1] if row.bounds[at + 1] < end else end
-            found.append((row.slices[at], row.starts[at] + begin - row.bounds[at], stop - begin))
+            stretches.append((row.slices[at], row.starts[at] + begin - row.bounds[at], stop - begin))
             begin, at = stop, at + 1
-        return found
+        return stretches
 
     def shards(self, kind: Kind, name: str) -> int:
         """Return the number of slices of *name*; 0 if this kind is not stored."""
@@ -374,14 +374,14 @@ def _masters_of(version: LayerVersion) -> LayerVersion:
 
 def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
     """Return *parts* as those of a mean; raises LayoutMismatch if they have several element types."""
-    found = []
+    addends = []
     for stored, start, elements, weight in parts:
         piece = stored.piece(0, start=start, elements=elements)
-        found.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
+        addends.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
         first = parts[0][0].tensor
         if stored.tensor.dtype != first.dtype or first.dtype == "F64":
             raise LayoutMismatch(
                 f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",
                 name=first.name,
             )
-    return tuple(found)
+    return tuple(addends)

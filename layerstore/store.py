@@ -308,8 +308,10 @@ class Store:
         """Return the timings of the saves of *run* that were made during training, in order of attempt and step."""
         from layerstore.publish import read_timings
 
-        found = read_timings(self._repo, run)
-        return Table((found[place] for place in sorted(found)), if_empty="only saves made during training are timed")
+        timings = read_timings(self._repo, run)
+        return Table(
+            (timings[place] for place in sorted(timings)), if_empty="only saves made during training are timed"
+        )
 
     def show(self, ref: str | None = None) -> "CommitView":
         """Return everything about one commit."""

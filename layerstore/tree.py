@@ -199,17 +199,17 @@ class Template:
 
     def storages_of(self, tree: Tree) -> list[Storage] | None:
         """Return the storages that *tree* has in place of the template's; None if *tree* is not such a copy."""
-        found: dict[Storage, Storage] = {}
-        if not self._is_copy(self._tree, tree, found, {}) or len(set(found.values())) != len(self._storages):
+        copies: dict[Storage, Storage] = {}
+        if not self._is_copy(self._tree, tree, copies, {}) or len(set(copies.values())) != len(self._storages):
             return None
-        return [found[storage] for storage in self._storages]
+        return [copies[storage] for storage in self._storages]
 
     def _look(self, node: Tree) -> bool:
         """Whether *node* contains a tensor; notes the answer for all its parts."""
         parts = _parts(node)
         if parts and id(node) not in self._has_tensors:
-            found = [self._look(part) for part in parts]
-            self._has_tensors[id(node)] = isinstance(node, Tensor) or any(found)
+            answers = [self._look(part) for part in parts]
+            self._has_tensors[id(node)] = isinstance(node, Tensor) or any(answers)
         return self._has_tensors.get(id(node), False)
 
     def _copy(self, node: Any, storages: Mapping[Storage, Storage], made: dict[int, Any]) -> Any:
@@ -222,8 +222,8 @@ class Template:
             made[key] = _with_parts(node, parts, storages)
         return made[key]
 
-    def _is_copy(self, node: Any, other: Any, found: dict[Storage, Storage], seen: dict[int, Any]) -> bool:
-        """Whether *other* is *node* with other storages; notes these in *found*."""
+    def _is_copy(self, node: Any, other: Any, copies: dict[Storage, Storage], seen: dict[int, Any]) -> bool:
+        """Whether *other* is *node* with other storages; notes these in *copies*."""
         key = id(node)
         if not self._has_tensors.get(key, False) or type(node) is not type(other):
             return node is other
@@ -231,7 +231,7 @@ class Template:
             return seen[key] is other
         seen[key] = other
         if isinstance(node, Tensor):
-            ours, theirs = node.storage, found.setdefault(node.storage, other.storage)
+            ours, theirs = node.storage, copies.setdefault(node.storage, other.storage)
             alike = (ours.dtype, ours.elements, ours.device) == (theirs.dtype, theirs.elements, theirs.device)
             if theirs is not other.storage or not alike:
                 return False
@@ -240,7 +240,7 @@ class Template:
             return False
         pairs = zip(parts, others, strict=True)
         inner = [pair for pair in pairs if type(pair[0]) not in _LEAVES or pair[0] is not pair[1]]
-        return all(self._is_copy(one, another, found, seen) for one, another in inner)
+        return all(self._is_copy(one, another, copies, seen) for one, another in inner)
 
 
 def _parts(node: Any) -> list[Tree]:
