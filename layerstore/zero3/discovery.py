@@ -286,35 +286,35 @@ def _refuse_unfinished(folder: Path) -> None:
 
 
 def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
-    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    by_kind: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for match in filter(None, map(SHARD.fullmatch, names)):
-        rank, files = int(match["rank"]), found[match["what"]]
+        rank, files = int(match["rank"]), by_kind[match["what"]]
         if rank in files:
             raise SourceCheckpoint(
                 f"{folder} has two {match['what']}_states files of rank {rank}: {files[rank].name}, {match[0]}"
             )
         files[rank] = folder / match[0]
-    is_whole = not found["model"] and MODEL_STATES in names
+    is_whole = not by_kind["model"] and MODEL_STATES in names
     if is_whole:
-        found["model"] = dict.fromkeys(found["optim"], folder / MODEL_STATES)
-    ranks = sorted(found["model"].keys() | found["optim"].keys())
-    if not found["optim"] and (ranks or MODEL_STATES in names):
+        by_kind["model"] = dict.fromkeys(by_kind["optim"], folder / MODEL_STATES)
+    ranks = sorted(by_kind["model"].keys() | by_kind["optim"].keys())
+    if not by_kind["optim"] and (ranks or MODEL_STATES in names):
         raise Unsupported(
             f"{folder} has no optim_states files: the fp32 weights and the optimizer's state are not in it",
             hint="layerstore needs a checkpoint that training could resume from, of ZeRO stage 1, 2 or 3",
         )
-    if not found["model"]:
+    if not by_kind["model"]:
         _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
-    halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in found if rank not in found[kind]]
+    halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in by_kind if rank not in by_kind[kind]]
     what = "optim_states" if is_whole else "both files"
     gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
-    if len({path.name.startswith("bf16_") for path in found["optim"].values()}) > 1:
+    if len({path.name.startswith("bf16_") for path in by_kind["optim"].values()}) > 1:
         raise LayoutMismatch(
             f"{folder} is mixed: the optim_states of some ranks begin with bf16_ and those of others do not",
             hint="ranks of one save belong together; ingest another checkpoint",
         )
-    return tuple(RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks)
+    return tuple(RankFiles(rank=rank, model=by_kind["model"][rank], optimizer=by_kind["optim"][rank]) for rank in ranks)
 
 
 def beside_shards(folder: Path, tag: str) -> Iterator[Path]:

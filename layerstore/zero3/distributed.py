@@ -25,12 +25,12 @@ def distributed_at(path: Path) -> Path | None:
 
 def several_distributed(path: Path) -> LayerstoreError | None:
     """Make the error for a folder that holds distributed checkpoints and is none itself; None if it holds none."""
-    inner = sorted((path / name for name in list_folder(path)), key=lambda each: natural(each.name))
-    found = [each for each in inner if each.is_dir() and distributed_at(each) == each]
-    if not found:
+    inner = sorted((path / name for name in list_folder(path)), key=lambda entry: natural(entry.name))
+    checkpoints = [entry for entry in inner if entry.is_dir() and distributed_at(entry) == entry]
+    if not checkpoints:
         return None
-    names = f"{', '.join(each.name for each in found[:10])}{' …' if len(found) > 10 else ''}"
-    hint = f"name one: layerstore ingest {typed(str(found[-1]))}"
+    names = f"{', '.join(checkpoint.name for checkpoint in checkpoints[:10])}{' …' if len(checkpoints) > 10 else ''}"
+    hint = f"name one: layerstore ingest {typed(str(checkpoints[-1]))}"
     return SourceCheckpoint(f"{path} holds distributed checkpoints: {names}", hint=hint)
 
 

@@ -114,8 +114,8 @@ class RankSource:
         """
         if self.has_whole_model:
             return {name: weights for name, weights in self.weights.items() if name not in self._trained}
-        found = self.model.get("frozen_param_fragments")
-        return {} if found is None else {str(name): fragment for name, fragment in found.children()}
+        frozen = self.model.get("frozen_param_fragments")
+        return {} if frozen is None else {str(name): fragment for name, fragment in frozen.children()}
 
     @cached_property
     def weights(self) -> dict[str, TreeView]:
@@ -124,13 +124,13 @@ class RankSource:
 
         Only the first rank says which names share memory, but they view the same elements.
         """
-        found: dict[object, tuple[str, TreeView]] = {}
+        weights_by_place: dict[object, tuple[str, TreeView]] = {}
         for name, weights in self._of_module():
             tensor = weights.tensor()
             place = tensor.storage, tensor.offset
-            if tensor.elements and (place not in found or name in self._trained):
-                found[place] = name, weights
-        return dict(found.values())
+            if tensor.elements and (place not in weights_by_place or name in self._trained):
+                weights_by_place[place] = name, weights
+        return dict(weights_by_place.values())
 
     def _of_module(self) -> Iterator[tuple[str, TreeView]]:
         """Yield the module's parameters; under stage 1, which does not name the frozen ones, all but its buffers."""
@@ -152,13 +152,13 @@ class RankSource:
         """The persistent buffers, in the model's order."""
         module = self.model["module"].mapping()
         names = self.model.get("buffer_names")
-        found = {}
+        buffers = {}
         for name in names.sequence() if names is not None else ():
             value = module.get(name)
             # Other buffers stay in the tree.
             if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
-                found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
-        return found
+                buffers[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
+        return buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +236,11 @@ def common_of(rank: RankSource) -> Common:
 
 def agreed(ranks: list[RankSource]) -> Common:
     """Return the facts that *ranks* share; raises unless they are all the ranks of one save."""
-    found = [common_of(rank) for rank in ranks]
-    first, folder = found[0], ranks[0].model.path.parent
-    for rank, other in zip(ranks, found, strict=True):
-        found_count = rank.optimizer["optimizer_state_dict"]["partition_count"]
-        counts = [of.integer() for _, of in found_count.children()] if rank.has_whole_model else [found_count.integer()]
+    facts_of_ranks = [common_of(rank) for rank in ranks]
+    first, folder = facts_of_ranks[0], ranks[0].model.path.parent
+    for rank, other in zip(ranks, facts_of_ranks, strict=True):
+        stated = rank.optimizer["optimizer_state_dict"]["partition_count"]
+        counts = [view.integer() for _, view in stated.children()] if rank.has_whole_model else [stated.integer()]
         for count in counts:
             if count != other.dp_world_size:
                 raise _mixed(folder, f"the optimizer was cut for {count} ranks, the model for {other.dp_world_size}")
@@ -304,14 +304,14 @@ def _state_lengths(masters: list[tuple[Tree, TreeView]], sharding: Sharding, ran
 
 def _sliced(states: TreeView, lengths: Mapping[int, int]) -> set[Tree]:
     """Return the names of the states that have one number per element of a sub-group."""
-    found = {
+    sliced = {
         key
         for group, elements in lengths.items()
         if (state := states.get(group)) is not None
         for key, value in state.children()
         if _is_flat(value.value, elements)
     }
-    return found | _MOMENTS
+    return sliced | _MOMENTS
 
 
 def _is_flat(value: Tree, elements: int) -> TypeGuard[Tensor]:
@@ -355,18 +355,18 @@ def _check_flats(rank: RankSource, common: Common) -> None:
     if count != len(groups):
         raise LayoutMismatch(f"{path} has {count} flat groups, param_shapes has {len(groups)}")
     for flat in rank.flats:
-        shapes, found = groups[flat.group], flat.tensor.elements
+        shapes, actual = groups[flat.group], flat.tensor.elements
         expected = rank.sharding.elements(flat.group, rank.rank)
-        if not flat.state and found == rank.sharding.lean(flat.group, rank.rank):
-            expected = found
-        if found == 0 and expected:
+        if not flat.state and actual == rank.sharding.lean(flat.group, rank.rank):
+            expected = actual
+        if actual == 0 and expected:
             raise Unsupported(
                 f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
                 hint="save with offload_optimizer.device 'cpu' or 'none'",
             )
-        if found != expected or not flat.tensor.is_contiguous:
+        if actual != expected or not flat.tensor.is_contiguous:
             raise LayoutMismatch(
-                f"{path}: {flat.state or 'master'} of flat group {flat.group} has {found} elements, "
+                f"{path}: {flat.state or 'master'} of flat group {flat.group} has {actual} elements, "
                 f"its parameters need {expected} (first: {next(iter(shapes), 'none')})"
             )
 
@@ -413,12 +413,12 @@ def _check_addresses(rank: RankSource) -> None:
     if mappings is None or is_dealt(rank.model, rank.optimizer["optimizer_state_dict"]):
         return
     for group, mapping in mappings.children():
-        expected = {repr(of.name): {"numel": of.elements, "start": of.start} for of in rank.fragments_of(group)}
-        found = {repr(name): of.value.state for name, of in mapping.children() if isinstance(of.value, Inert)}
-        odd = next((name for name in [*found, *expected] if found.get(name) != expected.get(name)), None)
+        expected = {repr(part.name): {"numel": part.elements, "start": part.start} for part in rank.fragments_of(group)}
+        actual = {repr(name): view.value.state for name, view in mapping.children() if isinstance(view.value, Inert)}
+        odd = next((name for name in [*actual, *expected] if actual.get(name) != expected.get(name)), None)
         if odd is not None:
             raise LayoutMismatch(
-                f"{rank.optimizer_file.path}: {odd} is at {found.get(odd)!r} of flat group {group!r}, by the order of "
+                f"{rank.optimizer_file.path}: {odd} is at {actual.get(odd)!r} of flat group {group!r}, by the order of "
                 f"its parameters at {expected.get(odd)}",
                 hint="the file is damaged; or round_robin_gradients reordered them, which only ds_config in the "
                 "checkpoint tells: pass DeepSpeed its config as a dictionary",
@@ -455,7 +455,7 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
     unknown = sorted((shapes.keys() | frozen.keys()) - module.keys())
     if unknown:
         raise LayoutMismatch(f"{rank.model.path}: param_shapes names {unknown[0]!r}, which the module does not have")
-    found = {}
+    parameters = {}
     for name, placeholder in module.items():
         if not isinstance(name, str) or (name not in shapes and name not in frozen):
             continue
@@ -468,14 +468,14 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
         if rank.has_whole_model and holder.shape != shape:
             shapes_found = f"{tuple(holder.shape)} in the module, {tuple(shape)} in param_shapes"
             raise LayoutMismatch(f"{rank.model.path}: the shape of parameter {name!r} is {shapes_found}")
-        found[name] = Parameter(
+        parameters[name] = Parameter(
             name=name,
             dtype=holder.storage.dtype,
             shape=tuple(shape),
             frozen=name in frozen,
             aliases=tuple(sorted(aliases.get(name, ()))),
         )
-    return found
+    return parameters
 
 
 def _frozen(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
@@ -492,9 +492,9 @@ def _frozen(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
 
 def _optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
     states = optimizer_states(rank.optimizer)
-    found: list[int | None] = []
+    steps: list[int | None] = []
     for group in range(groups):
         state = states.get(group)
         counter = None if state is None else state.get(STEP)
-        found.append(None if counter is None else count_of(counter.value))
-    return found
+        steps.append(None if counter is None else count_of(counter.value))
+    return steps

@@ -346,7 +346,9 @@ def _cut_layers(
             buffers=tuple(buffers[member] for member in sorted(members) if member in buffers),
             objects=tuple(sorted(objects.get(name, ()), key=lambda source: (_KINDS.index(source.kind), source.shard))),
             optimizer_step=_common_step(
-                common.optimizer_steps[group] for group, of in enumerate(groups) if of.keys() & set(members)
+                common.optimizer_steps[group]
+                for group, sub_group in enumerate(groups)
+                if sub_group.keys() & set(members)
             ),
             cut=ranks[0].sharding.cut,
         )
@@ -355,16 +357,16 @@ def _cut_layers(
 
 
 def _common_step(steps: Iterable[int | None]) -> int | None:
-    found = set(steps)
-    return found.pop() if len(found) == 1 else None
+    counts = set(steps)
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _flat_slices(rank: RankSource) -> list[tuple[Kind, SliceSource]]:
-    found = []
+    slices = []
     for flat in rank.flats:
         kind = Kind.OPTIMIZER if flat.state else Kind.MASTER
-        found += _slices(kind, flat.tensor, rank.fragments_of(flat.group), state=flat.state)
-    return found
+        slices += _slices(kind, flat.tensor, rank.fragments_of(flat.group), state=flat.state)
+    return slices
 
 
 def _frozen_slices(
@@ -412,10 +414,10 @@ def _slices(
 def _by_layer(
     slices: Iterable[tuple[Kind, SliceSource]], pattern: re.Pattern[str] | None, *, shard: int, shards: int
 ) -> Iterator[tuple[str, ObjectSource]]:
-    found = defaultdict[tuple[str, Kind], list[SliceSource]](list)
+    by_layer = defaultdict[tuple[str, Kind], list[SliceSource]](list)
     for kind, source in slices:
-        found[layer_of(source.name, pattern=pattern), kind].append(source)
-    for (name, kind), members in found.items():
+        by_layer[layer_of(source.name, pattern=pattern), kind].append(source)
+    for (name, kind), members in by_layer.items():
         yield name, ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(members)))
 
 

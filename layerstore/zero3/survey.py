@@ -73,8 +73,8 @@ def checkpoints_below(tops: Iterable[Path]) -> Survey:
             f"there is no ZeRO checkpoint below {', '.join(map(str, tops))}",
             hint=notes[0] if notes else "give a folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
         )
-    found = [FoundTag(folder=tag.parent, tag=tag.name, step=_step(tag)) for tag in tags]
-    return Survey(found=tuple(sorted(found, key=_order)), notes=tuple(notes))
+    checkpoints = [FoundTag(folder=tag.parent, tag=tag.name, step=_step(tag)) for tag in tags]
+    return Survey(found=tuple(sorted(checkpoints, key=_order)), notes=tuple(notes))
 
 
 def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
@@ -127,8 +127,8 @@ def _model_file(tag: Path) -> Path:
     return first if first.exists() or first.is_symlink() else tag / MODEL_STATES
 
 
-def _order(found: FoundTag) -> tuple[int, str]:
-    if found.step is not None:
-        return found.step, str(found.path)
-    numbers = re.findall(r"\d+", f"{found.folder.name}/{found.tag}")
-    return int(numbers[-1]) if numbers else -1, str(found.path)
+def _order(tag: FoundTag) -> tuple[int, str]:
+    if tag.step is not None:
+        return tag.step, str(tag.path)
+    numbers = re.findall(r"\d+", f"{tag.folder.name}/{tag.tag}")
+    return int(numbers[-1]) if numbers else -1, str(tag.path)

@@ -70,12 +70,12 @@ class Calls:
         """Return the storage that *persistent_id* refers to."""
         match persistent_id:
             case ("storage", Global(storage_class), str(key), str(device), elements) if _is_count(elements):
-                found = StorageReference("a storage without a tensor", key, storage_class, device, elements)
+                reference = StorageReference("a storage without a tensor", key, storage_class, device, elements)
             case _:
                 raise MalformedPickleError("it has a persistent id that is not a storage")
-        if self._references.setdefault(key, found) != found:
+        if self._references.setdefault(key, reference) != reference:
             raise DamagedPickleError(f"two descriptions of the storage data/{key} contradict each other")
-        return found
+        return reference
 
     def _rebuilt(self, name: str, arguments: tuple[object, ...]) -> Tensor | Unreadable:  # noqa: PLR0911  # one line a case
         """Return the tensor that ``name(*arguments)`` describes."""

@@ -81,7 +81,9 @@ def _read_record(source: OpenedSource, entries: Mapping[str, Located], name: str
     if located.size_bytes > PICKLE_BYTES_MAX:
         raise untrusted(source.path, f"the record {name} has {located.size_bytes} bytes")
     payload = source.read_at(located.offset_bytes, located.size_bytes)
-    found = crc32_of(payload)
-    if found != located.crc32:
-        raise damaged(source.path, f"the record {name} has the CRC {found:08x}, its directory says {located.crc32:08x}")
+    actual = crc32_of(payload)
+    if actual != located.crc32:
+        raise damaged(
+            source.path, f"the record {name} has the CRC {actual:08x}, its directory says {located.crc32:08x}"
+        )
     return payload

@@ -73,20 +73,20 @@ class WrittenPickles:
             storages = template.storages_of(tree)
             if storages is not None:
                 return pickled, tuple(storages)
-        pickled, found = write_pickle(tree)
+        pickled, written = write_pickle(tree)
         # A rank has two trees.
-        self._latest = [(Template(tree, found), pickled), *self._latest[:1]]
-        return pickled, found
+        self._latest = [(Template(tree, written), pickled), *self._latest[:1]]
+        return pickled, written
 
 
 def _check(tree: Tree) -> None:
     try:
-        found = check_tree(tree)
+        checked = check_tree(tree)
     except MalformedPickleError as exc:
         raise InvalidInput(f"the tree cannot be written: {exc}") from exc
-    for place, what in found.unreadable:
+    for place, what in checked.unreadable:
         raise InvalidInput(f"the tree cannot be written: {what} at {place}")
-    for name, place in found.names.items():
+    for name, place in checked.names.items():
         if names.dotted(*names.module_and_name(name)) is None:
             raise InvalidInput(f"the tree cannot be written: {name!r} at {place} is not the name of a global")
 

@@ -115,8 +115,8 @@ class Pickles:
             return tree, tuple(storages.values())
         own = tuple(
             [
-                Storage(dtype=of.dtype, elements=of.elements, device=of.device, content=records[key])
-                for key, of in storages.items()
+                Storage(dtype=storage.dtype, elements=storage.elements, device=storage.device, content=records[key])
+                for key, storage in storages.items()
             ]
         )
         return template.filled(own), own
@@ -135,19 +135,19 @@ def _read(
     machine = _Machine(payload, Calls(records, inert=allowed), form)
     try:
         tree = machine.run()
-        found = check_tree(tree, expanded_bytes_max=form.expanded_bytes_max)
+        checked = check_tree(tree, expanded_bytes_max=form.expanded_bytes_max)
     except (MalformedPickleError, DamagedPickleError) as exc:
         # Report unknown globals first: they matter more than a malformed pickle.
         _refuse_globals(path, machine.globals_named, trusted, places={})
         if isinstance(exc, DamagedPickleError):
             raise damaged(path, str(exc)) from exc
         raise untrusted(path, f"its pickle is not one that {form.writer} writes: {exc}") from exc
-    _refuse_globals(path, machine.globals_named, trusted, places=found.names)
-    strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them belong to tensors
-    for place, what in (*found.unreadable, *sorted(strange)):
+    _refuse_globals(path, machine.globals_named, trusted, places=checked.names)
+    strange = [(checked.names[name], name) for name in checked.names.keys() - trusted]  # all of them belong to tensors
+    for place, what in (*checked.unreadable, *sorted(strange)):
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
-    for name in sorted(found.names.keys() & allowlist.CALLED):
-        raise untrusted(path, f"its pickle names {name} at {found.names[name]} without calling it")
+    for name in sorted(checked.names.keys() & allowlist.CALLED):
+        raise untrusted(path, f"its pickle names {name} at {checked.names[name]} without calling it")
     return cast(Tree, tree), machine.calls.storages
 
 
@@ -355,11 +355,11 @@ class _Machine:
         self._named(module, name)
 
     def _named(self, module: str, name: str) -> None:
-        found = allowlist.dotted(module, name)
-        if found is None:
+        dotted = allowlist.dotted(module, name)
+        if dotted is None:
             raise self._malformed("what should name a global does not")
-        self.globals_named.add(found)
-        self._push(Global(found))
+        self.globals_named.add(dotted)
+        self._push(Global(dotted))
 
     def _call(self) -> object:
         arguments, function = self._pop(), self._pop()

@@ -116,9 +116,9 @@ def _refuse_other_formats(source: OpenedSource) -> None:
     if head == _LOCAL_MAGIC.to_bytes(4, "little"):
         return
     # The legacy stream starts with a pickled magic number, so with PROTO 2.
-    found = "the legacy stream of torch.save" if head[:2] == b"\x80\x02" else "not a file of torch.save"
+    kind = "the legacy stream of torch.save" if head[:2] == b"\x80\x02" else "not a file of torch.save"
     raise SourceCheckpoint(
-        f"{source.path}: {found}, where its zip format is needed",
+        f"{source.path}: {kind}, where its zip format is needed",
         hint=_LEGACY_HINT,
         path=str(source.path),
         reason="legacy" if head[:2] == b"\x80\x02" else "not_torch",

@@ -56,12 +56,12 @@ class OptimizerState:
 
     def alike(self) -> Iterator[tuple[str, Tree, list[str]]]:
         """Yield each scalar state's values, with the parameters that have that value."""
-        found: dict[tuple[str, object], tuple[Tree, list[str]]] = {}
+        by_value: dict[tuple[str, object], tuple[Tree, list[str]]] = {}
         for name, states in self.scalars.items():
             for state, value in states.items():
                 same = value.storage.content if isinstance(value, Tensor) else repr(value)
-                found.setdefault((state, same), (value, []))[1].append(name)
-        for (state, _), (value, names) in found.items():
+                by_value.setdefault((state, same), (value, []))[1].append(name)
+        for (state, _), (value, names) in by_value.items():
             yield state, value, names
 
 
@@ -78,13 +78,13 @@ def optimizer_of(
     """
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     shapes = sub_group_shapes(model)
-    is_adam = any(_SECOND_MOMENT in of.mapping() for _, of in inner["state"].children())
+    is_adam = any(_SECOND_MOMENT in entry.mapping() for _, entry in inner["state"].children())
     groups: list[Group] = []
     scalars: dict[str, dict[str, Tree]] = {}
     groups_of = inner["param_groups"].children()
     for number, sub_groups in members_of(state):
-        found = groups_of[number][1].mapping()
-        own = {str(key): value for key, value in found.items() if key != "params"}
+        settings = groups_of[number][1].mapping()
+        own = {str(key): value for key, value in settings.items() if key != "params"}
         names = tuple(name for group in sub_groups for name in shapes[group])
         groups.append(Group(settings=own, parameters=names))
         for group in sub_groups:
@@ -92,12 +92,12 @@ def optimizer_of(
             if state_of is not None:
                 of_group = state_of.mapping()
                 scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
-    sliced = {name: tuple(sorted(of)) for name, of in _sliced(versions).items()}
+    sliced = {name: tuple(sorted(states)) for name, states in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
     if (
         is_adam
         and config_optimizer(model) is None
-        and not all("decoupled_weight_decay" in of.settings for of in groups)
+        and not all("decoupled_weight_decay" in param_group.settings for param_group in groups)
     ):
         notes.append(
             "the base's optimizer does not say whether its weight decay is decoupled: AdamW's is, so it says so"
@@ -112,29 +112,29 @@ def optimizer_of(
 
 
 def _sliced(versions: Iterable[LayerVersion]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    sliced: dict[str, list[str]] = {}
     for version in versions:
         for name, state in version.optimizer_states:
-            found.setdefault(name, []).append(state)
-    return found
+            sliced.setdefault(name, []).append(state)
+    return sliced
 
 
 def _scalars(kept: Mapping[Tree, Tree], entry: LayerEntry | None) -> dict[str, Tree]:
     """Return what a sub-group keeps besides slices; its counter, as torch's tensor, is that of *entry*, if given."""
-    found: dict[str, Tree] = {}
+    scalars: dict[str, Tree] = {}
     for key, value in kept.items():
         if key == STEP:
-            found[STEP] = _counter(value, entry)
+            scalars[STEP] = _counter(value, entry)
         elif not (isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent)):
-            found[str(key)] = value
-    return found
+            scalars[str(key)] = value
+    return scalars
 
 
 def _counter(value: Tree, entry: LayerEntry | None) -> Tensor:
     count = count_of(value) if entry is None else entry.optimizer_step
     if count is None:
-        of = "the base" if entry is None else f"layer {entry.layer!r}"
-        raise LayoutMismatch(f"{of} has no optimizer step of its own", hint="compose with --adam-step unify")
+        holder = "the base" if entry is None else f"layer {entry.layer!r}"
+        raise LayoutMismatch(f"{holder} has no optimizer step of its own", hint="compose with --adam-step unify")
     storage = Storage(dtype="F32", elements=1, device="cpu", content=struct.pack("<f", count))
     return Tensor(storage=storage, offset=0, shape=Size(()), stride=())
 

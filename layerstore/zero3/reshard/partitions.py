@@ -126,8 +126,8 @@ def as_stage_3(state: RankState) -> RankState:
     masters = masters_in(outer)
     flats: list[Tree] = [_flat(masters[group].tensor(), count, group=group) for group, count in enumerate(lengths)]
     kept: dict[Tree, Tree] = {
-        group: {key: _state(value, lengths[group]) for key, value in of.mapping().items()}
-        for group, of in inner["state"].children()
+        group: {key: _state(value, lengths[group]) for key, value in entry.mapping().items()}
+        for group, entry in inner["state"].children()
         if isinstance(group, int)
     }
     of_all = {key: value for key, value in outer.mapping().items() if key not in _OF_PARTITIONS}

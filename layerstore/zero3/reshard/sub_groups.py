@@ -60,14 +60,14 @@ def plan_sub_groups(state: RankState, *, world_size: int, is_by_rule: bool = Tru
     if is_by_rule:
         _check_rule(shapes, members, size, saved_by=model["dp_world_size"].integer())
     _check_scalars(state, members)
-    found = []
+    planned = []
     for param_group, old in members:
         together = [(name, shape) for group in old for name, shape in shapes[group].items()]
         lengths = [slice_length(prod(shape), world_size) for _, shape in together]
         for chosen in sub_groups(lengths, size=size):
             own, elements = dict(together[chosen.start : chosen.stop]), sum(lengths[chosen.start : chosen.stop])
-            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own, elements=elements))
-    return tuple(found)
+            planned.append(SubGroup(param_group=param_group, sample=old[0], shapes=own, elements=elements))
+    return tuple(planned)
 
 
 def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
@@ -119,8 +119,8 @@ def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -
     for param_group, (first, *others) in members:
         expected = _scalars(states.get(first))
         for group in others:
-            found = _scalars(states.get(group))
-            odd = next((key for key in {**expected, **found} if expected.get(key) != found.get(key)), None)
+            scalars = _scalars(states.get(group))
+            odd = next((key for key in {**expected, **scalars} if expected.get(key) != scalars.get(key)), None)
             if odd is not None:
                 raise LayoutMismatch(
                     f"sub-groups {first} and {group} of param group {param_group} differ in {odd!r}: "
@@ -201,15 +201,15 @@ def _optimizer(template: RankState, groups: Sequence[SubGroup], rank: int, world
 
 def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
     """Return a sub-group's optimizer state: slices of the new length, copies of everything else."""
-    found: dict[Tree, Tree] = {}
+    state: dict[Tree, Tree] = {}
     for key, value in sample.children():
         if isinstance(value.value, Tensor) and isinstance(value.value.storage.content, FlatContent):
             content = replace(value.value.storage.content, group=group)
-            found[key] = _flat(value.value, content, elements)
+            state[key] = _flat(value.value, content, elements)
         else:
             # Copies, so that two sub-groups never share one counter's memory.
-            found[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
-    return found
+            state[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
+    return state
 
 
 def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:

@@ -132,12 +132,12 @@ class PartitionSharding:
 
     @cached_property
     def _starts_of(self) -> list[list[int]]:
-        found = []
+        starts = []
         for number, members in enumerate(self._members):
             paddings = self.paddings[number] if self.paddings else [0] * len(members)
             taken = (elements + padding for (_, elements), padding in zip(members, paddings, strict=True))
-            found.append(list(accumulate(taken, initial=0)))
-        return found
+            starts.append(list(accumulate(taken, initial=0)))
+        return starts
 
     def _starts(self, group: int) -> list[int]:
         """Return where each parameter starts in the group, and at last where the group ends."""
@@ -158,10 +158,10 @@ def sharding_of(model: TreeView, outer: TreeView) -> Sharding:
 
 
 def _paddings(outer: TreeView, groups: Groups) -> list[list[int]]:
-    found = outer.get("param_alignment_paddings")
-    if found is None:
+    kept = outer.get("param_alignment_paddings")
+    if kept is None:
         return []
-    paddings = [[count.integer() for _, count in group.children()] for _, group in found.children()]
+    paddings = [[count.integer() for _, count in group.children()] for _, group in kept.children()]
     lengths = [len(group) for group in groups]
     if [len(group) for group in paddings] != lengths or any(count < 0 for group in paddings for count in group):
         raise LayoutMismatch(

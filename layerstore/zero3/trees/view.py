@@ -56,12 +56,12 @@ class TreeView:
         return cls(file.tree, path=PurePosixPath(file.path))
 
     def __getitem__(self, key: str | int) -> "TreeView":
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise SourceCheckpoint(
                 f"{self.path} lacks {self._name(key)}, which every ZeRO checkpoint has", hint="is it one?"
             )
-        return found
+        return value
 
     def get(self, key: str | int) -> "TreeView | None":
         """Return the part under *key*, None if there is none."""
@@ -74,8 +74,8 @@ class TreeView:
 
     def optional(self, key: str | int) -> dict[Tree, Tree]:
         """Return the map under *key*, empty if there is none."""
-        found = self.get(key)
-        return {} if found is None else found.mapping()
+        value = self.get(key)
+        return {} if value is None else value.mapping()
 
     def integer(self) -> int:
         """Return this as an integer; DeepSpeed counts samples in floats when it has an ``mpu``."""
@@ -118,8 +118,8 @@ class TreeView:
         return f"{self._where}.{shown}" if self._where else shown
 
     def _unlike(self, expected: str) -> SourceCheckpoint:
-        found = type(self.value).__name__
-        return SourceCheckpoint(f"{self.path}: {self._where} should be {expected}, found {found}", path=str(self.path))
+        actual = type(self.value).__name__
+        return SourceCheckpoint(f"{self.path}: {self._where} should be {expected}, found {actual}", path=str(self.path))
 
 
 def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
@@ -143,8 +143,8 @@ def stage_of(outer: TreeView) -> int:
     """
     stage = outer.get("zero_stage")
     if stage is not None and isinstance(stage.value, Inert):
-        found = next(iter(stage.value.arguments), None)
-        return found if isinstance(found, int) else 0
+        number = next(iter(stage.value.arguments), None)
+        return number if isinstance(number, int) else 0
     return 1 if stage is None and outer.get(_MASTERS[1]) is not None else 0
 
 
@@ -189,17 +189,17 @@ def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mappi
 def members_of(state: RankState) -> list[tuple[int, list[int]]]:
     """Return the param groups that have sub-groups, each with its sub-groups, in the order of the buffers."""
     view = inner_optimizer(state)["param_groups"]
-    found = [
+    groups = [
         (number, [index for index in group["params"].sequence() if isinstance(index, int)])
         for number, (_, group) in enumerate(view.children())
     ]
     flats = len(masters_in(outer_optimizer(state)).sequence())
-    if sorted(index for _, own in found for index in own) != list(range(flats)):
+    if sorted(index for _, own in groups for index in own) != list(range(flats)):
         raise LayoutMismatch(
             f"{view.path}: the param groups do not share the {flats} sub-groups among them",
             hint="compose at the world size of the base, or from another base",
         )
-    return sorted(((number, own) for number, own in found if own), key=lambda item: item[1])
+    return sorted(((number, own) for number, own in groups if own), key=lambda item: item[1])
 
 
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
@@ -230,7 +230,9 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
         yield f"was saved with tensor parallelism of degree {degree}", "train without tensor parallelism"
     config = config_of(model) or {}
     # DeepSpeed makes a mesh of these two, and groups of one of its dimensions.
-    job = prod(size if isinstance(size := config.get(f"{of}_parallel_size"), int) else 0 for of in ("data", "sequence"))
+    job = prod(
+        size if isinstance(size := config.get(f"{kind}_parallel_size"), int) else 0 for kind in ("data", "sequence")
+    )
     if job and (shared := model["dp_world_size"].integer()) < job:
         yield (
             f"was saved by {job} ranks whose state was shared among {shared}, so several wrote the same file",
