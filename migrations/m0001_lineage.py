@@ -129,7 +129,7 @@ class _Run:
         self.ids: dict[str, str] = {}
         """The new id of each commit, by its old id."""
         # Superseded ones first, because the others mention their new ids.
-        mentions = {old: [each for each in row.supersedes if each in self._rows] for old, row in self._rows.items()}
+        mentions = {old: [other for other in row.supersedes if other in self._rows] for old, row in self._rows.items()}
         for old in TopologicalSorter(mentions).static_order():
             if self._rows[old].has_layers:
                 self.ids[old] = id_of(self._rewritten(old)["body"])
@@ -169,14 +169,14 @@ class _Run:
 
     def _lineage(self, row: _Row) -> Plain:
         """Return where the attempt forked, where its parent attempt forked, and so on."""
-        found: list[Plain] = []
+        forks: list[Plain] = []
         attempt, fork = row.attempt, row.fork
         # Follow a fork only to an earlier attempt, as readers of format 1 did.
         while fork is not None and cast("int", fork["attempt"]) < attempt:
-            found.append(fork)
+            forks.append(fork)
             attempt = cast("int", fork["attempt"])
             fork = self._forks.get(attempt)
-        return found
+        return forks
 
 
 def _checked(body: Plain, name: str) -> Body:

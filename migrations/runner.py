@@ -96,7 +96,7 @@ def migrate(path: Path, files: Files | None = None) -> Migration:
         return plan
     with _locked(layout, files):
         plan = _look(layout, files, path=path)  # another migration may have ended since
-        todo = [each.step for each in plan.steps]
+        todo = [outcome.step for outcome in plan.steps]
         taken = [_finish(layout, files, todo.pop(0))] if plan.is_unfinished else []
         return replace(plan, steps=(*taken, *(_take(layout, files, step) for step in todo)))
 
@@ -106,23 +106,23 @@ def _look(layout: Layout, files: Files, *, path: Path) -> Migration:
     what = str(layout.identity)
     try:
         data = read_identity(layout, files, path=path)
-        found = format_of(data, what=what, known=FORMAT)
-        if found == FORMAT:
+        stated = format_of(data, what=what, known=FORMAT)
+        if stated == FORMAT:
             StoreIdentity.decode(data, what=what)
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
-    if found not in {FORMAT, *(step.source for step in STEPS)}:
+    if stated not in {FORMAT, *(step.source for step in STEPS)}:
         raise Unsupported(
-            f"{what} is a store of format {found}, which this layerstore cannot migrate; nothing was changed",
+            f"{what} is a store of format {stated}, which this layerstore cannot migrate; nothing was changed",
             hint="layerstore migrate --list",
         )
     # A step that was interrupted before the exchange starts over: the store still has its source format.
-    last = [step for step in STEPS if step.target == found and files.exists(layout.migrating)]
-    todo = last + [step for step in STEPS if step.source >= found]
+    last = [step for step in STEPS if step.target == stated and files.exists(layout.migrating)]
+    todo = last + [step for step in STEPS if step.source >= stated]
     _check_places(layout, files, todo)
     return Migration(
         path=layout.root,
-        found=found,
+        found=stated,
         format=FORMAT,
         is_unfinished=bool(last),
         steps=tuple(StepOutcome(step=step) for step in todo),
