@@ -84,7 +84,7 @@ def bisect(
         )
     heard: list[Trial] = []
     with opened(store) as opened_store, _kept_told(folder, heard):
-        found = opened_store.bisect(
+        result = opened_store.bisect(
             good,
             bad,
             command_judge(command, metric=metric, threshold=threshold, on_output=_pass_on),
@@ -95,9 +95,9 @@ def bisect(
             on_trial=lambda trial: _hear(trial, heard),
         )
     if as_json:
-        say_json(json_fields(found) | {"sentence": str(found), "bytes_written": found.bytes_written})
+        say_json(json_fields(result) | {"sentence": str(result), "bytes_written": result.bytes_written})
     else:
-        _tell(found, is_new=bool(heard), folder=folder)
+        _tell(result, is_new=bool(heard), folder=folder)
 
 
 @contextlib.contextmanager
@@ -129,12 +129,12 @@ def _line(trial: "Trial") -> str:
     return f"trial {trial.number}: {shown(trial.asked)}: {trial.verdict}{number}; {written}"
 
 
-def _tell(found: "Bisected", *, is_new: bool, folder: Path) -> None:
-    say_paragraph(shown(str(found)), indent=2)
-    say_note(f"{counted(len(found.trials), 'trial')}, {size(found.bytes_written)} written")
+def _tell(result: "Bisected", *, is_new: bool, folder: Path) -> None:
+    say_paragraph(shown(str(result)), indent=2)
+    say_note(f"{counted(len(result.trials), 'trial')}, {size(result.bytes_written)} written")
     if not is_new:
         say_note(f"all of this is from the log in {folder}; remove it to ask again")
-    say_note(with_store(f"next: layerstore diff {found.good} {found.bad} --stat shows how far the layers moved"))
+    say_note(with_store(f"next: layerstore diff {result.good} {result.bad} --stat shows how far the layers moved"))
 
 
 def _say_log(folder: Path, *, as_json: bool) -> None:

@@ -37,22 +37,22 @@ class About:
 
 def about(command: str) -> About:
     """Return what *command* says about itself."""
-    found: About = _file(command).ABOUT
-    return found
+    description: About = _file(command).ABOUT
+    return description
 
 
 def function_of(command: str) -> Callable[..., None]:
     """Return what *command* runs."""
-    found: Callable[..., None] = getattr(_file(command), command)
-    return found
+    function: Callable[..., None] = getattr(_file(command), command)
+    return function
 
 
 def sections() -> dict[str, list[str]]:
     """Return the commands by what they are for."""
-    found: dict[str, list[str]] = {}
+    by_section: dict[str, list[str]] = {}
     for command in COMMANDS:
-        found.setdefault(about(command).section, []).append(command)
-    return found
+        by_section.setdefault(about(command).section, []).append(command)
+    return by_section
 
 
 def _file(command: str) -> Any:

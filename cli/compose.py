@@ -110,11 +110,11 @@ _AVERAGE: Table = {
 
 def _format_options() -> Table:
     """Return what chooses the format, and the options of all formats."""
-    names = tuple(of.name for of in FORMATS)
-    what = "; ".join(f"{of.name}: {of.about}" for of in FORMATS) + ". [default: shards; dcp if that saved REF]"
+    names = tuple(known.name for known in FORMATS)
+    what = "; ".join(f"{known.name}: {known.about}" for known in FORMATS) + ". [default: shards; dcp if that saved REF]"
     table: dict[str, tuple[Any, str, str]] = {"format": (Literal[names], "|".join(names), what)}
-    for name in dict.fromkeys(name for of in FORMATS for name in settings_of(of)):
-        having = {of.name: settings_of(of)[name] for of in FORMATS if name in settings_of(of)}
+    for name in dict.fromkeys(name for known in FORMATS for name in settings_of(known)):
+        having = {known.name: settings_of(known)[name] for known in FORMATS if name in settings_of(known)}
         setting = next(iter(having.values()))
         table[name] = row_of(setting, f"{', '.join(having)}: {setting.help}")
     return table
@@ -401,7 +401,9 @@ def _say_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_ste
 def _adam_steps(composite: "Composite") -> str:
     """Return the update counts, each with its number of layers."""
     (first, layers), *others = composite.staleness.optimizer_steps.items()
-    return ", ".join([f"{first} in {counted(layers, 'layer')}", *(f"{step} in {of:,}" for step, of in others)])
+    return ", ".join(
+        [f"{first} in {counted(layers, 'layer')}", *(f"{step} in {layer_count:,}" for step, layer_count in others)]
+    )
 
 
 def _written_as(composite: "Composite", adam_step: str | None) -> str:

@@ -74,19 +74,19 @@ def diff(
             of_layer = opened_store.diff_layer(a, b, layer, sort=sort or "name", progress=progress)
             _show_layer(of_layer, as_json=as_json)
             return
-        found = opened_store.diff(a, b, stat=stat, progress=progress)
-    _warn(found)
+        difference = opened_store.diff(a, b, stat=stat, progress=progress)
+    _warn(difference)
     if as_json:
-        say_json(_fields(found, stat=stat))
+        say_json(_fields(difference, stat=stat))
     else:
-        _tell(found, stat=stat)
+        _tell(difference, stat=stat)
 
 
-def _warn(found: "Diff") -> None:
-    for layer in found.layers:
+def _warn(difference: "Diff") -> None:
+    for layer in difference.layers:
         if layer.distance is None:
             continue
-        for side, count in ((found.a, layer.distance.nonfinite_a), (found.b, layer.distance.nonfinite_b)):
+        for side, count in ((difference.a, layer.distance.nonfinite_a), (difference.b, layer.distance.nonfinite_b)):
             if count:
                 say_warning(f"{layer.layer} of {side.name} has NaN or infinity in {counted(count, 'number')}")
         if layer.distance.left_out:
@@ -97,10 +97,10 @@ def _warn(found: "Diff") -> None:
 # -- for people ----------------------------------------------------------------------------------------------------
 
 
-def _tell(found: "Diff", *, stat: bool) -> None:
+def _tell(difference: "Diff", *, stat: bool) -> None:
     from layerstore.model import Kind
 
-    kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in found.layers)]
+    kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in difference.layers)]
     columns = [
         Column("LAYER", folds=True),
         # With --stat, the masters are what is measured: they are the last to go.
@@ -108,15 +108,17 @@ def _tell(found: "Diff", *, stat: bool) -> None:
         Column("CHANGED", "right"),
         *([Column("REL L2", "right"), Column("COSINE", "right")] if stat else []),
     ]
-    say(f"a  {_side(found.a)}")
-    say(f"b  {_side(found.b)}")
+    say(f"a  {_side(difference.a)}")
+    say(f"b  {_side(difference.b)}")
     say()
-    say_table(columns, (_row(layer, kinds, stat=stat) for layer in found.layers))
+    say_table(columns, (_row(layer, kinds, stat=stat) for layer in difference.layers))
     say()
-    say_paragraph(_total(found), indent=2)
-    say_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(found.same_state)}", indent=2)
-    if not stat and any(kind.status == "re-sliced" for layer in found.layers for kind in layer.kinds.values()):
-        ours, theirs = (f"{counted(side.world_size, 'rank')} of stage {side.stage}" for side in (found.a, found.b))
+    say_paragraph(_total(difference), indent=2)
+    say_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(difference.same_state)}", indent=2)
+    if not stat and any(kind.status == "re-sliced" for layer in difference.layers for kind in layer.kinds.values()):
+        ours, theirs = (
+            f"{counted(side.world_size, 'rank')} of stage {side.stage}" for side in (difference.a, difference.b)
+        )
         say(f"re-sliced: {ours} in a, {theirs} in b; --stat compares the numbers")
 
 
@@ -155,29 +157,37 @@ def _in_column(number: float) -> str:
     return f"{number:.2e}" if 0 < number < 0.0001 else f"{number:.6f}"
 
 
-def _total(found: "Diff") -> str:
+def _total(difference: "Diff") -> str:
     parts = [
-        f"{found.count('same')} same",
-        f"{found.count('changed')} changed",
-        *([f"{found.count('only in a')} only in a ({size(found.bytes_only_a)})"] if found.count("only in a") else []),
-        *([f"{found.count('only in b')} only in b ({size(found.bytes_only_b)})"] if found.count("only in b") else []),
+        f"{difference.count('same')} same",
+        f"{difference.count('changed')} changed",
+        *(
+            [f"{difference.count('only in a')} only in a ({size(difference.bytes_only_a)})"]
+            if difference.count("only in a")
+            else []
+        ),
+        *(
+            [f"{difference.count('only in b')} only in b ({size(difference.bytes_only_b)})"]
+            if difference.count("only in b")
+            else []
+        ),
     ]
     return (
-        f"{counted(len(found.layers), 'layer')}: {', '.join(parts)}; "
-        f"{size(found.bytes_same)} same, {size(found.bytes_changed)} changed"
+        f"{counted(len(difference.layers), 'layer')}: {', '.join(parts)}; "
+        f"{size(difference.bytes_same)} same, {size(difference.bytes_changed)} changed"
     )
 
 
 # -- for programs --------------------------------------------------------------------------------------------------
 
 
-def _fields(found: "Diff", *, stat: bool) -> dict[str, object]:
-    fields = json_fields(found)
+def _fields(difference: "Diff", *, stat: bool) -> dict[str, object]:
+    fields = json_fields(difference)
     if stat:
         nothing = {"elements": 0, "relative_l2": None, "cosine": None}
         fields["layers"] = [
             json_fields(layer) | (nothing if layer.distance is None else json_fields(layer.distance))
-            for layer in found.layers
+            for layer in difference.layers
         ]
     return fields
 
@@ -185,44 +195,46 @@ def _fields(found: "Diff", *, stat: bool) -> dict[str, object]:
 # -- one layer -----------------------------------------------------------------------------------------------------
 
 
-def _show_layer(found: "ParametersDiff", *, as_json: bool) -> None:
-    _warn_of_layer(found)
+def _show_layer(difference: "ParametersDiff", *, as_json: bool) -> None:
+    _warn_of_layer(difference)
     if as_json:
-        say_json(json_fields(found))
+        say_json(json_fields(difference))
     else:
-        _tell_layer(found)
+        _tell_layer(difference)
 
 
-def _warn_of_layer(found: "ParametersDiff") -> None:
-    for parameter in found.parameters:
-        for state, of in parameter.states.items():
-            for side, count in ((found.a, of.nonfinite_a), (found.b, of.nonfinite_b)):
+def _warn_of_layer(difference: "ParametersDiff") -> None:
+    for parameter in difference.parameters:
+        for state, state_diff in parameter.states.items():
+            for side, count in ((difference.a, state_diff.nonfinite_a), (difference.b, state_diff.nonfinite_b)):
                 if count:
                     numbers = counted(count, "number")
                     say_warning(f"{state} of {parameter.parameter} in {side.name} has NaN or infinity in {numbers}")
-        if any(of.status == "not comparable" for of in parameter.states.values()):
+        if any(state_diff.status == "not comparable" for state_diff in parameter.states.values()):
             shape_a, shape_b = (list(shape or ()) for shape in (parameter.shape_a, parameter.shape_b))
             why = "they are not numbers" if shape_a == shape_b else f"shape {shape_a} in a, {shape_b} in b"
             say_warning(f"{parameter.parameter} is not comparable: {why}")
 
 
-def _tell_layer(found: "ParametersDiff") -> None:
-    layer = found.layer
+def _tell_layer(difference: "ParametersDiff") -> None:
+    layer = difference.layer
     columns = [
         Column("PARAMETER", folds=True),
         Column("ELEMENTS", "right", drops=2),
-        *(Column(state.upper(), "right") for state in found.totals),
+        *(Column(state.upper(), "right") for state in difference.totals),
         Column("COSINE", "right", drops=1),
     ]
     rows = [
-        [_name(parameter, layer.layer), f"{parameter.elements:,}", *_cells(parameter.states, list(found.totals))]
-        for parameter in found.parameters
+        [_name(parameter, layer.layer), f"{parameter.elements:,}", *_cells(parameter.states, list(difference.totals))]
+        for parameter in difference.parameters
     ]
-    total = ["total", f"{sum(parameter.elements for parameter in found.parameters):,}"]
-    say(f"a  {_side(found.a)}")
-    say(f"b  {_side(found.b)}")
+    total = ["total", f"{sum(parameter.elements for parameter in difference.parameters):,}"]
+    say(f"a  {_side(difference.a)}")
+    say(f"b  {_side(difference.b)}")
     say()
-    say_table(columns, rows, total=[*total, *_cells(found.totals, list(found.totals))] if len(rows) > 1 else None)
+    say_table(
+        columns, rows, total=[*total, *_cells(difference.totals, list(difference.totals))] if len(rows) > 1 else None
+    )
     say()
     kinds = ", ".join(f"{name} {kind.status}" for name, kind in layer.kinds.items())
     if layer.is_same:

@@ -58,7 +58,7 @@ def _tell(diagnosis: "Diagnosis") -> None:
         _say(f"{finding.verdict:<9}{finding.check:<{width}}{shown(finding.text)}", indent=9 + width)
         if finding.hint is not None and finding.verdict != "ok":
             _say(f"{'':<9}{'':<{width}}hint: {shown(finding.hint)}", indent=9 + width + len("hint: "))
-    versions = ", ".join(f"{name} {found or '(none)'}" for name, found in diagnosis.versions.items())
+    versions = ", ".join(f"{name} {version or '(none)'}" for name, version in diagnosis.versions.items())
     _say(f"versions: {shown(versions)}", indent=2)
     notes = sum(finding.verdict == "note" for finding in diagnosis.findings)
     fit = "fit for a store" if diagnosis.ok else "not fit for a store"

@@ -172,8 +172,8 @@ def estimate(
         **read_settings(IngestOptions, precision),
         **_rules_and_prices(costs),
     )
-    found = estimate_saves(chosen, training, policy or _POLICIES) | {"assumed": assumed}
-    say_json(found) if as_json else _tell(found)
+    estimated = estimate_saves(chosen, training, policy or _POLICIES) | {"assumed": assumed}
+    say_json(estimated) if as_json else _tell(estimated)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------
@@ -267,56 +267,56 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _tell(found: Mapping[str, Any]) -> None:
-    model, every = found["model"], _time(found["interval_seconds"])
+def _tell(estimated: Mapping[str, Any]) -> None:
+    model, every = estimated["model"], _time(estimated["interval_seconds"])
     kinds = {"config": model["architecture"], "checkpoint": "a checkpoint", "commit": "a commit"}
     kind = f" ({kinds[model['source']]})" if kinds.get(model["source"]) else ""
     frozen = "" if model["trained"] == model["parameters"] else f", {_number(model['trained'])} of them trained"
     layers = counted(model["layers"], "layer")
     say(f"{shown(model['name'])}{kind}: {_number(model['parameters'])} parameters in {layers}{frozen}")
-    saves = f"{counted(found['saves'], 'save')} in {counted(found['steps'], 'step')}"
-    say(f"{counted(found['world_size'], 'rank')}; {saves}, one every {every}")
+    saves = f"{counted(estimated['saves'], 'save')} in {counted(estimated['steps'], 'step')}"
+    say(f"{counted(estimated['world_size'], 'rank')}; {saves}, one every {every}")
     say()
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
-    full = next(line["first_bytes"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
-    say_table(columns, (_row(line, full) for line in found["lines"]))
+    full = next(line["first_bytes"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
+    say_table(columns, (_row(line, full) for line in estimated["lines"]))
     say()
     say_paragraph(
         "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
         f"of an average one. OF FULL: of a checkpoint by DeepSpeed. HISTORY: how long until "
-        f"{size(found['disk_bytes'])} are full."
+        f"{size(estimated['disk_bytes'])} are full."
     )
-    share = f"{found['held_share']:.1%}" if found["held_share"] >= 0.001 else "less than 0.1%"
+    share = f"{estimated['held_share']:.1%}" if estimated["held_share"] >= 0.001 else "less than 0.1%"
     say_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
-    if found["prices"] is not None:
-        _tell_costs(found)
-    if found["movement"] is None:
+    if estimated["prices"] is not None:
+        _tell_costs(estimated)
+    if estimated["movement"] is None:
         say_paragraph(
             f"{_MEASURING.capitalize()} cannot be predicted; with --movement X it is estimated for layers that all "
             "move alike."
         )
     say()
     say("assumed:")
-    for text in (*_unsaid(found), *found["assumptions"]):
+    for text in (*_unsaid(estimated), *estimated["assumptions"]):
         say_paragraph(f"- {text}", indent=2)
-    for line in found["lines"]:
-        if line["policy"] is not None and line["save_seconds"] > found["interval_seconds"]:
+    for line in estimated["lines"]:
+        if line["policy"] is not None and line["save_seconds"] > estimated["interval_seconds"]:
             takes = _time(line["save_seconds"])
             say_warning(f"{_label(line)}: a save takes {takes}, and the next comes after {every}: training would wait")
 
 
-def _tell_costs(found: Mapping[str, Any]) -> None:
+def _tell_costs(estimated: Mapping[str, Any]) -> None:
     say()
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column(text, "right", drops=1) for text in ("STORAGE", "HELD UP")]
     columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
-    deepspeed = next(line["cost"]["total"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
-    say_table(columns, (_cost_row(line, deepspeed) for line in found["lines"]))
+    deepspeed = next(line["cost"]["total"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
+    say_table(columns, (_cost_row(line, deepspeed) for line in estimated["lines"]))
     say()
     rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
-    kept = " and ".join(text.format(found[rule]) for rule, text in rules.items() if found[rule] is not None)
+    kept = " and ".join(text.format(estimated[rule]) for rule, text in rules.items() if estimated[rule] is not None)
     say_paragraph(
         f"What the run costs, in a bucket that keeps {kept or 'all saves'}. HELD UP: the hours of GPUs that stand "
         "still for saves."
@@ -345,20 +345,20 @@ def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
     ]
 
 
-def _unsaid(found: Mapping[str, Any]) -> Iterator[str]:
+def _unsaid(estimated: Mapping[str, Any]) -> Iterator[str]:
     """Yield the figures that were not given, with their options."""
     texts = {
-        "--world-size": counted(found["world_size"], "rank"),
-        "--steps": counted(found["steps"], "step"),
-        "--save-every": f"a save every {counted(found['every'], 'step')}",
-        "--step-seconds": f"a step takes {_time(found['interval_seconds'] / found['every'])}",
-        "--bandwidth": f"all ranks together write {size(round(found['bytes_per_second']))}/s",
-        "--copy-rate": f"a rank copies {size(round(found['copy_bytes_per_second']))}/s",
-        "--disk": f"{size(found['disk_bytes'])} of disk",
+        "--world-size": counted(estimated["world_size"], "rank"),
+        "--steps": counted(estimated["steps"], "step"),
+        "--save-every": f"a save every {counted(estimated['every'], 'step')}",
+        "--step-seconds": f"a step takes {_time(estimated['interval_seconds'] / estimated['every'])}",
+        "--bandwidth": f"all ranks together write {size(round(estimated['bytes_per_second']))}/s",
+        "--copy-rate": f"a rank copies {size(round(estimated['copy_bytes_per_second']))}/s",
+        "--disk": f"{size(estimated['disk_bytes'])} of disk",
     }
-    if found["prices"] is None:
+    if estimated["prices"] is None:
         del texts["--copy-rate"]
-    unsaid = [f"{text} ({name})" for name, text in texts.items() if name in found["assumed"]]
+    unsaid = [f"{text} ({name})" for name, text in texts.items() if name in estimated["assumed"]]
     if unsaid:
         yield "; ".join(unsaid)
 
@@ -376,7 +376,7 @@ def _time(seconds: float) -> str:
         return "under 0.1 ms"
     if seconds > 100 * 365.25 * _DAY:
         return "over 100 years"
-    length, unit = next((each for each in _TIMES if seconds >= each[0]), _TIMES[-1])
+    length, unit = next((scale for scale in _TIMES if seconds >= scale[0]), _TIMES[-1])
     return f"{seconds / length:,.1f} {unit}"
 
 
@@ -387,5 +387,5 @@ def _number(count: int) -> str:
     >>> _number(8_030_261_248), _number(6_240), _number(12)
     ('8.03 billion', '6,240', '12')
     """
-    power, word = next((each for each in _NUMBERS if count >= each[0]), (0, ""))
+    power, word = next((scale for scale in _NUMBERS if count >= scale[0]), (0, ""))
     return f"{count / power:,.2f} {word}" if word else f"{count:,}"

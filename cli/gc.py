@@ -188,8 +188,8 @@ def _parts(outcome: "GcOutcome") -> str:
     return f"{counted(len(outcome.removed), 'commit')}{trimmed}{trash}, {objects}{unfinished}"
 
 
-def _amount(of: "Gone") -> str:
-    return f"{counted(of.count, 'object')}, {size(of.size_bytes)}"
+def _amount(gone: "Gone") -> str:
+    return f"{counted(gone.count, 'object')}, {size(gone.size_bytes)}"
 
 
 def _fields(outcome: "GcOutcome", *, dry_run: bool) -> dict[str, object]:

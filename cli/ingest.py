@@ -118,9 +118,9 @@ def ingest(
         words = {name: value for name, value in options.items() if name != "tag"}
         save = partial(opened_store.ingest, policy=chosen, allowed_globals=allow_global or (), **words)
         look = partial(_named, tag=asked.tag, follow=asked.follow, is_dcp=asked.onto is not None)
-        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else look(checkpoints)
+        to_save = (_coming if watch else _found)(checkpoints, as_json) if is_open else look(checkpoints)
         try:
-            for folder, its_tag in found:
+            for folder, its_tag in to_save:
                 _take(save, folder, its_tag, saved, problems, pin=asked.pin, as_json=as_json)
         except LayerstoreError as exc:
             if problems is None and several:
@@ -231,8 +231,8 @@ def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
         say_warning(note)
     if not as_json:
         say(f"found {counted(len(survey.found), 'checkpoint')}")
-    for found in survey.found:
-        yield found.folder, found.tag
+    for tag in survey.found:
+        yield tag.folder, tag.tag
 
 
 def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
@@ -249,12 +249,12 @@ def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
                 survey = layerstore.find_checkpoints(top)
             except SourceCheckpoint:
                 continue  # nothing there yet, or a rotation is removing something right now
-            for found in survey.found:
-                newest = _newest_change(found)
-                if newest is None or seen.get(found.path) == newest or time.time_ns() - newest <= REST_SECONDS * 1e9:
+            for tag in survey.found:
+                newest = _newest_change(tag)
+                if newest is None or seen.get(tag.path) == newest or time.time_ns() - newest <= REST_SECONDS * 1e9:
                     continue
-                seen[found.path] = newest
-                yield found.folder, found.tag
+                seen[tag.path] = newest
+                yield tag.folder, tag.tag
         time.sleep(POLL_SECONDS)
 
 
@@ -320,10 +320,16 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
 
 def _fields(saved: "list[Ingested]", problems: list[tuple[Path, LayerstoreError]] | None) -> dict[str, object]:
     """Return the fields of several checkpoints, and those of their *problems*."""
-    fields: dict[str, object] = {"commits": [json_fields(each) for each in saved]}
+    fields: dict[str, object] = {"commits": [json_fields(ingested) for ingested in saved]}
     if problems is not None:
         fields["problems"] = [
-            {"path": str(path), "kind": of.kind, "code": of.exit_code, "message": of.message, "hint": of.hint}
-            for path, of in problems
+            {
+                "path": str(path),
+                "kind": problem.kind,
+                "code": problem.exit_code,
+                "message": problem.message,
+                "hint": problem.hint,
+            }
+            for path, problem in problems
         ]
     return fields

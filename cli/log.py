@@ -87,7 +87,7 @@ def log(
         if not page.entries:
             next_one = _next_of_empty(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
-        took = {(name, of.attempt, of.step): of for name in runs for of in opened_store.timings(name)}
+        took = {(name, save.attempt, save.step): save for name in runs for save in opened_store.timings(name)}
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
     damaged = [entry for entry in page.entries if entry.damage is not None]
     for entry in damaged:
@@ -135,7 +135,7 @@ def _next_of_empty(store: "Store") -> str:
 
 def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
     if as_json:
-        fields = [json_fields(each) for each in dropped]
+        fields = [json_fields(commit) for commit in dropped]
         say_json({"dropped": fields})
     elif dropped:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {

@@ -67,10 +67,10 @@ def store_or_nearest(path: str | None) -> str | Path:
     """Return the store at *path*; without one, the nearest, and say which it is if it is not this folder's."""
     if path is not None:
         return path
-    found = nearest_store()
-    if found != DEFAULT_STORE:
-        say_aside(f"using the store {found}")
-    return found
+    nearest = nearest_store()
+    if nearest != DEFAULT_STORE:
+        say_aside(f"using the store {nearest}")
+    return nearest
 
 
 Command: TypeAlias = Callable[..., None]
@@ -91,8 +91,8 @@ def one_of(choices: Any) -> str:
 
 def table_of(options: object) -> Table:
     """Return the options that the fields of *options*, a class, describe."""
-    found = settings_of(options).items()
-    return {name: row_of(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in found}
+    settings = settings_of(options).items()
+    return {name: row_of(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in settings}
 
 
 def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +128,11 @@ def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command],
             if parameter.name != place:
                 parameters.append(parameter)
                 continue
-            for name, (of, metavar, text) in table.items():
+            for name, (accepted, metavar, text) in table.items():
                 option = typer.Option(
                     f"--{name.replace('_', '-')}", metavar=metavar or None, help=text, rich_help_panel=panel
                 )
-                kind, default = (bool, False) if of is bool else (of | None, None)
+                kind, default = (bool, False) if accepted is bool else (accepted | None, None)
                 parameters.append(parameter.replace(name=name, default=default, annotation=Annotated[kind, option]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         return run

@@ -75,7 +75,9 @@ def pin(
         if list_:
             _say_pins(opened_store, as_json=as_json)
         elif delete is not None:
-            mixed_by = "" if remote else "".join(_mixed_by(of) for of in opened_store.pins() if of.name == delete)
+            mixed_by = (
+                "" if remote else "".join(_mixed_by(other) for other in opened_store.pins() if other.name == delete)
+            )
             _say_deleted(delete, opened_store.delete_pin(delete, remote=remote), mixed_by=mixed_by, as_json=as_json)
         elif name is not None and ref is not None:
             _check_order(opened_store, name, ref)

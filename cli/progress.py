@@ -130,7 +130,7 @@ def _duration(seconds: float) -> str:
     >>> _duration(0.2), _duration(90), _duration(150), _duration(9000)
     ('1 s', '90 s', '3 min', '3 h')
     """
-    length, unit = next((each for each in _UNITS if seconds >= 2 * each[0]), _UNITS[-1])
+    length, unit = next((scale for scale in _UNITS if seconds >= 2 * scale[0]), _UNITS[-1])
     return f"{-int(-seconds // length):,} {unit}"
 
 

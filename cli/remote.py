@@ -38,7 +38,7 @@ def remote(
       layerstore remote remove origin
     """
     wanted = {"add": 2, "list": 0, "remove": 1}[action]
-    given = [each for each in (name, url) if each is not None]
+    given = [argument for argument in (name, url) if argument is not None]
     if len(given) != wanted:
         takes = {"add": "NAME and URL", "list": "nothing else", "remove": "NAME"}[action]
         raise InvalidInput(f"remote {action} takes {takes}", hint="layerstore remote --help")
@@ -57,12 +57,12 @@ def remote(
 
 
 def _say_remotes(store: "Store", *, as_json: bool) -> None:
-    found = store.remotes.urls()
+    urls = store.remotes.urls()
     mark_as_answer()
     if as_json:
-        say_json({"remotes": [{"name": name, "url": url} for name, url in found.items()]})
-    elif found:
-        say_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, found.items())
+        say_json({"remotes": [{"name": name, "url": url} for name, url in urls.items()]})
+    elif urls:
+        say_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, urls.items())
     else:
         is_remote = store.repo.remote is not None
         add = "layerstore remote add NAME URL"

@@ -364,7 +364,7 @@ def with_store(text: str) -> str:
     path = _voice.store
     if path is None or _STORE_OPTION.search(text):
         return text
-    return _COMMAND.sub(lambda found: _command_with_store(found["command"], path) or found[0], text)
+    return _COMMAND.sub(lambda match: _command_with_store(match["command"], path) or match[0], text)
 
 
 def _command_with_store(command: str, path: str) -> str | None:

@@ -128,11 +128,16 @@ def _hint(repaired: "Repaired", *, read_data: bool) -> str:
 
 def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
     move, fetch = ("would move", "would fetch") if dry_run else ("moved", "fetched")
-    say_each([f"{move} damaged {of.kind}  {shown(of.path)} to trash/\n  {shown(of.reason)}" for of in repaired.moved])
     say_each(
         [
-            f"{fetch} {of.kind}  {shown(of.path)} ({size(of.size_bytes)})\n  from {shown(of.source)}"
-            for of in repaired.fetched
+            f"{move} damaged {moved.kind}  {shown(moved.path)} to trash/\n  {shown(moved.reason)}"
+            for moved in repaired.moved
+        ]
+    )
+    say_each(
+        [
+            f"{fetch} {part.kind}  {shown(part.path)} ({size(part.size_bytes)})\n  from {shown(part.source)}"
+            for part in repaired.fetched
         ]
     )
     say_each(

@@ -69,13 +69,13 @@ def report(
             out = Path(tempfile.mkdtemp(prefix="layerstore-")) / "report.html"
         if out is None and not as_json:
             raise InvalidInput("a report needs a file", hint="layerstore report -o report.html")
-        found = opened_store.report(out, run=run, keep=keep, progress=progress)
-    for problem in found["left_out"]:
+        facts = opened_store.report(out, run=run, keep=keep, progress=progress)
+    for problem in facts["left_out"]:
         say_warning(f"left out: {problem}")
     if as_json:
-        say_json({"out": None if out is None else str(out), **found})
+        say_json({"out": None if out is None else str(out), **facts})
     else:
-        _tell(found, out)
+        _tell(facts, out)
     if opens and out is not None:
         _show(out.absolute().as_uri())
 
@@ -103,13 +103,13 @@ def _show(url: str) -> None:
         )
 
 
-def _tell(found: dict[str, Any], out: Path | None) -> None:
-    stats, plan = found["stats"], found["retention"]
+def _tell(facts: dict[str, Any], out: Path | None) -> None:
+    stats, plan = facts["stats"], facts["retention"]
     say(f"wrote {shown(out)}: {counted(stats['commits'], 'commit')} of {counted(stats['run_count'], 'run')}")
     if plan is not None:
-        rules = plan["rules"] if found["run"] is None else f"{found['run']} {plan['rules']}"
+        rules = plan["rules"] if facts["run"] is None else f"{facts['run']} {plan['rules']}"
         say_paragraph(f"gc {shown(rules)} would {_planned(plan)}", indent=2)
-    for run in found["runs"]:
+    for run in facts["runs"]:
         count = len(run["saves"]["step"])
         if count < run["commits"]:
             say(f"{shown(run['run'])}: sampled, {count:,} of {counted(run['commits'], 'save')} are shown")

@@ -116,6 +116,6 @@ def _pushed(line: "RunLine", names: dict[str, str]) -> str:
 
 def _metric(line: "RunLine") -> str:
     """Return the loss of the newest save, or else its first metric by name."""
-    found = line.metrics or {}
-    name = next((name for name in (*_METRICS, *sorted(found)) if name in found), None)
-    return "-" if name is None else f"{name} {metric_in_words(found[name])}"
+    metrics = line.metrics or {}
+    name = next((name for name in (*_METRICS, *sorted(metrics)) if name in metrics), None)
+    return "-" if name is None else f"{name} {metric_in_words(metrics[name])}"

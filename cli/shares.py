@@ -47,8 +47,8 @@ def shares() -> Shares:
 
 def is_follower() -> bool:
     """Whether another process runs the command."""
-    found = launched()
-    return found is not None and found[0] > 0
+    place = launched()
+    return place is not None and place[0] > 0
 
 
 @contextmanager
@@ -57,15 +57,15 @@ def led(words: list[str]) -> Iterator[list[str]]:
     global _of_this_process, _is_cut_off  # noqa: PLW0603  # a process belongs to one job
     if _is_launcher(os.getppid()):
         words = [word for word in words if not _LOCAL_RANK.fullmatch(word)]
-    found = launched()
-    if found is None:
+    place = launched()
+    if place is None:
         yield words
         return
     from layerstore.errors import JobLost
     from layerstore.shares.processes import Led
 
     _is_cut_off = True
-    _of_this_process = job = Led(count=found[1])
+    _of_this_process = job = Led(count=place[1])
     try:
         yield words
     finally:
@@ -80,10 +80,10 @@ def follow() -> None:
     global _is_cut_off  # noqa: PLW0603
     from layerstore.shares.processes import follow as follow_lead
 
-    found = launched()
-    assert found is not None, "a launcher has started this"
+    place = launched()
+    assert place is not None, "a launcher has started this"
     _is_cut_off = True
-    follow_lead(*found, _opened)
+    follow_lead(*place, _opened)
     _is_cut_off = False
 
 
@@ -122,9 +122,9 @@ def launched() -> tuple[int, int] | None:
     if said == "0" or not (said or _is_launcher(os.getppid())):
         return None
     for number, count in _VARIABLES:
-        found = os.environ.get(number, ""), os.environ.get(count, "")
-        if all(map(str.isdecimal, found)) and int(found[1]) > 1:
-            return int(found[0]), int(found[1])
+        values = os.environ.get(number, ""), os.environ.get(count, "")
+        if all(map(str.isdecimal, values)) and int(values[1]) > 1:
+            return int(values[0]), int(values[1])
     return None
 
 

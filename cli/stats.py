@@ -35,65 +35,68 @@ def stats(
       layerstore stats sft --json
     """
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        found = opened_store.stats(run, progress=progress)
+        counts = opened_store.stats(run, progress=progress)
         place = "on disk" if opened_store.repo.remote is None else "in the bucket"
-    for problem in found.left_out:
+    for problem in counts.left_out:
         say_warning(f"left out: {problem}")
-    if found.missing:
-        say_warning(f"missing: {counted(found.missing, 'object')}; layerstore verify says which")
+    if counts.missing:
+        say_warning(f"missing: {counted(counts.missing, 'object')}; layerstore verify says which")
     if as_json:
         from layerstore.inspect import stats_fields
 
-        say_json(stats_fields(found))
+        say_json(stats_fields(counts))
     else:
-        _tell(found, place)
+        _tell(counts, place)
 
 
-def _tell(found: "Stats", place: str) -> None:
-    say_facts(_facts(found, place))
-    if not found.logical_bytes:
+def _tell(counts: "Stats", place: str) -> None:
+    say_facts(_facts(counts, place))
+    if not counts.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
-    own = [Column("OWN", "right", drops=1)] if found.run is None else []  # unknown if only one run is counted
+    own = [Column("OWN", "right", drops=1)] if counts.run is None else []  # unknown if only one run is counted
     say()
     say_table(
         [Column("RUN", folds=True), Column("COMMITS", "right", drops=2), *figures, *own],
         (
-            [of.run, f"{of.commits:,}", *_sizes(of.logical_bytes, of.unique_bytes, *[of.own_bytes] * len(own))]
-            for of in found.runs
+            [run.run, f"{run.commits:,}", *_sizes(run.logical_bytes, run.unique_bytes, *[run.own_bytes] * len(own))]
+            for run in counts.runs
         ),
     )
     for columns, amounts in (
         (
             [Column("KIND"), Column("OBJECTS", "right", drops=1)],
-            {name: of for name, of in found.kinds.items() if of.count},
+            {name: kind for name, kind in counts.kinds.items() if kind.count},
         ),
-        ([Column("LAYER", folds=True), Column("VERSIONS", "right", drops=1)], found.layers),
+        ([Column("LAYER", folds=True), Column("VERSIONS", "right", drops=1)], counts.layers),
     ):
         say()
         say_table(
             [*columns, *figures],
-            ([name, f"{of.count:,}", *_sizes(of.logical_bytes, of.unique_bytes)] for name, of in amounts.items()),
+            (
+                [name, f"{amount.count:,}", *_sizes(amount.logical_bytes, amount.unique_bytes)]
+                for name, amount in amounts.items()
+            ),
         )
 
 
-def _facts(found: "Stats", place: str) -> dict[str, str]:
-    pins = f"; {counted(found.pins, 'pin')} besides, of mixtures or hidden commits" if found.pins else ""
+def _facts(counts: "Stats", place: str) -> dict[str, str]:
+    pins = f"; {counted(counts.pins, 'pin')} besides, of mixtures or hidden commits" if counts.pins else ""
     facts = {
-        "commits": f"{found.commits:,} in {counted(len(found.runs), 'run')}{pins}",
-        "logical": f"{size(found.logical_bytes)} if each commit and pin were stored whole",
-        "unique": f"{size(found.unique_bytes)} with each object counted once: {found.saved_ratio:.1%} less",
-        "physical": f"{size(found.physical_bytes)} {place}",
+        "commits": f"{counts.commits:,} in {counted(len(counts.runs), 'run')}{pins}",
+        "logical": f"{size(counts.logical_bytes)} if each commit and pin were stored whole",
+        "unique": f"{size(counts.unique_bytes)} with each object counted once: {counts.saved_ratio:.1%} less",
+        "physical": f"{size(counts.physical_bytes)} {place}",
     }
-    if found.unneeded is not None:
+    if counts.unneeded is not None:
         facts["unneeded"] = (
-            f"{size(found.unneeded.bytes)} {place}, in {counted(found.unneeded.objects, 'object')} "
+            f"{size(counts.unneeded.bytes)} {place}, in {counted(counts.unneeded.objects, 'object')} "
             "that no visible commit and no pin needs"
-            if found.unneeded.objects
+            if counts.unneeded.objects
             else "nothing: every object belongs to a visible commit or a pin"
         )
     return facts
 
 
 def _sizes(*sizes_bytes: int) -> list[str]:
-    return [size(each) for each in sizes_bytes]
+    return [size(size_bytes) for size_bytes in sizes_bytes]

@@ -39,12 +39,12 @@ _PROBLEMS = {
 
 def usage_message(problem: TyperException) -> str:
     """Return what is wrong with the command line, in one line."""
-    option, found = _option(problem), _refused(problem)
-    if option is not None and found is not None:
-        facts = found.get("ctx")
+    option, refusal = _option(problem), _refused(problem)
+    if option is not None and refusal is not None:
+        facts = refusal.get("ctx")
         facts = facts if isinstance(facts, Mapping) else {}
-        if found.get("type") in _PROBLEMS:
-            return f"{option} {found.get('input')} {_PROBLEMS[str(found['type'])].format_map(facts)}"
+        if refusal.get("type") in _PROBLEMS:
+            return f"{option} {refusal.get('input')} {_PROBLEMS[str(refusal['type'])].format_map(facts)}"
         if "error" in facts:  # a choice, which typer checks itself
             return f"{option}: {str(facts['error']).rstrip('.')}"
     # For an unknown option, the hint has the suggestions.
@@ -99,5 +99,5 @@ def _option(problem: TyperException) -> str | None:
 def _refused(problem: TyperException) -> Mapping[str, object] | None:
     """Return what pydantic says about the value, which typer keeps as the cause."""
     errors = getattr(problem.__cause__, "errors", None)
-    found = errors() if callable(errors) else []
-    return found[0] if found else None
+    refusals = errors() if callable(errors) else []
+    return refusals[0] if refusals else None

@@ -100,12 +100,14 @@ def _damage_in_words(verdict: "Verdict") -> str:
 def _say_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool) -> None:
     for damage in verdict.damaged:
         _say_damage(damage)
-    say_each([f"{shown(each.reference)}: {shown(_stands(each))}" for each in verdict.standing.hurt], limit=_HURT_MAX)
+    say_each(
+        [f"{shown(holder.reference)}: {shown(_stands(holder))}" for holder in verdict.standing.hurt], limit=_HURT_MAX
+    )
     for run, whole in verdict.standing.whole.items():
         say(f"{shown(run)}: {f'the newest intact step is {shown(whole)}' if whole else 'no step is intact'}")
-    of = "" if looked_at is None else f"{shown(looked_at)}: "
-    found = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
-    (say_note if verdict.ok else say)(f"checked {of}{found}: {_result(verdict)}")
+    scope = "" if looked_at is None else f"{shown(looked_at)}: "
+    checked = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
+    (say_note if verdict.ok else say)(f"checked {scope}{checked}: {_result(verdict)}")
     if verdict.orphans:
         has_strangers = any(damage.kind == "stranger" for damage in verdict.damaged)
         removed = (
