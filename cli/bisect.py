@@ -140,12 +140,12 @@ def _tell(result: "Bisected", *, is_new: bool, folder: Path) -> None:
 def _say_log(folder: Path, *, as_json: bool) -> None:
     from layerstore.bisect import read_log
 
-    asked, trials, answer = read_log(folder)
+    question, trials, answer = read_log(folder)
     if as_json:
-        fields = {"bisection": json_fields(asked), "trials": [json_fields(trial) for trial in trials]}
+        fields = {"bisection": json_fields(question), "trials": [json_fields(trial) for trial in trials]}
         say_json(fields | {"answer": answer or None})
         return
-    say_facts({"good": asked.good, "bad": asked.bad, "judge": asked.judge, "answer": answer or "none yet"})
+    say_facts({"good": question.good, "bad": question.bad, "judge": question.judge, "answer": answer or "none yet"})
     say()
     columns = {
         Column("TRIAL", "right"): lambda trial: str(trial.number),

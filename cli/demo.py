@@ -33,8 +33,8 @@ def demo(*, folder: Folder = Path("layerstore-demo"), as_json: AsJson = False) -
     """
     from layerstore.demo import run_demo
 
-    with shown_steps(as_json=as_json) as say_step:
-        facts = run_demo(folder, say=say_step)
+    with shown_steps(as_json=as_json) as report_step:
+        facts = run_demo(folder, report=report_step)
     if as_json:
         say_json({name: json_value(value) for name, value in facts.items()})
     else:

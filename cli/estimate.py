@@ -147,7 +147,7 @@ def estimate(
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
-    asked: dict[str, Any] = {
+    given: dict[str, Any] = {
         "--world-size": world_size or chosen.world_size,
         "--steps": steps,
         "--save-every": every,
@@ -156,8 +156,8 @@ def estimate(
         "--copy-rate": costs.get("copy_rate"),
         "--disk": disk,
     }
-    assumed = sorted(name for name, value in asked.items() if value is None)
-    used = asked | {name: _DEFAULTS[name] for name in assumed}
+    assumed = sorted(name for name, value in given.items() if value is None)
+    used = given | {name: _DEFAULTS[name] for name in assumed}
     training = Training(
         world_size=used["--world-size"],
         steps=used["--steps"],

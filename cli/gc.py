@@ -133,11 +133,11 @@ def _is_confirmed(plan: "GcOutcome") -> bool:
 
 
 def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
-    from layerstore.gc import NOT_ASKED
+    from layerstore.gc import NOT_REQUESTED
 
     # Doomed commits first, because a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
-    fates = [fate for fate in fates if fate.kept_by != (NOT_ASKED,)]
+    fates = [fate for fate in fates if fate.kept_by != (NOT_REQUESTED,)]
     if outcome.removed or outcome.trimmed:
         columns = [Column("COMMIT", folds=True), Column("SAVED", drops=1), Column(""), Column("WHY", folds=True)]
         say_table([*columns, Column("FREES", "right")], map(_line, fates[:_LINES_MAX]))

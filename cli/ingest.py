@@ -110,18 +110,20 @@ def ingest(
     is_open, chosen = all_ or watch, policy_named(policy, settings)
     several = is_open or len(checkpoints) > 1
     options = read_settings(IngestOptions, options)
-    asked = IngestOptions(**options)
-    _check_number(asked, several=several, is_open=is_open)
+    ingest_options = IngestOptions(**options)
+    _check_number(ingest_options, several=several, is_open=is_open)
     saved: list[Ingested] = []
     problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
     with opened(store) as opened_store:
         words = {name: value for name, value in options.items() if name != "tag"}
         save = partial(opened_store.ingest, policy=chosen, allowed_globals=allow_global or (), **words)
-        look = partial(_named, tag=asked.tag, follow=asked.follow, is_dcp=asked.onto is not None)
+        look = partial(
+            _named, tag=ingest_options.tag, follow=ingest_options.follow, is_dcp=ingest_options.onto is not None
+        )
         to_save = (_coming if watch else _found)(checkpoints, as_json) if is_open else look(checkpoints)
         try:
             for folder, its_tag in to_save:
-                _take(save, folder, its_tag, saved, problems, pin=asked.pin, as_json=as_json)
+                _take(save, folder, its_tag, saved, problems, pin=ingest_options.pin, as_json=as_json)
         except LayerstoreError as exc:
             if problems is None and several:
                 were = "was" if len(saved) == 1 else "were"
@@ -137,20 +139,20 @@ def ingest(
         raise _first(problems, tried=len(saved) + len(problems))
 
 
-def _check_number(asked: IngestOptions, *, several: bool, is_open: bool) -> None:
+def _check_number(options: IngestOptions, *, several: bool, is_open: bool) -> None:
     """Raise InvalidInput if several checkpoints were given, or looked for, with an option that fits only one."""
-    if asked.onto is not None and is_open:
+    if options.onto is not None and is_open:
         raise InvalidInput(
             "--onto is for folders of torch.distributed.checkpoint; --all and --watch look for DeepSpeed's",
             hint="name the folders",
         )
-    if asked.tag is not None and is_open:
+    if options.tag is not None and is_open:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
         )
-    if asked.pin is not None and several:
-        raise InvalidInput(f"--pin {asked.pin} was given with several checkpoints: a pin means one commit")
-    if asked.opens_attempt and several:
+    if options.pin is not None and several:
+        raise InvalidInput(f"--pin {options.pin} was given with several checkpoints: a pin means one commit")
+    if options.opens_attempt and several:
         raise InvalidInput(
             "--rollback and --resumed-from are for one checkpoint: the first that was saved after going back",
             hint="ingest that one alone, then the others without the option",

@@ -68,8 +68,8 @@ def pin(
             f"pin takes NAME and REF: which commit shall {name!r} name?",
             hint=f"layerstore pin {typed(name)} RUN@STEP; layerstore show {typed(name)} shows an existing pin",
         )
-    asked = [name is not None, list_, delete is not None]
-    if sum(asked) != 1:
+    chosen = [name is not None, list_, delete is not None]
+    if sum(chosen) != 1:
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
     with opened(store) as opened_store:
         if list_:

@@ -149,7 +149,7 @@ class Store:
         from layerstore.ingest_options import IngestOptions
         from layerstore.policy import chosen_policy
 
-        asked = IngestOptions(
+        ingest_options = IngestOptions(
             run=run,
             tag=tag,
             step=step,
@@ -166,7 +166,7 @@ class Store:
             onto=onto,
             trust_store=trust_store,
         )
-        return ingest(self._repo, Path(checkpoint), asked, progress=progress or Silent())
+        return ingest(self._repo, Path(checkpoint), ingest_options, progress=progress or Silent())
 
     def compose(
         self,
@@ -207,8 +207,8 @@ class Store:
         elif run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         else:
-            asked = self._resolved(ref)
-            base = newest_exact(self._repo, asked) if exact else asked
+            requested = self._resolved(ref)
+            base = newest_exact(self._repo, requested) if exact else requested
             if policy == EXACT:
                 if without_damaged:
                     raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
@@ -216,7 +216,7 @@ class Store:
             else:
                 composition = compose_by_policy(self._repo, base, chosen_policy(policy))
             if exact:
-                composition = as_newest_exact(self._repo, composition, asked)
+                composition = as_newest_exact(self._repo, composition, requested)
         return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 
     def average(

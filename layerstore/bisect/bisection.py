@@ -84,7 +84,7 @@ def bisect(
     """
     ends = [_plain(repo, text) for text in (good, bad)]
     _history(repo, ends[0], ends[1], good, bad)  # refused before anything is written
-    asked = Question(
+    question = Question(
         good=good,
         bad=bad,
         judge=name,
@@ -95,7 +95,7 @@ def bisect(
     )
     folder = _prepared(repo, folder)
     with lock(folder / "lock", what=f"the bisection in {folder}", deadline_seconds=0):
-        log = Log(repo.files, folder, asked)
+        log = Log(repo.files, folder, question)
         ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
         judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
         try:
@@ -154,14 +154,14 @@ def _searched(judging: "_Judging", row: list[Resolved], *, has_layers: bool) -> 
     try:
         boundary = first_bad(len(row), lambda index: judging.verdict(compose_latest(row[index]), names[index]))
     except Contradiction as exc:
-        said = "good" if exc.index == 0 else "bad"
-        hint = f"choose another {said.upper()}, or look at what the command prints"
+        expected = "good" if exc.index == 0 else "bad"
+        hint = f"choose another {expected.upper()}, or look at what the command prints"
         if exc.index == 0:
             hint += (
                 f": does it run? layerstore compose {typed(names[0])} --format hf -o DIR makes a folder to try it with"
             )
         raise Conflict(
-            f"{names[exc.index]} is said to be {said}, and the command says {exc.verdict}", hint=hint
+            f"{names[exc.index]} is said to be {expected}, and the command says {exc.verdict}", hint=hint
         ) from exc
     layers, origin = None, None
     if has_layers:

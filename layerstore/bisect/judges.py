@@ -61,8 +61,8 @@ def command_judge(
                 else "try it by hand with a folder"
             )
             raise InvalidInput(f"the command cannot be run: {words[0]}: {exc.strerror}", hint=hint) from exc
-        said = ended.stdout.decode(errors="replace")
-        on_output(said)
+        output = ended.stdout.decode(errors="replace")
+        on_output(output)
         code = ended.returncode
         if code == _SKIP:
             return Judged(verdict="skip")
@@ -74,16 +74,16 @@ def command_judge(
             )
         if best is None or threshold is None:
             return Judged(verdict="bad" if code else "good")
-        value = _number(said, best.metric)
+        value = _number(output, best.metric)
         is_bad = not (value <= threshold if best.direction == "min" else value >= threshold)  # a NaN is bad
         return Judged(verdict="bad" if is_bad else "good", metric=value)
 
     return judge
 
 
-def _number(said: str, metric: str) -> float:
-    """Return the number in the last line that was *said*."""
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+def _number(output: str, metric: str) -> float:
+    """Return the number in the last line of *output*."""
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
     try:
         value = parse_json(last)
     except ValueError:

@@ -62,16 +62,16 @@ class Question:
 class Log:
     """A log that is written to."""
 
-    def __init__(self, files: Files, folder: Path, asked: Question) -> None:
+    def __init__(self, files: Files, folder: Path, question: Question) -> None:
         """Go on with the log in *folder*, or begin one; raise AlreadyExists if it is another one's, and not ended."""
         self._files = files
         self._path = folder / _NAME
         self._has_answer = False
-        self.question = asked
+        self.question = question
         self.trials: list[Trial] = []
         if files.size(self._path):
             known, trials, answer = read_log(folder)
-            is_same = known == asked if answer else known.is_same(asked)
+            is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
                 return
@@ -81,7 +81,7 @@ class Log:
                     hint="choose another place with --dir, or remove that one",
                 )
         self.discard()
-        files.append(self._path, json.dumps(json_fields(asked)).encode())
+        files.append(self._path, json.dumps(json_fields(question)).encode())
 
     def add(self, trial: Trial) -> None:
         """Add *trial*."""

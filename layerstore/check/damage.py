@@ -200,13 +200,13 @@ def hurt_by(
 
     *blobs* are the damaged version and state blobs, each with the objects that it lost, or itself.
     """
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
     hurt = []
     for name, holder in sorted(holders.items(), key=lambda item: (item[1].save.run, -item[1].save.step)):
         if not holder.is_shown:
             continue
-        asked[holder.save.run] = asked.get(holder.save.run, 0) + 1
-        stands = _stands(repo, holder, blobs) if asked[holder.save.run] <= _COMMITS_MAX else None
+        counts[holder.save.run] = counts.get(holder.save.run, 0) + 1
+        stands = _stands(repo, holder, blobs) if counts[holder.save.run] <= _COMMITS_MAX else None
         hurt.append(
             Hurt(reference=name, layers=holder.layers_in(holder.lost), everything=holder.has_lost_state, stands=stands)
         )

@@ -175,8 +175,8 @@ class Composition:
 
     def summary_file(self, notes: Iterable[str], **facts: object) -> bytes:
         """Return the content of ``layerstore.json``, which also shows whose folder it is: the summary, and more."""
-        said = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, "notes": [*self.notes, *notes]}
-        return json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"
+        fields = {"schema": _SUMMARY_SCHEMA, **self.summary(), **facts, "notes": [*self.notes, *notes]}
+        return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
 
     def summary(self) -> dict[str, object]:
         """Return the facts that ``--json`` prints and ``layerstore.json`` keeps."""
@@ -263,15 +263,15 @@ def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
     return replace(composition, policy=EXACT, parameters={})
 
 
-def as_newest_exact(repo: Repository, composition: Composition, asked: Resolved) -> Composition:
-    """Return *composition*, whose base is the newest exact save up to *asked*, with a note if that is an older one."""
+def as_newest_exact(repo: Repository, composition: Composition, requested: Resolved) -> Composition:
+    """Return *composition*, whose base is the newest exact save up to *requested*, with a note if that is older."""
     composition = replace(composition, wants_exact=True)
-    if asked.record.is_exact:
+    if requested.record.is_exact:
         return composition
-    called, taken = references_to(repo, [asked.record, composition.base])
-    steps = asked.record.step - composition.base.step
+    called, taken = references_to(repo, [requested.record, composition.base])
+    steps = requested.record.step - composition.base.step
     before = f", {steps} step{'s' if steps > 1 else ''} before" if steps else ""
-    note = f"{asked.pin or called} was not kept bit for bit: {taken} is taken{before}"
+    note = f"{requested.pin or called} was not kept bit for bit: {taken} is taken{before}"
     return replace(composition, notes=(*composition.notes, note))
 
 

@@ -35,7 +35,7 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH",
 Facts = dict[str, Any]
 
 
-def run_demo(folder: Path, *, say: Callable[[str], object] = lambda line: None) -> Facts:
+def run_demo(folder: Path, *, report: Callable[[str], object] = lambda line: None) -> Facts:
     """Train, ingest, compose, resume and compare in the new *folder*; return what ``--json`` prints."""
     missing = [name for name in ("torch", "deepspeed", "transformers") if find_spec(name) is None]
     missing += [name for name in ("ninja", os.environ.get("CXX", "c++")) if not shutil.which(name, path=PATH)]
@@ -49,7 +49,7 @@ def run_demo(folder: Path, *, say: Callable[[str], object] = lambda line: None) 
         if folder.exists() and any(folder.iterdir()):
             raise AlreadyExists(f"{folder} is not empty; nothing was changed", hint="choose another --dir")
         (folder / "logs").mkdir(parents=True)
-    facts = _run(folder, say)
+    facts = _run(folder, report)
     checks = {
         "losses after the resume": all(loss["identical"] for loss in facts["losses"]),
         "layers at the last step": all(facts["layers"].values()),
@@ -63,16 +63,16 @@ def run_demo(folder: Path, *, say: Callable[[str], object] = lambda line: None) 
     return facts | {"identical": not facts["problems"], "seconds": time.monotonic() - began}
 
 
-def _run(folder: Path, say: Callable[[str], object]) -> Facts:
+def _run(folder: Path, report: Callable[[str], object]) -> Facts:
     work, saved, times = folder / "work", folder / "work" / "saved", dict[str, float]()
     facts: Facts = {"resumed_from": BASE, "dir": folder, "store": folder / "store", "report": folder / "report.html"}
 
     def begin(part: str, text: str) -> None:
-        say(text)
+        report(text)
         times[part] = time.monotonic()
 
     begin("training", f"training a tiny Llama with DeepSpeed ZeRO-3 on 2 CPU ranks, {STEPS} steps")
-    say("  the first time, DeepSpeed compiles its C++ operator, for a minute or more")
+    report("  the first time, DeepSpeed compiles its C++ operator, for a minute or more")
     (losses,) = _train(folder, "saved")
     begin("ingest", f"ingesting {len(TAGS)} checkpoints under each of {len(POLICIES)} policies")
     facts["saved"] = [_usage("DeepSpeed", saved, [_size_bytes(saved / tag) for tag in TAGS])]

@@ -153,13 +153,13 @@ def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
 def _step(folder: Folder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
     """Return the trainer's step: its own file's, a value's, or how often the optimizer has updated the model."""
     path = folder.path / TRAINER_STATE
-    said = step_of_trainer(path) if path.is_file() else None
-    if said is None:
+    stated = step_of_trainer(path) if path.is_file() else None
+    if stated is None:
         numbers = (number_of(values[key]) for key in _STEP_KEYS if key in values)
-        said = next((int(number) for number in numbers if number is not None), max(counts, default=None))
-    if given is None and said is None:
+        stated = next((int(number) for number in numbers if number is not None), max(counts, default=None))
+    if given is None and stated is None:
         raise InvalidInput(f"{folder.path} does not say which step it is of", hint="say it with --step")
-    return checked_step(said if given is None else given, folder.path)
+    return checked_step(stated if given is None else given, folder.path)
 
 
 def _beside(folder: Folder) -> Iterator[Path]:

@@ -12,12 +12,12 @@ from layerstore.gc.drop import (
     undrop,
 )
 from layerstore.gc.mark import commit_named, concluding, readable_pins, stranger
-from layerstore.gc.retention import NOT_ASKED, NOT_PUSHED, CommitFate, Facts
+from layerstore.gc.retention import NOT_PUSHED, NOT_REQUESTED, CommitFate, Facts
 from layerstore.gc.sweep import Gone
 
 __all__ = [
-    "NOT_ASKED",
     "NOT_PUSHED",
+    "NOT_REQUESTED",
     "CommitFate",
     "Dropped",
     "DroppedCommit",

@@ -238,8 +238,8 @@ def chosen(facts: Facts, request: GcRequest, now_ns: int) -> tuple[tuple[RunView
         # What goes has to rest on its record, not on the index.
         times = {fate.commit: facts.of(view.rows[fate.name.id], view).time_ns for fate in fates}
         runs.append((view, tuple(replace(fate, time_ns=times[fate.commit]) for fate in fates)))
-    asked = [(view, fates) for view, fates in runs if view.run in wanted]
-    _check_metric(repo, request.keep, asked)
+    requested = [(view, fates) for view, fates in runs if view.run in wanted]
+    _check_metric(repo, request.keep, requested)
     return tuple(runs)
 
 

@@ -14,7 +14,7 @@ from layerstore.policy import Candidate, Keep
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.units import utc
 
-NOT_ASKED = "not asked about"
+NOT_REQUESTED = "not asked about"
 NOT_PUSHED = "not pushed yet"
 
 
@@ -209,7 +209,7 @@ def _fates(facts: Facts, view: RunView, keep: Keep | None, pins: Pins, now_ns: i
     is_blind = best is not None and all(best.reason not in kept_by_rules for kept_by_rules in reasons.values())
     blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
     for row in rows:
-        kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
+        kept_by = (NOT_REQUESTED,) if keep is None else reasons[row.id]
         if not kept_by and row.id in ahead:
             kept_by = ("further than the newest attempt",)
         if not kept_by and row.id in busy:

@@ -39,9 +39,9 @@ def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, .
     except Unsupported as exc:
         raise Unsupported(exc.message, hint=_INSTEAD) from exc
     except Exception as exc:  # a config is free text: Transformers raises whatever its code runs into
-        said = " ".join(str(exc).split()) or type(exc).__name__
+        problem = " ".join(str(exc).split()) or type(exc).__name__
         raise Unsupported(
-            f"Transformers {transformers.__version__} makes no model of the config: {said}", hint=_INSTEAD
+            f"Transformers {transformers.__version__} makes no model of the config: {problem}", hint=_INSTEAD
         ) from exc
     assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
     return tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())

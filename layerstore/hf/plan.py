@@ -85,7 +85,7 @@ def plan_export(
             ask=partial(ask_transformers, fields),
         )
         saved = [*saved_tensors(state.gathered), *_opaque_tensors(repo, state.files)]
-        chosen.choose(saved, is_always_asked=fields is not None and may_be_renamed(fields))
+        chosen.choose(saved, may_rename=fields is not None and may_be_renamed(fields))
         ordered = _in_model_order(chosen.tensors, state)
         weights = [*weights_files(ordered, shard_bytes_max=shard_bytes_max)]
         code = _uniform_dtype(weights)

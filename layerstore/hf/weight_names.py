@@ -63,11 +63,11 @@ class ExportTensors:
         """The chosen tensors."""
         return list(self._by_name.values())
 
-    def choose(self, saved: Iterable[WeightTensor], *, is_always_asked: bool = False) -> None:
+    def choose(self, saved: Iterable[WeightTensor], *, may_rename: bool = False) -> None:
         """
         Choose the tensors, given those in the base's own files.
 
-        Transformers is asked if the names in *saved* differ from those of the layers and, with *is_always_asked*, also
+        Transformers is asked if the names in *saved* differ from those of the layers and, with *may_rename*, also
         if nothing was saved.
 
         Raises:
@@ -93,7 +93,7 @@ class ExportTensors:
                 self._covered.add(supplier)
                 unlike += [tensor.name] if tensor.stored is not None else []
                 self._add(self._from_layer(supplier, tensor))
-        if (others or (is_always_asked and not has_saved)) and self._plain_rest():
+        if (others or (may_rename and not has_saved)) and self._plain_rest():
             self._add_renamed(others)
             others = []
         rest = [name for name in self.parameters if name not in self._covered]
@@ -263,9 +263,9 @@ def ask_transformers(
         Unsupported: Transformers is not installed, or does not know.
     """
     named = f" (the base's own weights files have {next(iter(expected))!r})" if expected else ""
-    asked = f"the weights are named otherwise in files than in memory{named}"
+    problem = f"the weights are named otherwise in files than in memory{named}"
     if config is None:
-        raise Unsupported(f"{asked}, and without a config.json nothing tells how", hint=_INSTEAD)
+        raise Unsupported(f"{problem}, and without a config.json nothing tells how", hint=_INSTEAD)
     if importlib.util.find_spec("transformers") is None:
         raise Unsupported(
             f"only Transformers knows whether a {config.get('model_type')} has other names in files than in memory"
@@ -274,7 +274,7 @@ def ask_transformers(
         )
     answer = _answer(json.dumps({"config": config, "shapes": shapes, "expected": expected}))
     if "error" in answer:
-        raise Unsupported(f"{asked}: {answer['error']}", hint=answer.get("hint") or _INSTEAD)
+        raise Unsupported(f"{problem}: {answer['error']}", hint=answer.get("hint") or _INSTEAD)
     return {
         name: FileTensor(
             shape=tuple(shape),
@@ -302,8 +302,8 @@ def _answer(question: str) -> dict[str, Any]:
             f"Transformers did not say in {RENAMING_SECONDS_MAX:.0f} s how it writes the weights", hint=_INSTEAD
         ) from exc
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise Unsupported(f"Transformers cannot say how it writes the weights: {said[-1]}", hint=_INSTEAD)
+        errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise Unsupported(f"Transformers cannot say how it writes the weights: {errors[-1]}", hint=_INSTEAD)
     # The last line, since imported libraries may have printed something before it.
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

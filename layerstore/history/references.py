@@ -200,8 +200,8 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
     rows = list(view.history(attempt))[::-1]
     steps = [str(row.step) for row in rows]
     shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
-    asked = f"{view.run}~{reference.back}" if reference.back else view.run
-    meant = [f"{asked}@{step}" for step in _around(reference.step or 0, [row.step for row in rows])]
+    prefix = f"{view.run}~{reference.back}" if reference.back else view.run
+    meant = [f"{prefix}@{step}" for step in _around(reference.step or 0, [row.step for row in rows])]
     hint = did_you_mean(meant, else_=f"steps here: {shown}")
     return NotFound(f"run {view.run!r} has no step {reference.step}", hint=hint)
 

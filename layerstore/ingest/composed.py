@@ -16,34 +16,36 @@ from layerstore.storage import Repository
 class Composed:
     """A folder that compose wrote."""
 
-    said: dict[str, Any]
+    summary: dict[str, Any]
     """The summary; empty if it cannot be read."""
 
     @property
     def is_mixture(self) -> bool:
         """Whether its layers may be from several saves."""
         with contextlib.suppress(AttributeError, KeyError, TypeError):  # it may be anybody's
-            return "mean" in self.said or any(age["steps"] != 0 for age in self.said["staleness"]["layers"].values())
+            return "mean" in self.summary or any(
+                age["steps"] != 0 for age in self.summary["staleness"]["layers"].values()
+            )
         return True
 
     def note(self, step: int) -> str | None:
-        """Return what whoever ingests *step* should know of it, unless something else was saved there since."""
+        """Return a note for an ingest of *step*; None if something else was saved there since."""
         with contextlib.suppress(KeyError, TypeError):
-            count, layers = len(self.said["compact"]), len(self.said["layers"])
-            if count and self.said["step"] == step:
+            count, layers = len(self.summary["compact"]), len(self.summary["layers"])
+            if count and self.summary["step"] == step:
                 return (
                     f"{count} of {layers} layers were composed from a save that was not kept bit for bit "
-                    f"({self.said['run']}@{step}): they are stored as they are here, not as training had them"
+                    f"({self.summary['run']}@{step}): they are stored as they are here, not as training had them"
                 )
         return None
 
 
 def composed(repo: Repository, folder: Path) -> Composed | None:
     """Return what the summary in *folder* says; None if it has none."""
-    said = None
+    summary = None
     with contextlib.suppress(LayerstoreError, ValueError):
         data = repo.files.read_if_there(folder / SUMMARY, size_bytes_max=OWN_JSON_BYTES_MAX)
         if data is None:
             return None
-        said = parse_json(data)
-    return Composed(said=said if isinstance(said, dict) else {})
+        summary = parse_json(data)
+    return Composed(summary=summary if isinstance(summary, dict) else {})

@@ -63,7 +63,7 @@ _HOW_TO_KEEP_A_COPY = (
 )
 
 
-def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Progress) -> Ingested:
+def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Progress) -> Ingested:
     """
     Store the checkpoint at *path*.
 
@@ -74,25 +74,25 @@ def ingest(repo: Repository, path: Path, asked: IngestOptions, *, progress: Prog
         SourceCheckpoint: The source is damaged, or changed meanwhile.
         Overtaken: A collection removed something that was to be reused; repeating the command succeeds.
     """
-    source = read_source(repo, path, asked)
+    source = read_source(repo, path, options)
     run, checkpoint, transfer_it = source.run, source.checkpoint, source.transfer
     started = time.monotonic()
     with repo.lock_run(run), _disk_explained(repo, checkpoint):
         while True:
             view = view_read_again(repo, run, checkpoint.step)
             try:
-                ingested = _Ingest(repo, asked, run, checkpoint, transfer_it, view, progress, started).stored()
+                ingested = _Ingest(repo, options, run, checkpoint, transfer_it, view, progress, started).stored()
                 break
             except NotFound:
                 if view is None or not has_shrunk(repo, view):
                     raise
-    if asked.pin is not None:
-        make_pin(repo, asked.pin, resolve(repo, ingested.commit))
+    if options.pin is not None:
+        make_pin(repo, options.pin, resolve(repo, ingested.commit))
     return ingested
 
 
 def _notes(
-    asked: IngestOptions, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
+    options: IngestOptions, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
 ) -> Iterator[str]:
     """Yield notes on where the stored commit differs from what the command suggests, and on rotted objects."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
@@ -100,14 +100,14 @@ def _notes(
     is_whole = saved == len(record.layers)
     if not is_new and WITHOUT_MOMENTS in record.flags:
         yield f"{called} is stored without its moments, which a collection has dropped; --replace stores them again"
-    elif not is_new and not is_whole and record.policy.name != asked.policy.name:
+    elif not is_new and not is_whole and record.policy.name != options.policy.name:
         yield (
             f"{called} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
-            f"stored, the others are older; --replace stores what policy {asked.policy.name} asks for"
+            f"stored, the others are older; --replace stores what policy {options.policy.name} asks for"
         )
-    elif not is_new and record.precision != asked.precision and _has_own_compact(record):
-        yield f"{called} was saved in precision {record.precision}; --replace stores it as {asked.precision}"
-    elif is_new and not is_whole and not asked.replace and tip is not None and tip.step > record.step:
+    elif not is_new and record.precision != options.precision and _has_own_compact(record):
+        yield f"{called} was saved in precision {record.precision}; --replace stores it as {options.precision}"
+    elif is_new and not is_whole and not options.replace and tip is not None and tip.step > record.step:
         yield (
             f"{called} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
             "counted it as the newest save, and steps above it inherit nothing from it"
@@ -162,7 +162,7 @@ class _Ingest:
     """A checkpoint on its way into a run."""
 
     repo: Repository
-    asked: IngestOptions
+    options: IngestOptions
     run: str
     checkpoint: Checkpoint
     transfer: Callable[..., Content]
@@ -183,7 +183,7 @@ class _Ingest:
 
     def _replaced(self, rival: RecordRow | None) -> list[RecordRow]:
         """Return the commits to replace: those at the step of *rival*, if that is in the history."""
-        if rival is None or not self.asked.replace or self.asked.opens_attempt or not self._is_meant(rival):
+        if rival is None or not self.options.replace or self.options.opens_attempt or not self._is_meant(rival):
             return []
         assert self.view is not None, "the rival is of the view"
         return [row for row in self.view.of_attempt(rival.attempt) if row.step == rival.step]
@@ -194,7 +194,7 @@ class _Ingest:
             return None
         rows = [row for row in self.view.visible if row.step == self.checkpoint.step]
         rows.sort(key=lambda row: row.attempt, reverse=True)
-        if self.asked.opens_attempt:
+        if self.options.opens_attempt:
             return next((row for row in rows if self.view.of_attempt(row.attempt)[0].id == row.id), None)
         return next((row for row in rows if self._is_meant(row)), next(iter(rows), None))
 
@@ -207,19 +207,19 @@ class _Ingest:
 
     def _heal_existing(self, rival: RecordRow) -> Ingested | None:
         """Restore what the store has lost of *rival*, if the content is the same; return None if it is not."""
-        asked = self.asked
+        options = self.options
         old = self.repo.catalog.commit(rival.name)
         place, trimmed = NextCommit.of(old.record), WITHOUT_MOMENTS in old.record.flags
         as_saved = (old.record.policy.name, old.record.precision)
-        if asked.replace and (trimmed or as_saved != (asked.policy.name, asked.precision)):
+        if options.replace and (trimmed or as_saved != (options.policy.name, options.precision)):
             return None  # the user wants its moments back, more of its layers, or them in another precision
-        if asked.opens_attempt and not self._opens_the_same(rival):
+        if options.opens_attempt and not self._opens_the_same(rival):
             return None
         due = frozenset(layer.layer for layer in self.checkpoint.layers) - place.inherited.keys()
         own = {entry.layer: entry for entry in old.record.layers if entry.layer in due and entry.compact}
         counts = {layer: entry.compact for layer, entry in own.items()}
         compact = self._compact_as(old.record, own)
-        with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
+        with Transaction(self.repo, reads_reused=not options.trust_store) as tx:
             content = self._staged(tx, due, compact, known_before=True, moments=not trimmed)
             record = self._record(
                 place, old.record.policy, content, due, precision=old.record.precision, compact=counts
@@ -228,7 +228,7 @@ class _Ingest:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
                 return self._outcome(tx, tx.commit(record, observed=old.observed), content)
-        if not asked.replace and not asked.opens_attempt and self._is_meant(rival):
+        if not options.replace and not options.opens_attempt and self._is_meant(rival):
             raise Conflict(
                 f"{self.run}@{self.checkpoint.step} is saved already, with other content "
                 f"(commit {short_id(rival.id)}); nothing was changed",
@@ -237,7 +237,7 @@ class _Ingest:
         return None
 
     def _how_to_keep_both(self) -> str:
-        if self.asked.onto is not None:
+        if self.options.onto is not None:
             return _HOW_TO_FIND_A_BASE
         origin = composed(self.repo, self.checkpoint.found.folder)
         if origin is None:
@@ -260,25 +260,25 @@ class _Ingest:
 
     def _as_new(self, replaced_rows: list[RecordRow], *, known_before: bool) -> Ingested:
         """Store a new commit in place of *replaced_rows*."""
-        asked, view = self.asked, self.view
+        options, view = self.options, self.view
         for row in replaced_rows:
             retire(self.repo, self.repo.catalog.commit(row.name))  # else what it replaced would reappear
         with contextlib.ExitStack() as opened:
             place = self._place(view, replaced_rows)
-            if asked.opens_attempt:
+            if options.opens_attempt:
                 reserved = reserve(self.repo, self.run, lambda taken: place.beside(view, taken))
                 opened.enter_context(reserved.lock)
                 place = reserved.place
             due = frozenset(layer.layer for layer in self.checkpoint.layers)
             decisions: dict[Tree, Tree] = {}
-            if not isinstance(asked.policy, Latest):
-                due, decisions = layers_due(self.repo, self.checkpoint.layers, place, asked.policy, run=self.run)
-            use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
-            tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
+            if not isinstance(options.policy, Latest):
+                due, decisions = layers_due(self.repo, self.checkpoint.layers, place, options.policy, run=self.run)
+            use = PolicyUse(name=options.policy.name, parameters=options.policy.parameters, decisions=decisions)
+            tx = opened.enter_context(Transaction(self.repo, reads_reused=not options.trust_store))
             compact = self._compact(place, due)
             content = self._staged(tx, due, compact, known_before=known_before)
             counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
-            record = self._record(place, use, content, due, precision=asked.precision, compact=counts)
+            record = self._record(place, use, content, due, precision=options.precision, compact=counts)
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
                     drop = f"layerstore drop {self.run}@{self.checkpoint.step}"
@@ -286,8 +286,8 @@ class _Ingest:
                         f"{problem}; it may be this very save, so nothing was changed",
                         hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
                     )
-            if asked.pin is not None:
-                check_pin_means(self.repo, asked.pin, commit_id(record))
+            if options.pin is not None:
+                check_pin_means(self.repo, options.pin, commit_id(record))
             for entry in record.layers:
                 if entry.layer not in due:
                     tx.inherit(entry)
@@ -321,7 +321,7 @@ class _Ingest:
 
     def _compact(self, place: NextCommit, due: frozenset[str]) -> CompactLayers:
         """Return those of the layers *due* that need not be exact this time, and have something to refer to."""
-        wanted, older = self.asked.keyframes, {}
+        wanted, older = self.options.keyframes, {}
         for layer in self.checkpoint.layers:
             entry = place.inherited.get(layer.layer) if layer.layer in due else None
             if entry is None or wanted.is_exact(entry.compact):
@@ -339,8 +339,8 @@ class _Ingest:
             view,
             self.checkpoint.step,
             rivals=rivals,
-            rollback=self.asked.rollback,
-            resumed_from=self.asked.resumed_from,
+            rollback=self.options.rollback,
+            resumed_from=self.options.resumed_from,
         )
 
     def _opens_the_same(self, rival: RecordRow) -> bool:
@@ -405,13 +405,13 @@ class _Ingest:
             layers=tuple(entry.layer for entry in record.layers),
             layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
             layers_compact=tuple(entry.layer for entry in record.layers if entry.saved_by(record) and entry.compact),
-            precision=self.asked.precision if is_new else record.precision,
+            precision=self.options.precision if is_new else record.precision,
             objects_new=writer.count_new,
             objects_reused=writer.count_reused,
             bytes_new=writer.bytes_new,
             bytes_reused=writer.bytes_reused,
             objects_healed=len(writer.damaged),
-            reused_read=not self.asked.trust_store,
+            reused_read=not self.options.trust_store,
             bytes_derived=content.bytes_derived,
             seconds=time.monotonic() - self.started,
             source=self.checkpoint.source,
@@ -420,6 +420,6 @@ class _Ingest:
                 *content.notes,
                 *_exact_notes(self.kept_exactly),
                 *self._origin_notes(),
-                *_notes(self.asked, record, self.view, writer, is_new=is_new),
+                *_notes(self.options, record, self.view, writer, is_new=is_new),
             ),
         )

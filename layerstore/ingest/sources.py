@@ -30,7 +30,7 @@ class Source:
     """Stages its content: `layerstore.ingest.transfer`, or a distributed checkpoint's own."""
 
 
-def read_source(repo: Repository, path: Path, asked: IngestOptions) -> Source:
+def read_source(repo: Repository, path: Path, options: IngestOptions) -> Source:
     """
     Read and check the checkpoint at *path*, of whatever engine. Writes nothing.
 
@@ -39,72 +39,72 @@ def read_source(repo: Repository, path: Path, asked: IngestOptions) -> Source:
         InvalidInput: Options contradict each other, or do not fit it.
         Conflict: The run's name is taken, or the pin's.
     """
-    if asked.pin is not None:
-        check_pin_name(repo, asked.pin)
-    if asked.rollback and asked.resumed_from is not None:
+    if options.pin is not None:
+        check_pin_name(repo, options.pin)
+    if options.rollback and options.resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
     repo.prepare_saving()
-    if asked.onto is not None:
-        source = _onto(repo, path, asked)
+    if options.onto is not None:
+        source = _onto(repo, path, options)
     else:
         folder = real_path(path)
         is_distributed = folder.is_dir() and distributed_at(folder) is not None
-        source = (_standalone if is_distributed else _of_deepspeed)(repo, path, asked)
+        source = (_standalone if is_distributed else _of_deepspeed)(repo, path, options)
     if not source.checkpoint.layers:
         raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
-    if asked.pin is not None:
-        check_pin_free(repo, asked.pin, run=source.run, step=source.checkpoint.step)
+    if options.pin is not None:
+        check_pin_free(repo, options.pin, run=source.run, step=source.checkpoint.step)
     return source
 
 
-def _of_deepspeed(repo: Repository, path: Path, asked: IngestOptions) -> Source:
-    if asked.step is not None:
+def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Source:
+    if options.step is not None:
         raise InvalidInput(
             f"--step was given, but {path} is not a folder of torch.distributed.checkpoint",
             hint="leave it out: DeepSpeed's files say their step",
         )
-    pattern = compile_pattern(asked.layer_pattern)
-    found = discover(path, tag=asked.tag, follow=asked.follow)
+    pattern = compile_pattern(options.layer_pattern)
+    found = discover(path, tag=options.tag, follow=options.follow)
     refuse_pointer(found.ranks[0].model)
-    run = _checked_run(repo, found.run_name if asked.run is None else asked.run)
-    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=asked.allowed_globals)
+    run = _checked_run(repo, found.run_name if options.run is None else options.run)
+    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=options.allowed_globals)
     kept = undivided(checkpoint.states[0])
-    if kept and not isinstance(asked.policy, Latest):
+    if kept and not isinstance(options.policy, Latest):
         raise Unsupported(
-            f"policy {asked.policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
+            f"policy {options.policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
             "which cannot be cut into layers",
             hint="ingest it with policy full",
         )
     return Source(run=run, checkpoint=checkpoint, transfer=partial(transfer, repo, checkpoint))
 
 
-def _standalone(repo: Repository, path: Path, asked: IngestOptions) -> Source:
-    if asked.tag is not None:
+def _standalone(repo: Repository, path: Path, options: IngestOptions) -> Source:
+    if options.tag is not None:
         raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave it out")
     read = read_standalone(
         path,
-        step=asked.step,
-        layer_pattern=compile_pattern(asked.layer_pattern),
-        allowed_globals=asked.allowed_globals,
-        follow=asked.follow,
+        step=options.step,
+        layer_pattern=compile_pattern(options.layer_pattern),
+        allowed_globals=options.allowed_globals,
+        follow=options.follow,
     )
-    run = _checked_run(repo, read.checkpoint.found.run_name if asked.run is None else asked.run)
+    run = _checked_run(repo, read.checkpoint.found.run_name if options.run is None else options.run)
     return Source(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
 
 
-def _onto(repo: Repository, path: Path, asked: IngestOptions) -> Source:
+def _onto(repo: Repository, path: Path, options: IngestOptions) -> Source:
     given = {
-        "--tag": asked.tag,
-        "--layer-pattern": asked.layer_pattern,
-        "--allow-global": asked.allowed_globals or None,
-        "--step": asked.step,
+        "--tag": options.tag,
+        "--layer-pattern": options.layer_pattern,
+        "--allow-global": options.allowed_globals or None,
+        "--step": options.step,
     }
     for option in (name for name, value in given.items() if value is not None):
         raise InvalidInput(f"--onto and {option} were both given", hint="the base decides: leave that out")
-    base = resolve(repo, asked.onto)
-    run = _checked_run(repo, base.record.run if asked.run is None else asked.run)
-    read = read_dcp(repo, path, base, follow=asked.follow)
-    if run == base.record.run and not asked.opens_attempt:
+    base = resolve(repo, options.onto)
+    run = _checked_run(repo, base.record.run if options.run is None else options.run)
+    read = read_dcp(repo, path, base, follow=options.follow)
+    if run == base.record.run and not options.opens_attempt:
         _check_newest(repo, base, read.checkpoint.step)
     return Source(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
 

@@ -250,7 +250,7 @@ def _composites(
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
     mixtures = {"latest": [mixture_fields(commit.record, commit.record.layers) for commit in shown]}
     for policy in SELECTIVE:
-        taken = [_asked(repo, commit, view, policy) for commit in shown]
+        taken = [_layers_by(repo, commit, view, policy) for commit in shown]
         if any(entries is not None for entries in taken):
             composites[policy.name] = [
                 None if entries is None else places(entries) if entries else [] for entries in taken
@@ -275,7 +275,7 @@ def _composites(
     return {"composites": composites, "mixtures": mixtures, "origins": origins}
 
 
-def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:
+def _layers_by(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:
     """Return the layers of a composite by *policy*: None if they are the commit's own, empty if there is none."""
     try:
         taken = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view).layers

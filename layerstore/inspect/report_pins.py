@@ -33,12 +33,12 @@ def pins_of(
     listed, room = pins[:_PINS_MAX], _LAYERS_BYTES
     facts = list[dict[str, Any]]()
     for pin, reference in zip(listed, references_to(repo, [pin.record for pin in listed]), strict=True):
-        taken, told = None, _pin(repo, pin, reference)
-        if pin.base not in commits or told["is_composite"]:
+        taken, pin_facts = None, _pin(repo, pin, reference)
+        if pin.base not in commits or pin_facts["is_composite"]:
             taken = _taken(repo, pin, layers.get(pin.run, []), problems)
             size_bytes = len(json.dumps(taken))
             taken, room = (taken, room - size_bytes) if size_bytes <= room else (None, room)
-        facts.append(told | {"taken": taken})
+        facts.append(pin_facts | {"taken": taken})
     return {"pins": facts, "pins_left_out": len(pins) - len(facts)}
 
 

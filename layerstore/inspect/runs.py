@@ -136,7 +136,7 @@ def _newest_of(view: RunView, commits: Collection[CommitId]) -> int | None:
 def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[str]]:
     """Return the size of the layers of *commit*, and what of it is missing or cut short."""
 
-    def looked_at(entry: LayerEntry) -> tuple[int, bool]:
+    def size_of(entry: LayerEntry) -> tuple[int, bool]:
         try:
             version = repo.version_of(entry)
             is_whole = all(repo.objects.find(stored.ref) for stored in version.named)
@@ -144,7 +144,7 @@ def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[
             return 0, False
         return sum(stored.size_bytes for stored in version.objects), is_whole
 
-    layers = list(pool.map(looked_at, commit.record.layers))
+    layers = list(pool.map(size_of, commit.record.layers))
     lost = sum(not is_whole for _, is_whole in layers)
     problems = [f"{lost} of {len(layers)} layers of step {commit.step} are not whole"] if lost else []
     try:

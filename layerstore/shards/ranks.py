@@ -117,29 +117,29 @@ class RankStates:
 def plan_ranks(
     repo: Repository,
     composition: Composition,
-    asked: RankOptions,
+    options: RankOptions,
     *,
     is_live: bool = False,
 ) -> RankStates:
     """
-    Plan *composition* for the ranks of *asked*; if an engine *is_live*, notes name what a program can do.
+    Plan *composition* for the ranks of *options*; if an engine *is_live*, notes name what a program can do.
 
     Raises:
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be rebuilt, or
             the layers of one have different counters.
     """
-    base, is_fresh = composition.base, asked.moments == "fresh"
+    base, is_fresh = composition.base, options.moments == "fresh"
     if not is_fresh:
         check_has_moments(base)
-    following = successor(repo, base, asked.like) if base.is_dcp else None
+    following = successor(repo, base, options.like) if base.is_dcp else None
     if following is not None:
         base = following.before
-    elif asked.like is not None:
+    elif options.like is not None:
         [called] = references_to(repo, [base])
         raise InvalidInput(f"{called} was saved by DeepSpeed, and has a state of its own", hint="leave --like out")
-    count = base.world_size if asked.world_size is None else asked.world_size
-    is_converted = asked.as_zero3 and base.stage != STAGE_3
-    check_splittable(repo, composition, world_size=asked.world_size, is_converted=is_converted)
+    count = base.world_size if options.world_size is None else options.world_size
+    is_converted = options.as_zero3 and base.stage != STAGE_3
+    check_splittable(repo, composition, world_size=options.world_size, is_converted=is_converted)
     versions = load_versions(repo, composition)
     slices = composition.slices(repo, versions)
     first = _first_state(repo, base)
@@ -157,7 +157,7 @@ def plan_ranks(
     if is_converted:
         notes.append(conversion_note(first))
     steps: dict[str, tuple[str, int | None]] | None = None
-    if is_fresh or asked.adam_step == "per-layer":
+    if is_fresh or options.adam_step == "per-layer":
         layers = zip(composition.layers, versions, strict=True)
         steps = {
             parameter.name: (entry.layer, 0 if is_fresh else entry.optimizer_step)
@@ -168,7 +168,7 @@ def plan_ranks(
         repo=repo,
         base=base,
         world_size=count,
-        stage=STAGE_3 if asked.as_zero3 else base.stage,
+        stage=STAGE_3 if options.as_zero3 else base.stage,
         versions=versions,
         slices=slices,
         successor=following,

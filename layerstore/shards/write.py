@@ -78,7 +78,7 @@ def execute_compose(
     repo: Repository,
     composition: Composition,
     out: Path,
-    asked: RankOptions,
+    options: RankOptions,
     how: Writing,
     *,
     progress: Progress,
@@ -94,8 +94,8 @@ def execute_compose(
     started = time.monotonic()
     base = composition.base
     target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=how.force)
-    ranks = plan_ranks(repo, composition, asked)
-    facts = {"world_size": ranks.world_size, "adam_step": asked.adam_step, "moments": asked.moments}
+    ranks = plan_ranks(repo, composition, options)
+    facts = {"world_size": ranks.world_size, "adam_step": options.adam_step, "moments": options.moments}
     summary = composition.summary_file(ranks.notes, **facts)
     tag = ranks.tag
     last = {SUMMARY: summary, LATEST: tag.encode()}
@@ -110,7 +110,7 @@ def execute_compose(
             progress=progress,
         ) as assembly,
     ):
-        work = _Work(composition=composition, folder=partial, asked=asked, how=how)
+        work = _Work(composition=composition, folder=partial, options=options, how=how)
         mine, *theirs = _shares(ranks, count=repo.shares.count)
         with repo.shares.scatter_work(repo, write_share, [(work, part) for part in theirs]) as answers:
             _assemble(assembly, ranks, mine, own=composition.own_parameters(ranks.versions), is_lead=True)
@@ -121,7 +121,7 @@ def execute_compose(
         policy=composition.policy,
         world_size=ranks.world_size,
         stage=ranks.stage,
-        format="zero3" if asked.as_zero3 else "shards",
+        format="zero3" if options.as_zero3 else "shards",
         out=target.path,
         files=files_in(target.path),
         bytes_written=assembly.bytes_written,
@@ -143,7 +143,7 @@ class _Work:
 
     composition: Composition
     folder: Path
-    asked: RankOptions
+    options: RankOptions
     how: Writing
 
 
@@ -151,7 +151,7 @@ class _Work:
 def write_share(repo: Repository, part: tuple[_Work, range]) -> Iterator[int]:
     """Write the files of some ranks for the leading process; yield their size."""
     work, mine = part
-    ranks = plan_ranks(repo, work.composition, work.asked)
+    ranks = plan_ranks(repo, work.composition, work.options)
     own = work.composition.own_parameters(ranks.versions)
     if not repo.files.is_directory(work.folder):
         raise InvalidInput(
@@ -361,8 +361,8 @@ class RankLoad:
         like: str | None = None,
     ) -> None:
         """Raise LayoutMismatch if the layers do not fit together, or cannot be adapted to *world_size* ranks."""
-        asked = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
-        ranks = plan_ranks(repo, composition, asked, is_live=True)
+        options = RankOptions(world_size=world_size, as_zero3=as_zero3, adam_step=adam_step, like=like)
+        ranks = plan_ranks(repo, composition, options, is_live=True)
         self.state = ranks.state(rank)
         self.stage = ranks.stage
         self.notes = ranks.notes

@@ -145,7 +145,7 @@ def follow(number: int, count: int, opened: Callable[[str], AbstractContextManag
                     problem = exc
                 except Exception as exc:  # noqa: BLE001  # the lead reports it
                     problem = _as_ours(exc)
-                line.answer(_Answered(found=found, problem=problem, warned=_told(warned)))
+                line.answer(_Answered(found=found, problem=problem, warned=_recorded(warned)))
                 question = line.listen()
     line.close()
 
@@ -167,7 +167,7 @@ def _as_ours(exc: Exception) -> LayerstoreError:
     return Internal(f"unexpected {type(exc).__name__}: {exc}")
 
 
-def _told(warned: Sequence[warnings.WarningMessage]) -> tuple[tuple[type[Warning], str], ...]:
+def _recorded(warned: Sequence[warnings.WarningMessage]) -> tuple[tuple[type[Warning], str], ...]:
     return tuple({(warning.category, str(warning.message)): None for warning in warned})
 
 

@@ -241,14 +241,14 @@ class Catalog:
             known = self._known.get(run)
             # The folder does not show it when a damaged record is repaired in place.
             if known is None or known.view.damaged or not self._is_as_it_was(known, run):
-                known = self._known[run] = self._looked(run, known)
+                known = self._known[run] = self._compared(run, known)
             return known.view if known.rows or known.view.damaged else None
 
     def _is_as_it_was(self, known: _Known, run: str) -> bool:
         """Whether the folder of *run* cannot have changed since it was listed."""
         return known.stamp is not None and known.stamp == self._records.stamp(run)
 
-    def _looked(self, run: str, before: _Known | None) -> _Known:
+    def _compared(self, run: str, before: _Known | None) -> _Known:
         """Compare the names in the folder of *run* with the known rows."""
         # Read the index before listing: a commit published in between is then merely not indexed yet.
         rows = self.indexed(run) if before is None else before.rows
@@ -288,11 +288,11 @@ class Catalog:
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
         """Drop the rows of the records *names*, which are gone; warn of those that nobody had dropped."""
         gone = sorted(names)
-        told = self._with_index(lambda index: index.drop(gone)) if gone else None
-        if told and not self._is_mirror:
-            named = ", ".join(f"{name.run}@{name.step} ({short_id(name.id)})" for name in told[:_NAMED_MAX])
-            more = f" and {len(told) - _NAMED_MAX} more" if len(told) > _NAMED_MAX else ""
-            are = "the commit {} is" if len(told) == 1 else "the commits {} are"
+        dropped = self._with_index(lambda index: index.drop(gone)) if gone else None
+        if dropped and not self._is_mirror:
+            named = ", ".join(f"{name.run}@{name.step} ({short_id(name.id)})" for name in dropped[:_NAMED_MAX])
+            more = f" and {len(dropped) - _NAMED_MAX} more" if len(dropped) > _NAMED_MAX else ""
+            are = "the commit {} is" if len(dropped) == 1 else "the commits {} are"
             warnings.warn(
                 f"{are.format(named + more)} no longer there (a collection elsewhere, or somebody's rm)",
                 IndexNotice,
@@ -307,7 +307,7 @@ class Catalog:
             IntegrityError: It is damaged.
             NotFound: It was removed since it was found, by a collection, say.
         """
-        with self._removal_told(name):
+        with self._reporting_removal(name):
             return self._records.read(name)
 
     def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
@@ -329,7 +329,7 @@ class Catalog:
             IntegrityError: It is damaged, or has other entries.
             NotFound: It was removed since it was found, by a collection, say.
         """
-        with self._removal_told(name):
+        with self._reporting_removal(name):
             actual = self._records.read_entries(name, {entry.layer for entry in entries})
         if any(actual.get(entry.layer) != entry for entry in entries):
             raise IntegrityError(
@@ -339,7 +339,7 @@ class Catalog:
             )
 
     @contextlib.contextmanager
-    def _removal_told(self, name: RecordName) -> Iterator[None]:
+    def _reporting_removal(self, name: RecordName) -> Iterator[None]:
         """Turn errors into NotFound if the record was removed meanwhile."""
         try:
             yield

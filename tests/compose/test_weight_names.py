@@ -60,13 +60,13 @@ def stored(name: str) -> GatheredTensor:
 def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **options: Any) -> ExportTensors:
     """Choose the tensors of an export of *items*."""
     is_own: Callable[[str], bool] = lambda name: True  # noqa: E731  # read as a default
-    saved, is_always_asked = options.pop("saved", saved_tensors(files)), options.pop("is_always_asked", False)
+    saved, may_rename = options.pop("saved", saved_tensors(files)), options.pop("may_rename", False)
     found = ExportTensors(
         parameters={item.name: item for item in items if isinstance(item, Parameter)},
         buffers={item.name: item for item in items if isinstance(item, Buffer)},
         **{"dtype": None, "is_own": is_own, "ask": nobody} | options,
     )
-    found.choose(saved, is_always_asked=is_always_asked)
+    found.choose(saved, may_rename=may_rename)
     return found
 
 
@@ -199,7 +199,7 @@ def test_without_a_file_all_names_are_asked_for() -> None:
     """A tied parameter is written once, under the first of its names."""
     answer = {"old.b": whole("b"), "old.head": whole("head"), "old.a": whole("a")}
 
-    choice = chosen(parameter("a"), parameter("b", aliases=("head",)), ask=lambda *_: answer, is_always_asked=True)
+    choice = chosen(parameter("a"), parameter("b", aliases=("head",)), ask=lambda *_: answer, may_rename=True)
 
     assert names(choice) == {"old.b": "b", "old.a": "a"}
 

@@ -184,8 +184,8 @@ class _Reader:
     def _refuse_syntax(self, exc: yaml.MarkedYAMLError) -> NoReturn:
         mark = exc.problem_mark or exc.context_mark or self._loader.get_mark()
         problem = str(exc.problem or exc.context)
-        said = f"{exc.context} {problem}"
-        hint = next((better for sign, better in _QUOTING.items() if sign in said), _QUOTING[""])
+        message = f"{exc.context} {problem}"
+        hint = next((better for sign, better in _QUOTING.items() if sign in message), _QUOTING[""])
         raise self._spot(mark).error(f"this is not YAML: {problem}", hint=hint) from exc
 
     def _spot(self, mark: yaml.Mark) -> Spot:

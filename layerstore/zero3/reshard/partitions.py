@@ -182,7 +182,9 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
         "param_shapes": [OrderedMap(group) for group in groups],
         "dp_world_size": 1,
     }
-    told = model.get("frozen_param_shapes")
-    if shapes or (told is not None and told.value is not None):  # else they were left out, or there are none
+    frozen_shapes = model.get("frozen_param_shapes")
+    if shapes or (
+        frozen_shapes is not None and frozen_shapes.value is not None
+    ):  # else they were left out, or there are none
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
     return changed(model.mapping(), values)
