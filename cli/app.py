@@ -36,7 +36,16 @@ from layerstore.cli.exits import (
 )
 from layerstore.cli.help import Command, write_commands, write_options
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import be_quiet, mark_as_answer, name_store, say, say_error, say_json, say_warning, speak_up
+from layerstore.cli.render import (
+    be_quiet,
+    mark_as_answer,
+    name_store,
+    print_error,
+    print_json,
+    print_line,
+    print_warning,
+    speak_up,
+)
 from layerstore.cli.shares import follow, is_follower, leave, led
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
@@ -184,17 +193,18 @@ def layerstore_(
     """
     if version:
         mark_as_answer()
-        say_json({"version": layerstore.__version__}) if as_json else say(f"layerstore {layerstore.__version__}")
+        current = layerstore.__version__
+        print_json({"version": current}) if as_json else print_line(f"layerstore {current}")
         raise typer.Exit
     if show_completion is not None:
         mark_as_answer()
-        say(script_for(show_completion, context.command))
+        print_line(script_for(show_completion, context.command))
         raise typer.Exit
     if context.invoked_subcommand is None:
         if as_json:
             context.fail("Missing command.")
         mark_as_answer()
-        say(context.get_help())
+        print_line(context.get_help())
         raise typer.Exit(EXIT_USAGE)
     if about(context.invoked_subcommand).answers:
         mark_as_answer()
@@ -247,7 +257,7 @@ def _main(words: list[str]) -> int:
             if failure is _OUT_OF_MEMORY:
                 _room.clear()
             # From the words, not from parsed options: a usage error is raised before those exist.
-            say_error(**asdict(failure), as_json="--json" in _options(words))
+            print_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()
     leave(failure.code)
     return failure.code
@@ -378,7 +388,7 @@ def _unwound_by_sigterm() -> Iterator[None]:
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say_warning(str(message))
+        warnings.showwarning = lambda message, *_, **__: print_warning(str(message))
         yield
 
 

@@ -8,7 +8,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import counted, say, say_json, shown
+from layerstore.cli.render import counted, print_json, print_line, shown
 from layerstore.json_fields import json_fields
 from layerstore.units import size
 
@@ -35,11 +35,11 @@ def apply(
     """
     applied = layerstore.apply(delta, folder)
     if as_json:
-        say_json(json_fields(applied))
+        print_json(json_fields(applied))
         return
     if not applied.tensors_changed:
-        say(f"{shown(folder)} is that of {shown(applied.name)} already; nothing was written")
+        print_line(f"{shown(folder)} is that of {shown(applied.name)} already; nothing was written")
         return
     changed = counted(applied.tensors_changed, "tensor")
     took = f"{size(applied.bytes_written)} in {applied.seconds:.1f} s"
-    say(f"{shown(folder)} is that of {shown(applied.name)} now: {changed} changed, {took}")
+    print_line(f"{shown(folder)} is that of {shown(applied.name)} now: {changed} changed, {took}")

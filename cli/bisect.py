@@ -13,13 +13,13 @@ from layerstore.cli.options import AsJson, StorePath, one_of, opened
 from layerstore.cli.render import (
     Column,
     counted,
-    say,
-    say_aside,
-    say_facts,
-    say_json,
-    say_note,
-    say_paragraph,
-    say_rows,
+    print_aside,
+    print_facts,
+    print_json,
+    print_line,
+    print_note,
+    print_paragraph,
+    print_rows,
     shown,
     with_store,
 )
@@ -76,14 +76,14 @@ def bisect(
     from layerstore.bisect import command_judge
 
     if good == LOG and bad is None:
-        _say_log(folder, as_json=as_json)
+        _print_log(folder, as_json=as_json)
         return
     if bad is None or not command:
         raise InvalidInput(
             "bisect takes GOOD, BAD and a command", hint="layerstore bisect RUN@STEP RUN@STEP -- python judge.py {}"
         )
-    heard: list[Trial] = []
-    with opened(store) as opened_store, _kept_told(folder, heard):
+    new_trials: list[Trial] = []
+    with opened(store) as opened_store, _reporting_kept_log(folder, new_trials):
         result = opened_store.bisect(
             good,
             bad,
@@ -92,35 +92,35 @@ def bisect(
             folder=folder,
             dtype=dtype,
             steps_only=steps_only,
-            on_trial=lambda trial: _hear(trial, heard),
+            on_trial=lambda trial: _record_trial(trial, new_trials),
         )
     if as_json:
-        say_json(json_fields(result) | {"sentence": str(result), "bytes_written": result.bytes_written})
+        print_json(json_fields(result) | {"sentence": str(result), "bytes_written": result.bytes_written})
     else:
-        _tell(result, is_new=bool(heard), folder=folder)
+        _print_result(result, is_new=bool(new_trials), folder=folder)
 
 
 @contextlib.contextmanager
-def _kept_told(folder: Path, heard: "list[Trial]") -> Iterator[None]:
-    """Say that the log stays if the user interrupts."""
+def _reporting_kept_log(folder: Path, new_trials: "list[Trial]") -> Iterator[None]:
+    """Print that the log stays if the user interrupts."""
     try:
         yield
     except KeyboardInterrupt:
-        say_aside(
-            f"{counted(len(heard), 'new trial')} and the log are in {folder}: the same command goes on from there"
+        print_aside(
+            f"{counted(len(new_trials), 'new trial')} and the log are in {folder}: the same command goes on from there"
         )
         raise
 
 
-def _pass_on(said: str) -> None:
+def _pass_on(output: str) -> None:
     """Show what a command has printed."""
-    for line in said.splitlines():
-        say_aside(line)
+    for line in output.splitlines():
+        print_aside(line)
 
 
-def _hear(trial: "Trial", heard: "list[Trial]") -> None:
-    heard.append(trial)
-    say_aside(_line(trial))
+def _record_trial(trial: "Trial", new_trials: "list[Trial]") -> None:
+    new_trials.append(trial)
+    print_aside(_line(trial))
 
 
 def _line(trial: "Trial") -> str:
@@ -129,24 +129,24 @@ def _line(trial: "Trial") -> str:
     return f"trial {trial.number}: {shown(trial.asked)}: {trial.verdict}{number}; {written}"
 
 
-def _tell(result: "Bisected", *, is_new: bool, folder: Path) -> None:
-    say_paragraph(shown(str(result)), indent=2)
-    say_note(f"{counted(len(result.trials), 'trial')}, {size(result.bytes_written)} written")
+def _print_result(result: "Bisected", *, is_new: bool, folder: Path) -> None:
+    print_paragraph(shown(str(result)), indent=2)
+    print_note(f"{counted(len(result.trials), 'trial')}, {size(result.bytes_written)} written")
     if not is_new:
-        say_note(f"all of this is from the log in {folder}; remove it to ask again")
-    say_note(with_store(f"next: layerstore diff {result.good} {result.bad} --stat shows how far the layers moved"))
+        print_note(f"all of this is from the log in {folder}; remove it to ask again")
+    print_note(with_store(f"next: layerstore diff {result.good} {result.bad} --stat shows how far the layers moved"))
 
 
-def _say_log(folder: Path, *, as_json: bool) -> None:
+def _print_log(folder: Path, *, as_json: bool) -> None:
     from layerstore.bisect import read_log
 
     question, trials, answer = read_log(folder)
     if as_json:
         fields = {"bisection": json_fields(question), "trials": [json_fields(trial) for trial in trials]}
-        say_json(fields | {"answer": answer or None})
+        print_json(fields | {"answer": answer or None})
         return
-    say_facts({"good": question.good, "bad": question.bad, "judge": question.judge, "answer": answer or "none yet"})
-    say()
+    print_facts({"good": question.good, "bad": question.bad, "judge": question.judge, "answer": answer or "none yet"})
+    print_line()
     columns = {
         Column("TRIAL", "right"): lambda trial: str(trial.number),
         Column("ASKED", folds=True): lambda trial: trial.asked,
@@ -155,4 +155,4 @@ def _say_log(folder: Path, *, as_json: bool) -> None:
         Column("WRITTEN", "right", drops=1): lambda trial: size(trial.bytes_written),
         Column("TOOK", "right", drops=2): lambda trial: f"{trial.seconds:.1f} s",
     }
-    say_rows(columns, trials)
+    print_rows(columns, trials)

@@ -10,7 +10,7 @@ import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, name_store, say, say_json, say_note, shown, with_store
+from layerstore.cli.render import counted, name_store, print_json, print_line, print_note, shown, with_store
 from layerstore.cli.shares import shares
 
 ABOUT = About("Elsewhere", store=None)
@@ -45,8 +45,8 @@ def clone(
     ):
         commits, pins = len(made.log()), len(made.pins())
         if as_json:
-            say_json({"path": str(made.path), "id": made.id, "url": url, "commits": commits, "pins": pins})
+            print_json({"path": str(made.path), "id": made.id, "url": url, "commits": commits, "pins": pins})
             return
-        say(f"cloned {shown(url)} to {shown(made.path)}: {counted(commits, 'commit')}, {counted(pins, 'pin')}")
+        print_line(f"cloned {shown(url)} to {shown(made.path)}: {counted(commits, 'commit')}, {counted(pins, 'pin')}")
         name_store(str(path))
-        say_note(with_store("next: layerstore log"))
+        print_note(with_store("next: layerstore log"))

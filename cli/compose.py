@@ -20,7 +20,16 @@ from layerstore.cli.options import (
 )
 from layerstore.cli.policy import choices, with_settings
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
+from layerstore.cli.render import (
+    Column,
+    counted,
+    print_json,
+    print_line,
+    print_paragraph,
+    print_table,
+    print_warning,
+    shown,
+)
 from layerstore.errors import InvalidInput
 from layerstore.formats import FORMATS, Delta, chosen_format
 from layerstore.json_fields import json_fields
@@ -173,7 +182,7 @@ def compose(
     with opened(store) as opened_store:
         composite = source.composite(opened_store)
         for note in composite.recipe_notes:
-            say_warning(note)
+            print_warning(note)
         composite.check(max_staleness=max_staleness)
         if composite.is_dcp and not ({"format", "since"} & options.keys()):
             into = _dcp(composite, options)
@@ -183,12 +192,12 @@ def compose(
                 composite.pin(pin)
             outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
             facts: dict[str, object] = {"out": out and str(out), "pin": pin, "dry_run": dry_run}
-            _say_plan(composite, plan, into=into, outcome=outcome, fields=facts, as_json=as_json)
+            _print_plan(composite, plan, into=into, outcome=outcome, fields=facts, as_json=as_json)
             return
         with shown_progress(as_json=as_json) as progress:
             force_it: bool | Literal["foreign"] = "foreign" if force_foreign else force
             written = composite.export(out, format=into, verify=not no_verify, force=force_it, progress=progress)
-        _say_written(composite, written, adam_step=getattr(into, "adam_step", None), as_json=as_json)
+        _print_written(composite, written, adam_step=getattr(into, "adam_step", None), as_json=as_json)
         if pin is not None:
             composite.pin(pin)  # last, when nothing can be refused any more
 
@@ -262,18 +271,18 @@ class _Source:
 # -- output --------------------------------------------------------------------------------------------------------
 
 
-def _tell_programs(
+def _print_warnings_and_json(
     composite: "Composite", notes: tuple[str, ...], fields: Mapping[str, object], *, as_json: bool
 ) -> bool:
     """Print *notes* as warnings and, with ``--json``, the answer; return whether nothing is left to print."""
     for note in notes:
-        say_warning(note)
+        print_warning(note)
     if as_json:
-        say_json({**composite.summary(), "notes": [*composite.recipe_notes, *notes], **fields})
+        print_json({**composite.summary(), "notes": [*composite.recipe_notes, *notes], **fields})
     return as_json
 
 
-def _say_plan(
+def _print_plan(
     composite: "Composite",
     plan: "Plan",
     *,
@@ -287,30 +296,30 @@ def _say_plan(
 
     if not isinstance(plan, ExportPlan):
         fields |= {"world_size": plan.world_size, "stage": plan.stage, "bytes_written": 0, "seconds": 0.0}
-        if not _tell_programs(composite, plan.notes, fields, as_json=as_json):
-            _say_layers(composite)
-            say()
-            _say_mixture(composite, adam_step=getattr(into, "adam_step", None))
+        if not _print_warnings_and_json(composite, plan.notes, fields, as_json=as_json):
+            _print_layers(composite)
+            print_line()
+            _print_mixture(composite, adam_step=getattr(into, "adam_step", None))
             base = f"base {shown(composite.name)}, policy {composite.policy}"
-            say_paragraph(f"{base}, {counted(plan.world_size, 'rank')}, ZeRO stage {plan.stage}; {outcome}", indent=2)
+            print_paragraph(f"{base}, {counted(plan.world_size, 'rank')}, ZeRO stage {plan.stage}; {outcome}", indent=2)
         return
     fields |= {"format": into.name, "dtype": plan.dtype, "files": [file.path for file in plan.files]}
     fields |= {"bytes_written": 0, "seconds": 0.0}
-    if not _tell_programs(composite, plan.notes, fields, as_json=as_json):
+    if not _print_warnings_and_json(composite, plan.notes, fields, as_json=as_json):
         columns = [Column("FILE", folds=True), Column("SIZE", "right")]
         rows = ([file.path, size(file.size_bytes)] for file in plan.files)
-        say_table(columns, rows, total=["total", size(plan.size_bytes)])
-        say()
-        say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
+        print_table(columns, rows, total=["total", size(plan.size_bytes)])
+        print_line()
+        print_line(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
 
 
-def _say_written(composite: "Composite", written: "Exported", *, adam_step: str | None, as_json: bool) -> None:
+def _print_written(composite: "Composite", written: "Exported", *, adam_step: str | None, as_json: bool) -> None:
     """Say what was written, and how to load it."""
     from layerstore.delta import DeltaWritten
     from layerstore.shards import Written
 
     if isinstance(written, DeltaWritten):
-        _say_delta(composite, written, as_json=as_json)
+        _print_delta(composite, written, as_json=as_json)
         return
     fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
     if isinstance(written, Written):
@@ -320,31 +329,31 @@ def _say_written(composite: "Composite", written: "Exported", *, adam_step: str 
     else:
         fields |= {"format": written.format, "dtype": written.dtype, "files": list(written.files)}
         what = f"{written.dtype}, {counted(len(written.files), 'file')}"
-    if _tell_programs(composite, written.notes, fields, as_json=as_json):
+    if _print_warnings_and_json(composite, written.notes, fields, as_json=as_json):
         return
     head = f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, {what}"
-    say_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
-    _say_mixture(composite, has_optimizer=written.format != "hf", adam_step=adam_step)
+    print_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
+    _print_mixture(composite, has_optimizer=written.format != "hf", adam_step=adam_step)
     if written.how_to_load:
-        say_paragraph(shown(written.how_to_load), indent=2)
+        print_paragraph(shown(written.how_to_load), indent=2)
 
 
-def _say_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:
+def _print_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bool) -> None:
     """Say what changed, and how it is put on."""
     fields = {**json_fields(written), "format": written.format}
-    if _tell_programs(composite, written.notes, fields, as_json=as_json):
+    if _print_warnings_and_json(composite, written.notes, fields, as_json=as_json):
         return
     share = written.elements_changed / max(written.elements, 1)
     head = f"wrote {shown(written.out)}: {shown(written.since)} to {shown(composite.name)}, {written.encoding}"
-    say_paragraph(
+    print_paragraph(
         f"{head}, {written.tensors_changed} of {counted(written.tensors, 'tensor')}, {share:.2%} of their elements, "
         f"{size(written.bytes_written)} instead of {size(written.bytes_whole)}, in {written.seconds:.1f} s",
         indent=2,
     )
-    say(f"put it on with layerstore apply {typed(str(written.out))} FOLDER")
+    print_line(f"put it on with layerstore apply {typed(str(written.out))} FOLDER")
 
 
-def _say_layers(composite: "Composite") -> None:
+def _print_layers(composite: "Composite") -> None:
     """Print the table of layers."""
     columns = [Column("LAYER", folds=True), Column("FROM", folds=True)]
     columns += [
@@ -364,7 +373,7 @@ def _say_layers(composite: "Composite") -> None:
         ]
         for age, name, of_line in zip(ages, composite.names_of(ages), sizes, strict=True)
     )
-    say_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])
+    print_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])
 
 
 def _behind(count: int | None) -> str:
@@ -379,7 +388,7 @@ def _age(steps: int | None) -> str:
     return f"{counted(abs(steps), 'step')} {'newer than' if steps < 0 else 'behind'} the base"
 
 
-def _say_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_step: str | None = None) -> None:
+def _print_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_step: str | None = None) -> None:
     """Say how old the oldest layer is, and anything else about the mixture that a reader should know."""
     staleness, due = composite.staleness, composite.older_than_due
     lines = []
@@ -395,7 +404,7 @@ def _say_mixture(composite: "Composite", *, has_optimizer: bool = True, adam_ste
     if has_optimizer and staleness.is_mixed:
         lines.append(f"training resumes at step {composite.step}")
     for line in lines:
-        say_paragraph(line, indent=2)
+        print_paragraph(line, indent=2)
 
 
 def _adam_steps(composite: "Composite") -> str:

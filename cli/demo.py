@@ -8,7 +8,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson
 from layerstore.cli.progress import shown_steps
-from layerstore.cli.render import Column, say, say_facts, say_json, say_paragraph, say_rows
+from layerstore.cli.render import Column, print_facts, print_json, print_line, print_paragraph, print_rows
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_value
 from layerstore.units import size
@@ -36,17 +36,17 @@ def demo(*, folder: Folder = Path("layerstore-demo"), as_json: AsJson = False) -
     with shown_steps(as_json=as_json) as report_step:
         facts = run_demo(folder, report=report_step)
     if as_json:
-        say_json({name: json_value(value) for name, value in facts.items()})
+        print_json({name: json_value(value) for name, value in facts.items()})
     else:
-        _say_facts(facts)
+        _print_facts(facts)
     if facts["problems"]:
         raise LayerstoreError(f"the demo found a difference: {'; '.join(facts['problems'])}", hint=f"see {folder}")
     if not as_json:
         steps = f"after step {facts['resumed_from']}, and all layers at step {facts['losses'][-1]['step']}"
-        say_paragraph(f"All losses {steps}, are identical, bit for bit, to those of the uninterrupted run.")
+        print_paragraph(f"All losses {steps}, are identical, bit for bit, to those of the uninterrupted run.")
 
 
-def _say_facts(facts: dict[str, Any]) -> None:
+def _print_facts(facts: dict[str, Any]) -> None:
     usage = {
         Column("SAVED BY"): lambda each: each["saved_by"],
         Column(f"ALL {facts['saved'][0]['saves']}", "right"): lambda each: size(each["total_bytes"]),
@@ -66,10 +66,10 @@ def _say_facts(facts: dict[str, Any]) -> None:
         "gc": f"{gc['removed']} commits removed: {size(gc['before_bytes'])} before, {size(gc['after_bytes'])} after",
         "report": f"{facts['report']}; the store is beside it",
     }
-    say()
-    say_rows(usage, facts["saved"])
-    say()
-    say_rows(losses, facts["losses"])
-    say()
-    say_facts(in_words)
-    say()
+    print_line()
+    print_rows(usage, facts["saved"])
+    print_line()
+    print_rows(losses, facts["losses"])
+    print_line()
+    print_facts(in_words)
+    print_line()

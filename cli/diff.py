@@ -11,11 +11,11 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     Column,
     counted,
-    say,
-    say_json,
-    say_paragraph,
-    say_table,
-    say_warning,
+    print_json,
+    print_line,
+    print_paragraph,
+    print_table,
+    print_warning,
     shown,
 )
 from layerstore.errors import InvalidInput
@@ -77,9 +77,9 @@ def diff(
         difference = opened_store.diff(a, b, stat=stat, progress=progress)
     _warn(difference)
     if as_json:
-        say_json(_fields(difference, stat=stat))
+        print_json(_fields(difference, stat=stat))
     else:
-        _tell(difference, stat=stat)
+        _print_result(difference, stat=stat)
 
 
 def _warn(difference: "Diff") -> None:
@@ -88,16 +88,16 @@ def _warn(difference: "Diff") -> None:
             continue
         for side, count in ((difference.a, layer.distance.nonfinite_a), (difference.b, layer.distance.nonfinite_b)):
             if count:
-                say_warning(f"{layer.layer} of {side.name} has NaN or infinity in {counted(count, 'number')}")
+                print_warning(f"{layer.layer} of {side.name} has NaN or infinity in {counted(count, 'number')}")
         if layer.distance.left_out:
             names = ", ".join(layer.distance.left_out[:4])
-            say_warning(f"{layer.layer}: not comparable, so left out: {names}")
+            print_warning(f"{layer.layer}: not comparable, so left out: {names}")
 
 
 # -- for people ----------------------------------------------------------------------------------------------------
 
 
-def _tell(difference: "Diff", *, stat: bool) -> None:
+def _print_result(difference: "Diff", *, stat: bool) -> None:
     from layerstore.model import Kind
 
     kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in difference.layers)]
@@ -108,18 +108,18 @@ def _tell(difference: "Diff", *, stat: bool) -> None:
         Column("CHANGED", "right"),
         *([Column("REL L2", "right"), Column("COSINE", "right")] if stat else []),
     ]
-    say(f"a  {_side(difference.a)}")
-    say(f"b  {_side(difference.b)}")
-    say()
-    say_table(columns, (_row(layer, kinds, stat=stat) for layer in difference.layers))
-    say()
-    say_paragraph(_total(difference), indent=2)
-    say_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(difference.same_state)}", indent=2)
+    print_line(f"a  {_side(difference.a)}")
+    print_line(f"b  {_side(difference.b)}")
+    print_line()
+    print_table(columns, (_row(layer, kinds, stat=stat) for layer in difference.layers))
+    print_line()
+    print_paragraph(_total(difference), indent=2)
+    print_paragraph(f"other state (RNG, scheduler, counters, files): {_sameness(difference.same_state)}", indent=2)
     if not stat and any(kind.status == "re-sliced" for layer in difference.layers for kind in layer.kinds.values()):
         ours, theirs = (
             f"{counted(side.world_size, 'rank')} of stage {side.stage}" for side in (difference.a, difference.b)
         )
-        say(f"re-sliced: {ours} in a, {theirs} in b; --stat compares the numbers")
+        print_line(f"re-sliced: {ours} in a, {theirs} in b; --stat compares the numbers")
 
 
 def _sameness(is_same: bool) -> str:
@@ -198,9 +198,9 @@ def _fields(difference: "Diff", *, stat: bool) -> dict[str, object]:
 def _show_layer(difference: "ParametersDiff", *, as_json: bool) -> None:
     _warn_of_layer(difference)
     if as_json:
-        say_json(json_fields(difference))
+        print_json(json_fields(difference))
     else:
-        _tell_layer(difference)
+        _print_layer(difference)
 
 
 def _warn_of_layer(difference: "ParametersDiff") -> None:
@@ -209,14 +209,14 @@ def _warn_of_layer(difference: "ParametersDiff") -> None:
             for side, count in ((difference.a, state_diff.nonfinite_a), (difference.b, state_diff.nonfinite_b)):
                 if count:
                     numbers = counted(count, "number")
-                    say_warning(f"{state} of {parameter.parameter} in {side.name} has NaN or infinity in {numbers}")
+                    print_warning(f"{state} of {parameter.parameter} in {side.name} has NaN or infinity in {numbers}")
         if any(state_diff.status == "not comparable" for state_diff in parameter.states.values()):
             shape_a, shape_b = (list(shape or ()) for shape in (parameter.shape_a, parameter.shape_b))
             why = "they are not numbers" if shape_a == shape_b else f"shape {shape_a} in a, {shape_b} in b"
-            say_warning(f"{parameter.parameter} is not comparable: {why}")
+            print_warning(f"{parameter.parameter} is not comparable: {why}")
 
 
-def _tell_layer(difference: "ParametersDiff") -> None:
+def _print_layer(difference: "ParametersDiff") -> None:
     layer = difference.layer
     columns = [
         Column("PARAMETER", folds=True),
@@ -229,19 +229,19 @@ def _tell_layer(difference: "ParametersDiff") -> None:
         for parameter in difference.parameters
     ]
     total = ["total", f"{sum(parameter.elements for parameter in difference.parameters):,}"]
-    say(f"a  {_side(difference.a)}")
-    say(f"b  {_side(difference.b)}")
-    say()
-    say_table(
+    print_line(f"a  {_side(difference.a)}")
+    print_line(f"b  {_side(difference.b)}")
+    print_line()
+    print_table(
         columns, rows, total=[*total, *_cells(difference.totals, list(difference.totals))] if len(rows) > 1 else None
     )
-    say()
+    print_line()
     kinds = ", ".join(f"{name} {kind.status}" for name, kind in layer.kinds.items())
     if layer.is_same:
         text = f"{layer.layer}: same, one version in both; nothing was read"
     else:
         text = f"{layer.layer}: {kinds}; {size(layer.bytes_changed)} only in b"
-    say_paragraph(shown(text), indent=2)
+    print_paragraph(shown(text), indent=2)
 
 
 def _name(parameter: "ParameterDiff", layer: str) -> str:

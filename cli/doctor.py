@@ -8,7 +8,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, store_or_nearest
-from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
+from layerstore.cli.render import PASTED_WIDTH, counted, print_json, print_line, print_paragraph, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_fields
 
@@ -40,9 +40,9 @@ def doctor(
     """
     diagnosis = layerstore.doctor(path or store_or_nearest(store))
     if as_json:
-        say_json(json_fields(diagnosis))
+        print_json(json_fields(diagnosis))
     else:
-        _tell(diagnosis)
+        _print_result(diagnosis)
     if not diagnosis.ok:
         checks = ", ".join(finding.check for finding in diagnosis.problems)
         raise LayerstoreError(
@@ -51,19 +51,19 @@ def doctor(
         )
 
 
-def _tell(diagnosis: "Diagnosis") -> None:
-    say(f"layerstore doctor {shown(diagnosis.path)}")
+def _print_result(diagnosis: "Diagnosis") -> None:
+    print_line(f"layerstore doctor {shown(diagnosis.path)}")
     width = max(len(finding.check) for finding in diagnosis.findings) + 2
     for finding in diagnosis.findings:
-        _say(f"{finding.verdict:<9}{finding.check:<{width}}{shown(finding.text)}", indent=9 + width)
+        _print_indented(f"{finding.verdict:<9}{finding.check:<{width}}{shown(finding.text)}", indent=9 + width)
         if finding.hint is not None and finding.verdict != "ok":
-            _say(f"{'':<9}{'':<{width}}hint: {shown(finding.hint)}", indent=9 + width + len("hint: "))
+            _print_indented(f"{'':<9}{'':<{width}}hint: {shown(finding.hint)}", indent=9 + width + len("hint: "))
     versions = ", ".join(f"{name} {version or '(none)'}" for name, version in diagnosis.versions.items())
-    _say(f"versions: {shown(versions)}", indent=2)
+    _print_indented(f"versions: {shown(versions)}", indent=2)
     notes = sum(finding.verdict == "note" for finding in diagnosis.findings)
     fit = "fit for a store" if diagnosis.ok else "not fit for a store"
-    say(f"{fit}: {counted(len(diagnosis.problems), 'problem')}, {counted(notes, 'note')}")
+    print_line(f"{fit}: {counted(len(diagnosis.problems), 'problem')}, {counted(notes, 'note')}")
 
 
-def _say(text: str, *, indent: int) -> None:
-    say_paragraph(text, indent=indent, pipe_width=PASTED_WIDTH)
+def _print_indented(text: str, *, indent: int) -> None:
+    print_paragraph(text, indent=indent, pipe_width=PASTED_WIDTH)

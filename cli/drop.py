@@ -6,7 +6,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import counted, say, say_json, say_warning, shown, some, with_store
+from layerstore.cli.render import counted, print_json, print_line, print_warning, shown, some, with_store
 from layerstore.json_fields import json_fields
 from layerstore.units import short_id, size
 
@@ -41,34 +41,36 @@ def drop(
         dropped = None if given_up else opened_store.drop(ref, dry_run=dry_run)
     if dropped is None:
         if as_json:
-            say_json({"given_up": list(given_up), "dry_run": dry_run})
+            print_json({"given_up": list(given_up), "dry_run": dry_run})
         else:
             name = f"{shown(ref)} (commit {', '.join(short_id(commit) for commit in given_up)})"
-            say(f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/")
+            print_line(
+                f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/"
+            )
     elif as_json:
-        say_json({**json_fields(dropped), "dry_run": dry_run})
+        print_json({**json_fields(dropped), "dry_run": dry_run})
     else:
-        _tell(dropped, dry_run=dry_run, in_bucket=in_bucket)
+        _print_result(dropped, dry_run=dry_run, in_bucket=in_bucket)
 
 
-def _tell(dropped: "Dropped", *, dry_run: bool, in_bucket: bool) -> None:
+def _print_result(dropped: "Dropped", *, dry_run: bool, in_bucket: bool) -> None:
     name = f"{shown(dropped.reference)} (commit {short_id(dropped.commit)})"
-    say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
+    print_line(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
     if dropped.inherited_by:
         keep = "keeps" if len(dropped.inherited_by) == 1 else "keep"
         commits = counted(len(dropped.inherited_by), "later commit")
-        say(f"{commits} {keep} layers of it: {shown(some(dropped.inherited_by))}")
+        print_line(f"{commits} {keep} layers of it: {shown(some(dropped.inherited_by))}")
     if dropped.pins:
-        say(f"kept by {counted(len(dropped.pins), 'pin')}: {shown(some(dropped.pins))}")
+        print_line(f"kept by {counted(len(dropped.pins), 'pin')}: {shown(some(dropped.pins))}")
     if dropped.tip is None:
-        say("the run has no other commit")
+        print_line("the run has no other commit")
     else:
-        say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
+        print_line(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
     for note in dropped.notes:
-        say_warning(note)
+        print_warning(note)
     if not dry_run:
         back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
         when = "a day later" if in_bucket else "after 7 days, or at once with --empty-trash"
         up_to = f"frees up to {size(dropped.size_bytes)} {when}"
         freed = up_to if dropped.size_bytes else "frees nothing: others need all that it has"
-        say(f"gc {freed}; to bring it back: {back}")
+        print_line(f"gc {freed}; to bring it back: {back}")

@@ -21,7 +21,16 @@ from layerstore.cli.options import (
     table_of,
     with_options,
 )
-from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown
+from layerstore.cli.render import (
+    Column,
+    counted,
+    print_json,
+    print_line,
+    print_paragraph,
+    print_table,
+    print_warning,
+    shown,
+)
 from layerstore.dtypes import DTypeName, dtype_code
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.ingest_options import IngestOptions
@@ -173,7 +182,7 @@ def estimate(
         **_rules_and_prices(costs),
     )
     estimated = estimate_saves(chosen, training, policy or _POLICIES) | {"assumed": assumed}
-    say_json(estimated) if as_json else _tell(estimated)
+    print_json(estimated) if as_json else _print_result(estimated)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------
@@ -267,57 +276,59 @@ def _rules_and_prices(costs: Mapping[str, Any]) -> dict[str, Any]:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _tell(estimated: Mapping[str, Any]) -> None:
+def _print_result(estimated: Mapping[str, Any]) -> None:
     model, every = estimated["model"], _time(estimated["interval_seconds"])
     kinds = {"config": model["architecture"], "checkpoint": "a checkpoint", "commit": "a commit"}
     kind = f" ({kinds[model['source']]})" if kinds.get(model["source"]) else ""
     frozen = "" if model["trained"] == model["parameters"] else f", {_number(model['trained'])} of them trained"
     layers = counted(model["layers"], "layer")
-    say(f"{shown(model['name'])}{kind}: {_number(model['parameters'])} parameters in {layers}{frozen}")
+    print_line(f"{shown(model['name'])}{kind}: {_number(model['parameters'])} parameters in {layers}{frozen}")
     saves = f"{counted(estimated['saves'], 'save')} in {counted(estimated['steps'], 'step')}"
-    say(f"{counted(estimated['world_size'], 'rank')}; {saves}, one every {every}")
-    say()
+    print_line(f"{counted(estimated['world_size'], 'rank')}; {saves}, one every {every}")
+    print_line()
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
     full = next(line["first_bytes"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
-    say_table(columns, (_row(line, full) for line in estimated["lines"]))
-    say()
-    say_paragraph(
+    print_table(columns, (_row(line, full) for line in estimated["lines"]))
+    print_line()
+    print_paragraph(
         "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
         f"of an average one. OF FULL: of a checkpoint by DeepSpeed. HISTORY: how long until "
         f"{size(estimated['disk_bytes'])} are full."
     )
     share = f"{estimated['held_share']:.1%}" if estimated["held_share"] >= 0.001 else "less than 0.1%"
-    say_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
+    print_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
     if estimated["prices"] is not None:
-        _tell_costs(estimated)
+        _print_costs(estimated)
     if estimated["movement"] is None:
-        say_paragraph(
+        print_paragraph(
             f"{_MEASURING.capitalize()} cannot be predicted; with --movement X it is estimated for layers that all "
             "move alike."
         )
-    say()
-    say("assumed:")
-    for text in (*_unsaid(estimated), *estimated["assumptions"]):
-        say_paragraph(f"- {text}", indent=2)
+    print_line()
+    print_line("assumed:")
+    for text in (*_assumed_figures(estimated), *estimated["assumptions"]):
+        print_paragraph(f"- {text}", indent=2)
     for line in estimated["lines"]:
         if line["policy"] is not None and line["save_seconds"] > estimated["interval_seconds"]:
             takes = _time(line["save_seconds"])
-            say_warning(f"{_label(line)}: a save takes {takes}, and the next comes after {every}: training would wait")
+            print_warning(
+                f"{_label(line)}: a save takes {takes}, and the next comes after {every}: training would wait"
+            )
 
 
-def _tell_costs(estimated: Mapping[str, Any]) -> None:
-    say()
+def _print_costs(estimated: Mapping[str, Any]) -> None:
+    print_line()
     columns = [Column("SAVED BY", folds=True)]
     columns += [Column(text, "right", drops=1) for text in ("STORAGE", "HELD UP")]
     columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
     deepspeed = next(line["cost"]["total"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
-    say_table(columns, (_cost_row(line, deepspeed) for line in estimated["lines"]))
-    say()
+    print_table(columns, (_cost_row(line, deepspeed) for line in estimated["lines"]))
+    print_line()
     rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
     kept = " and ".join(text.format(estimated[rule]) for rule, text in rules.items() if estimated[rule] is not None)
-    say_paragraph(
+    print_paragraph(
         f"What the run costs, in a bucket that keeps {kept or 'all saves'}. HELD UP: the hours of GPUs that stand "
         "still for saves."
     )
@@ -345,7 +356,7 @@ def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
     ]
 
 
-def _unsaid(estimated: Mapping[str, Any]) -> Iterator[str]:
+def _assumed_figures(estimated: Mapping[str, Any]) -> Iterator[str]:
     """Yield the figures that were not given, with their options."""
     texts = {
         "--world-size": counted(estimated["world_size"], "rank"),
@@ -358,9 +369,9 @@ def _unsaid(estimated: Mapping[str, Any]) -> Iterator[str]:
     }
     if estimated["prices"] is None:
         del texts["--copy-rate"]
-    unsaid = [f"{text} ({name})" for name, text in texts.items() if name in estimated["assumed"]]
-    if unsaid:
-        yield "; ".join(unsaid)
+    assumed = [f"{text} ({name})" for name, text in texts.items() if name in estimated["assumed"]]
+    if assumed:
+        yield "; ".join(assumed)
 
 
 def _time(seconds: float) -> str:

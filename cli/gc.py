@@ -16,11 +16,11 @@ from layerstore.cli.render import (
     age,
     counted,
     mark_as_answer,
-    say,
-    say_json,
-    say_paragraph,
-    say_table,
-    say_warning,
+    print_json,
+    print_line,
+    print_paragraph,
+    print_table,
+    print_warning,
 )
 from layerstore.json_fields import json_fields
 from layerstore.units import size
@@ -108,14 +108,14 @@ def gc(
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
             if not _is_confirmed(plan):
-                say("nothing was removed")
+                print_line("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
     if as_json:
-        say_json(_fields(outcome, dry_run=dry_run))
+        print_json(_fields(outcome, dry_run=dry_run))
     else:
-        _tell(outcome, is_done=not dry_run)
+        _print_result(outcome, is_done=not dry_run)
 
 
 def _is_confirmed(plan: "GcOutcome") -> bool:
@@ -123,16 +123,16 @@ def _is_confirmed(plan: "GcOutcome") -> bool:
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
     mark_as_answer()  # the user must see the plan before answering, even with --quiet
-    _tell(plan, is_done=False)
+    _print_result(plan, is_done=False)
     sys.stdout.write("Remove them for good? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
-        say()  # Ctrl-D leaves the cursor on the line of the question
+        print_line()  # Ctrl-D leaves the cursor on the line of the question
     return answer.strip().lower() in {"y", "yes"}
 
 
-def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
+def _print_result(outcome: "GcOutcome", *, is_done: bool) -> None:
     from layerstore.gc import NOT_REQUESTED
 
     # Doomed commits first, because a long list is cut at its end.
@@ -140,26 +140,28 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     fates = [fate for fate in fates if fate.kept_by != (NOT_REQUESTED,)]
     if outcome.removed or outcome.trimmed:
         columns = [Column("COMMIT", folds=True), Column("SAVED", drops=1), Column(""), Column("WHY", folds=True)]
-        say_table([*columns, Column("FREES", "right")], map(_line, fates[:_LINES_MAX]))
+        print_table([*columns, Column("FREES", "right")], map(_line, fates[:_LINES_MAX]))
         if len(fates) > _LINES_MAX:
-            say(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
+            print_line(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
         if len(fates) < len(outcome.commits):
-            say(f"… and {len(outcome.commits) - len(fates):,} kept of runs that were not named; --json has them all")
-        say()
+            print_line(
+                f"… and {len(outcome.commits) - len(fates):,} kept of runs that were not named; --json has them all"
+            )
+        print_line()
     kept = sum(bool(fate.kept_by) for fate in outcome.commits)
     pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
     verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
     for_good = " for good" if outcome.removed or outcome.trimmed or outcome.trash.count else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
-    say_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
+    print_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
     for note in outcome.notes:
-        say_warning(note)
+        print_warning(note)
     if outcome.young.count:
         later = "a later gc removes them, or --grace 0s now if nothing writes to the store"
-        say_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)
+        print_paragraph(f"too young to remove: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
         later = "on a network filesystem the next gc removes them"
-        say_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
+        print_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
 
 
 def _line(fate: "CommitFate") -> list[str]:

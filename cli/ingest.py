@@ -22,10 +22,10 @@ from layerstore.cli.policy import with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     counted,
-    say,
-    say_json,
-    say_paragraph,
-    say_warning,
+    print_json,
+    print_line,
+    print_paragraph,
+    print_warning,
     shown,
 )
 from layerstore.errors import (
@@ -132,9 +132,9 @@ def ingest(
         finally:
             # Even if a later checkpoint fails, earlier ones stay saved.
             if as_json and (saved or is_open):
-                say_json(_fields(saved, problems) if several else json_fields(saved[0]))
+                print_json(_fields(saved, problems) if several else json_fields(saved[0]))
             elif problems is not None and watch:
-                say(f"stopped watching: {counted(len(saved), 'checkpoint')} taken, {len(problems)} not saved")
+                print_line(f"stopped watching: {counted(len(saved), 'checkpoint')} taken, {len(problems)} not saved")
     if problems:
         raise _first(problems, tried=len(saved) + len(problems))
 
@@ -187,11 +187,11 @@ def _take(
             )
         if problems is None or _concerns_all(problem, folder):
             raise problem from exc.__cause__
-        say_warning(f"{path} was not saved: {problem}{f'; {problem.hint}' if problem.hint else ''}")
+        print_warning(f"{path} was not saved: {problem}{f'; {problem.hint}' if problem.hint else ''}")
         problems.append((path, problem))
         return
     saved.append(ingested)
-    _tell(ingested, pin=pin, as_json=as_json)
+    _print_result(ingested, pin=pin, as_json=as_json)
 
 
 def _first(problems: list[tuple[Path, LayerstoreError]], *, tried: int) -> LayerstoreError:
@@ -230,9 +230,9 @@ def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
     """Yield every checkpoint below *folders*."""
     survey = layerstore.find_checkpoints(*folders)
     for note in survey.notes:
-        say_warning(note)
+        print_warning(note)
     if not as_json:
-        say(f"found {counted(len(survey.found), 'checkpoint')}")
+        print_line(f"found {counted(len(survey.found), 'checkpoint')}")
     for tag in survey.found:
         yield tag.folder, tag.tag
 
@@ -241,9 +241,9 @@ def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
     """Yield every checkpoint below *folders* once it has stopped changing, and again after a change; never ends."""
     for top in folders:
         if not top.exists():
-            say_warning(f"{shown(top)} is not there yet; waiting for it")
+            print_warning(f"{shown(top)} is not there yet; waiting for it")
     if not as_json:
-        say(f"watching {', '.join(shown(top) for top in folders)}; Ctrl-C ends it")
+        print_line(f"watching {', '.join(shown(top) for top in folders)}; Ctrl-C ends it")
     seen: dict[Path, int] = {}
     while True:
         for top in folders:
@@ -275,9 +275,9 @@ def _newest_change(checkpoint: "FoundTag") -> int | None:
 # -- output --------------------------------------------------------------------------------------------------------
 
 
-def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
+def _print_result(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
     for note in ingested.notes:
-        say_warning(note)
+        print_warning(note)
     if as_json:
         return
     name = f"{shown(ingested.run)}@{ingested.step} (commit {short_id(ingested.commit)})"
@@ -285,12 +285,12 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
         healed = ", ".join(_written_again(ingested))
         unread = "" if ingested.reused_read else "; reused, not read"
         if pin is None:
-            say(f"already saved: {name}; {healed or 'nothing was written'}{unread}")
+            print_line(f"already saved: {name}; {healed or 'nothing was written'}{unread}")
         else:
-            say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}{unread}")
+            print_line(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}{unread}")
         return
     if ingested.record_healed:
-        say(f"{name}: its lost record is back")
+        print_line(f"{name}: its lost record is back")
     pinned = "" if pin is None else f"; pinned as {shown(pin)}"
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     layers = counted(len(ingested.layers_saved), "layer")
@@ -302,7 +302,7 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
         layers += both if compact and exact else " exactly" if exact else f" in {ingested.precision}"
     unread = "" if ingested.reused_read else ", not read"
     reused = f", {size(ingested.bytes_reused)} reused{unread}" if ingested.bytes_reused else ""
-    say_paragraph(
+    print_paragraph(
         f"saved {name}: {layers}, {size(ingested.bytes_new)} new{reused}{derived}, in {ingested.seconds:.1f} s, "
         f"from {shown(ingested.source)}{pinned}",
         indent=2,

@@ -8,7 +8,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
-from layerstore.cli.render import name_store, named_store, say, say_json, say_note, shown, with_store
+from layerstore.cli.render import name_store, named_store, print_json, print_line, print_note, shown, with_store
 from layerstore.errors import InvalidInput
 
 ABOUT = About("Save", store=None)
@@ -35,8 +35,8 @@ def init(
         raise InvalidInput(f"two places were given: {path} and --store {named}", hint="leave one of them out")
     with layerstore.init(path or store or DEFAULT_STORE) as made:
         if as_json:
-            say_json({"path": made.repo.name, "id": made.id})
+            print_json({"path": made.repo.name, "id": made.id})
             return
-        say(f"created the store {shown(made.repo.name)}, id {made.id}")
+        print_line(f"created the store {shown(made.repo.name)}, id {made.id}")
         name_store(path or store)
-        say_note(with_store("next: layerstore ingest CHECKPOINT"))
+        print_note(with_store("next: layerstore ingest CHECKPOINT"))

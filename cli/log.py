@@ -13,10 +13,10 @@ from layerstore.cli.render import (
     age,
     counted,
     metric_in_words,
-    say_json,
-    say_note,
-    say_rows,
-    say_warning,
+    print_json,
+    print_note,
+    print_rows,
+    print_warning,
     shown,
     with_store,
 )
@@ -76,7 +76,7 @@ def log(
     """
     if dropped:
         with opened(store) as opened_store:
-            _say_dropped(opened_store.dropped(run), as_json=as_json)
+            _print_dropped(opened_store.dropped(run), as_json=as_json)
         return
     with opened(store) as opened_store:
         page = opened_store.log_page(
@@ -91,22 +91,22 @@ def log(
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
     damaged = [entry for entry in page.entries if entry.damage is not None]
     for entry in damaged:
-        say_warning(f"{entry.run}@{entry.step} is left out, its record is damaged: {entry.damage}")
+        print_warning(f"{entry.run}@{entry.step} is left out, its record is damaged: {entry.damage}")
     lacking = _lacking(metric or (), page)
     if as_json:
         entries = [line.entry for line in sound if line.entry is not None]
-        say_json(_fields(entries, damaged, took if timing else None, metrics=metric, more=bool(page.more)))
+        print_json(_fields(entries, damaged, took if timing else None, metrics=metric, more=bool(page.more)))
     elif sound:
-        _say_lines(sound, took if timing else None, remotes, metrics=metric or ())
+        _print_lines(sound, took if timing else None, remotes, metrics=metric or ())
         if lacking:
-            say_note(f"none of these commits has {', '.join(map(shown, lacking))}; older ones may")
+            print_note(f"none of these commits has {', '.join(map(shown, lacking))}; older ones may")
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
             next_page = with_store(f"layerstore log {shown(more.run)} --before {short_id(more.after)}{options}")
-            say_note(f"{counted(more.commits, 'older commit')}: {next_page}")
+            print_note(f"{counted(more.commits, 'older commit')}: {next_page}")
     elif not damaged and before is None:
         none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
-        say_note(f"{none}; next: {next_one}")
+        print_note(f"{none}; next: {next_one}")
 
 
 def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
@@ -116,7 +116,7 @@ def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
     entries = [entry for entry in page.entries if entry.damage is None]
     damaged = sum(entry.metrics is None for entry in entries)
     if damaged:
-        say_warning(
+        print_warning(
             f"the metrics of {counted(damaged, 'commit')} cannot be read; layerstore verify says what is damaged"
         )
     there = list(dict.fromkeys(name for entry in entries for name in entry.metrics or ()))
@@ -133,10 +133,10 @@ def _next_of_empty(store: "Store") -> str:
     return with_store("layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT")
 
 
-def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
+def _print_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
     if as_json:
         fields = [json_fields(commit) for commit in dropped]
-        say_json({"dropped": fields})
+        print_json({"dropped": fields})
     elif dropped:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {
             Column("RUN", folds=True): lambda each: each.commit.record.run,
@@ -145,10 +145,10 @@ def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
             Column("SAVED", drops=1): lambda each: age(each.commit.observed.time_ns),
             Column("DROPPED"): lambda each: age(each.dropped_ns),
         }
-        say_rows(columns, dropped)
-        say_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")
+        print_rows(columns, dropped)
+        print_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")
     else:
-        say_note("the trash holds no commit")
+        print_note("the trash holds no commit")
 
 
 def _fields(
@@ -172,7 +172,7 @@ def _fields(
     return {"commits": commits, "more": more, **({"damaged": lost} if lost else {})}
 
 
-def _say_lines(
+def _print_lines(
     lines: list["LogLine"], took: "Took | None", remotes: dict[str, str], *, metrics: Collection[str]
 ) -> None:
     entries = [line.entry for line in lines if line.entry is not None]
@@ -193,9 +193,9 @@ def _say_lines(
     columns: dict[Column, Callable[[LogLine], str]] = {}
     if with_graph:
         columns[Column("GRAPH")] = lambda line: line.drawing
-    say_rows(columns | {column: of_line(cell) for column, cell in of_entry.items()}, lines)
+    print_rows(columns | {column: of_line(cell) for column, cell in of_entry.items()}, lines)
     if took is not None and any((entry.run, entry.attempt, entry.step) not in took for entry in entries):
-        say_note("-: not measured; only saves made with attach() are timed")
+        print_note("-: not measured; only saves made with attach() are timed")
 
 
 def _metric(name: str, entry: "LogEntry") -> str:

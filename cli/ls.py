@@ -6,7 +6,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
-from layerstore.cli.render import Column, say_json, say_table
+from layerstore.cli.render import Column, print_json, print_table
 from layerstore.cli.show import refers_to
 from layerstore.json_fields import json_fields
 from layerstore.units import size
@@ -35,7 +35,7 @@ def ls(
         lines = opened_store.ls(ref, layer=layer)
         names = opened_store.names_of(lines)
     if as_json:
-        say_json({"layers": [json_fields(line) for line in lines]})
+        print_json({"layers": [json_fields(line) for line in lines]})
         return
     kinds = [kind for kind in lines[0].bytes_by_kind if any(line.bytes_by_kind[kind] for line in lines)]
     columns = [
@@ -62,7 +62,7 @@ def ls(
         _row(line, step, kinds) + ([refers_to(line)] if are_compact else [])
         for line, step in zip(lines, steps, strict=True)
     )
-    say_table(columns, rows, total=total if len(lines) > 1 else None)
+    print_table(columns, rows, total=total if len(lines) > 1 else None)
 
 
 def _row(line: "LayerLine", step: str, kinds: list[str]) -> list[str]:

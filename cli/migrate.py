@@ -7,7 +7,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, store_or_nearest
-from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, with_store
+from layerstore.cli.render import Column, counted, print_json, print_line, print_table, shown, with_store
 from layerstore.json_fields import json_fields
 from layerstore.layout import folder_of
 from layerstore.units import size
@@ -44,42 +44,42 @@ def migrate(
     work = migrations.plan_migration if dry_run else migrations.migrate
     migration = work(folder_of(store_or_nearest(store)))
     if as_json:
-        return say_json(json_fields(migration) | {"dry_run": dry_run})
+        return print_json(json_fields(migration) | {"dry_run": dry_run})
     if not migration.steps:
-        return say(
+        return print_line(
             f"nothing to do: {shown(migration.path)} is of format {migration.format}, which this layerstore writes"
         )
-    return _say_plan(migration) if dry_run else _say_done(migration)
+    return _print_plan(migration) if dry_run else _print_done(migration)
 
 
 def _list(steps: Sequence["Step"], *, as_json: bool) -> None:
     if as_json:
-        return say_json({"format": steps[-1].target, "steps": [json_fields(step) for step in steps]})
-    say(f"this layerstore reads and writes format {steps[-1].target}")
+        return print_json({"format": steps[-1].target, "steps": [json_fields(step) for step in steps]})
+    print_line(f"this layerstore reads and writes format {steps[-1].target}")
     rows = [[f"{step.source} to {step.target}", shown(step.summary)] for step in steps]
-    return say_table([Column("STEP"), Column("WHAT CHANGES", folds=True)], rows)
+    return print_table([Column("STEP"), Column("WHAT CHANGES", folds=True)], rows)
 
 
-def _say_plan(plan: "Migration") -> None:
+def _print_plan(plan: "Migration") -> None:
     where = shown(plan.path)
     for taken in plan.steps:
         step = taken.step
         if plan.is_unfinished and taken is plan.steps[0]:
-            say(f"would finish the migration of {where} from format {step.source} to {step.target}")
+            print_line(f"would finish the migration of {where} from format {step.source} to {step.target}")
             continue
-        say(f"would take {where} from format {step.source} to {step.target}: {shown(step.summary)}")
+        print_line(f"would take {where} from format {step.source} to {step.target}: {shown(step.summary)}")
         if taken.files is not None:
             kept = ", ".join(("store.json", *(f"{name}/" for name in (*step.makes, *step.leaves))))
-            say(f"  {counted(taken.files, 'file')} to write, {size(taken.size_bytes or 0)}")
-            say(f"  what there is of {kept} would go to backups/")
-    say("nothing was changed")
+            print_line(f"  {counted(taken.files, 'file')} to write, {size(taken.size_bytes or 0)}")
+            print_line(f"  what there is of {kept} would go to backups/")
+    print_line("nothing was changed")
 
 
-def _say_done(migration: "Migration") -> None:
+def _print_done(migration: "Migration") -> None:
     for taken in migration.steps:
         wrote = "finished" if taken.files is None else f"{counted(taken.files, 'file')} written"
-        say(f"format {taken.step.source} to {taken.step.target}: {wrote}")
+        print_line(f"format {taken.step.source} to {taken.step.target}: {wrote}")
         if taken.backup is not None:
-            say(f"  what they replace is in {shown(taken.backup)}")
-    say(f"{shown(migration.path)} is of format {migration.format} now")
-    say(with_store("check it with layerstore verify; remove the backup once you are sure"))
+            print_line(f"  what they replace is in {shown(taken.backup)}")
+    print_line(f"{shown(migration.path)} is of format {migration.format} now")
+    print_line(with_store("check it with layerstore verify; remove the backup once you are sure"))

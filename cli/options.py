@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 import typer
 
 import layerstore
-from layerstore.cli.render import say_aside
+from layerstore.cli.render import print_aside
 from layerstore.cli.shares import shares
 from layerstore.errors import InvalidInput
 from layerstore.layout import is_url
@@ -64,12 +64,12 @@ def nearest_store() -> Path:
 
 
 def store_or_nearest(path: str | None) -> str | Path:
-    """Return the store at *path*; without one, the nearest, and say which it is if it is not this folder's."""
+    """Return the store at *path*; without one, the nearest, and print which it is if it is not this folder's."""
     if path is not None:
         return path
     nearest = nearest_store()
     if nearest != DEFAULT_STORE:
-        say_aside(f"using the store {nearest}")
+        print_aside(f"using the store {nearest}")
     return nearest
 
 

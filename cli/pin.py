@@ -11,11 +11,11 @@ from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
     Column,
     age,
-    say,
-    say_json,
-    say_note,
-    say_rows,
-    say_warning,
+    print_json,
+    print_line,
+    print_note,
+    print_rows,
+    print_warning,
     shown,
     with_store,
 )
@@ -73,27 +73,27 @@ def pin(
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
     with opened(store) as opened_store:
         if list_:
-            _say_pins(opened_store, as_json=as_json)
+            _print_pins(opened_store, as_json=as_json)
         elif delete is not None:
             mixed_by = (
                 "" if remote else "".join(_mixed_by(other) for other in opened_store.pins() if other.name == delete)
             )
-            _say_deleted(delete, opened_store.delete_pin(delete, remote=remote), mixed_by=mixed_by, as_json=as_json)
+            _print_deleted(delete, opened_store.delete_pin(delete, remote=remote), mixed_by=mixed_by, as_json=as_json)
         elif name is not None and ref is not None:
             _check_order(opened_store, name, ref)
             _make(opened_store, name, ref, as_json=as_json)
 
 
-def _say_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: bool) -> None:
+def _print_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: bool) -> None:
     if as_json:
-        say_json({"deleted": name, "commit_visible": shows})
+        print_json({"deleted": name, "commit_visible": shows})
         return
     frees = "; the next gc removes what only this pin kept"
     if mixed_by:
-        say(f"deleted the pin {shown(name)}, a mixture by {shown(mixed_by)}{frees}")
+        print_line(f"deleted the pin {shown(name)}, a mixture by {shown(mixed_by)}{frees}")
         return
     then = "" if shows is None else "; its commit stays" if shows else frees
-    say(f"deleted the pin {shown(name)}{then}")
+    print_line(f"deleted the pin {shown(name)}{then}")
 
 
 def _check_order(store: "Store", name: str, ref: str) -> None:
@@ -115,23 +115,23 @@ def _make(store: "Store", name: str, ref: str, *, as_json: bool) -> None:
 
     made = store.pin(name, ref)
     if as_json:
-        say_json(_fields(made))
+        print_json(_fields(made))
     else:
         for caution in cautions(store.repo, compose_latest(Resolved.of_pin(made))):
-            say_warning(caution)
+            print_warning(caution)
         [name_of_base] = store.names_of([made.record])
         base = f"{name_of_base} (commit {short_id(made.base)})"
         mixed_by = _mixed_by(made)
-        say(f"{shown(made.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
+        print_line(f"{shown(made.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
 
 
-def _say_pins(store: "Store", *, as_json: bool) -> None:
+def _print_pins(store: "Store", *, as_json: bool) -> None:
     pins, damaged = store.pins(), store.damaged_pins()
     for name, reason in damaged.items():
-        say_warning(f"pin {name} is left out, it is damaged: {reason}")
+        print_warning(f"pin {name} is left out, it is damaged: {reason}")
     if as_json:
         lost = [{"pin": name, "reason": str(reason)} for name, reason in damaged.items()]
-        say_json({"pins": [_fields(pin) for pin in pins], **({"damaged": lost} if lost else {})})
+        print_json({"pins": [_fields(pin) for pin in pins], **({"damaged": lost} if lost else {})})
     elif pins:
         columns: dict[Column, Callable[[tuple[Pin, str]], str]] = {
             Column("PIN", folds=True): lambda row: row[0].name,
@@ -144,9 +144,9 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         columns[Column("COMMIT", drops=1)] = lambda row: short_id(row[0].base)
         columns[Column("SAVED", drops=2)] = lambda row: age(row[0].observed.time_ns)
         columns[Column("LAYERS", "right", drops=3)] = lambda row: f"{len(row[0].record.layers):,}"
-        say_rows(columns, zip(pins, store.names_of(pin.record for pin in pins), strict=True))
+        print_rows(columns, zip(pins, store.names_of(pin.record for pin in pins), strict=True))
     elif not damaged:
-        say_note(with_store("no pins yet; next: layerstore pin NAME REF"))
+        print_note(with_store("no pins yet; next: layerstore pin NAME REF"))
 
 
 def _mixed_by(pin: "Pin") -> str:

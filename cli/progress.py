@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerstore.cli.render import draw, is_quiet, say_progress
+from layerstore.cli.render import draw, is_quiet, print_progress
 from layerstore.threads import start
 from layerstore.units import size
 
@@ -76,7 +76,7 @@ class Lines:
                 if self._is_live:
                     draw(bar_line(phase, width=shutil.get_terminal_size().columns))
                 else:
-                    say_progress(progress_line(phase, before))
+                    print_progress(progress_line(phase, before))
         return phase
 
 
@@ -170,10 +170,10 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
         return
     is_live, stop, guard, began = sys.stderr.isatty(), threading.Event(), threading.Lock(), [time.monotonic()]
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         with guard:
             began[0] = time.monotonic()
-            say_progress(line)
+            print_progress(line)
 
     def count() -> None:
         pause = 1.0 if is_live else every_seconds
@@ -181,13 +181,13 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
             with guard, contextlib.suppress(OSError):
                 seconds = time.monotonic() - began[0]
                 if seconds >= pause:
-                    (draw if is_live else say_progress)(f"  … {seconds:.0f} s")
+                    (draw if is_live else print_progress)(f"  … {seconds:.0f} s")
 
     counting = threading.Thread(target=count, daemon=True)
     with contextlib.suppress(RuntimeError, MemoryError):  # no room for a thread: work without a clock
         start(counting)
     try:
-        yield say
+        yield print_line
     finally:
         stop.set()
         if counting.ident is not None:

@@ -3,7 +3,7 @@
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.push import Words, remote_and_references, say_transferred
+from layerstore.cli.push import Words, print_transferred, remote_and_references
 
 ABOUT = About("Elsewhere")
 
@@ -24,4 +24,4 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         name, refs = remote_and_references(opened_store, words or [])
         pulled = opened_store.pull(name, refs=refs, progress=progress)
-    say_transferred(pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received)
+    print_transferred(pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received)

@@ -8,7 +8,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, say_note, shown, some
+from layerstore.cli.render import counted, print_json, print_line, print_note, shown, some
 from layerstore.errors import NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layout import is_url
@@ -57,12 +57,12 @@ def push(
         name, refs = remote_and_references(opened_store, words or [])
         if follow:
             for pushed in opened_store.follow(name, refs=refs, move_pins=move_pins, progress=progress):
-                say_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+                print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
             return
         pushed = opened_store.push(name, refs=refs, move_pins=move_pins, progress=progress)
-    say_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
+    print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
     if pushed.commits and not as_json:
-        say_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
+        print_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
 
 
 def remote_and_references(store: "Store", words: list[str]) -> tuple[str | None, list[str] | None]:
@@ -78,15 +78,15 @@ def remote_and_references(store: "Store", words: list[str]) -> tuple[str | None,
     return None, words
 
 
-def say_transferred(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
+def print_transferred(done: "Pushed | Pulled", *, as_json: bool, verb: str, size_bytes: int) -> None:
     """Print what a push or a pull has *done*."""
     if as_json:
-        say_json(json_fields(done))
+        print_json(json_fields(done))
         return
     what = [counted(len(done.commits), "commit"), *([counted(len(done.pins), "pin")] if done.pins else [])]
     if not (done.commits or done.pins):
         what_has_it = (shown(done.url), "this store") if verb == "sent" else ("this store", shown(done.url))
-        say("{} has every commit and pin of {}".format(*what_has_it))
+        print_line("{} has every commit and pin of {}".format(*what_has_it))
         return
-    say(f"{verb} {' and '.join(what)}: {counted(done.objects, 'object')}, {size(size_bytes)}")
-    say(f"  {some([*done.commits, *done.pins])}")
+    print_line(f"{verb} {' and '.join(what)}: {counted(done.objects, 'object')}, {size(size_bytes)}")
+    print_line(f"  {some([*done.commits, *done.pins])}")

@@ -2,7 +2,7 @@
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import counted, say, say_json
+from layerstore.cli.render import counted, print_json, print_line
 
 ABOUT = About("Rarely needed")
 
@@ -18,6 +18,6 @@ def reindex(*, store: StorePath = None, as_json: AsJson = False) -> None:
     with opened(store) as opened_store:
         commits = opened_store.reindex()
     if as_json:
-        say_json({"commits": commits})
+        print_json({"commits": commits})
     else:
-        say(f"rebuilt the index; it covers {counted(commits, 'commit')}")
+        print_line(f"rebuilt the index; it covers {counted(commits, 'commit')}")

@@ -6,7 +6,16 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import Column, mark_as_answer, say, say_json, say_note, say_rows, shown, with_store
+from layerstore.cli.render import (
+    Column,
+    mark_as_answer,
+    print_json,
+    print_line,
+    print_note,
+    print_rows,
+    shown,
+    with_store,
+)
 from layerstore.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -44,26 +53,26 @@ def remote(
         raise InvalidInput(f"remote {action} takes {takes}", hint="layerstore remote --help")
     with opened(store) as opened_store:
         if action == "list":
-            _say_remotes(opened_store, as_json=as_json)
+            _print_remotes(opened_store, as_json=as_json)
             return
         recorded = (opened_store.remotes.add if action == "add" else opened_store.remotes.remove)(*given)
     if as_json:
-        say_json({"action": action, "name": name, "url": recorded})
+        print_json({"action": action, "name": name, "url": recorded})
     elif action == "add":
-        say(f"{shown(name)} is {shown(recorded)}")
-        say_note(with_store(f"next: layerstore push {name}"))
+        print_line(f"{shown(name)} is {shown(recorded)}")
+        print_note(with_store(f"next: layerstore push {name}"))
     else:
-        say(f"{shown(name)} is no longer a remote; nothing at {shown(recorded)} was removed")
+        print_line(f"{shown(name)} is no longer a remote; nothing at {shown(recorded)} was removed")
 
 
-def _say_remotes(store: "Store", *, as_json: bool) -> None:
+def _print_remotes(store: "Store", *, as_json: bool) -> None:
     urls = store.remotes.urls()
     mark_as_answer()
     if as_json:
-        say_json({"remotes": [{"name": name, "url": url} for name, url in urls.items()]})
+        print_json({"remotes": [{"name": name, "url": url} for name, url in urls.items()]})
     elif urls:
-        say_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, urls.items())
+        print_rows({Column("NAME"): lambda row: row[0], Column("URL", folds=True): lambda row: row[1]}, urls.items())
     else:
         is_remote = store.repo.remote is not None
         add = "layerstore remote add NAME URL"
-        say_note("a remote has no remotes of its own" if is_remote else f"no remotes yet; next: {with_store(add)}")
+        print_note("a remote has no remotes of its own" if is_remote else f"no remotes yet; next: {with_store(add)}")

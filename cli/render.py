@@ -135,7 +135,7 @@ def lost_in_words(layers: Sequence[str], *, everything: bool) -> str:
 
 
 @dataclass(slots=True)
-class _Voice:
+class _Output:
     """The output settings of this command."""
 
     is_quiet: bool = False
@@ -147,45 +147,45 @@ class _Voice:
     """The store that the command line named, if any."""
 
 
-_voice = _Voice()
+_output = _Output()
 
 
 def be_quiet() -> None:
     """Print answers and errors only, until `speak_up`."""
-    _voice.is_quiet = True
+    _output.is_quiet = True
 
 
 def speak_up() -> None:
     """Print everything again, for the next command."""
-    _voice.is_quiet = _voice.answers = False
+    _output.is_quiet = _output.answers = False
 
 
 def is_quiet() -> bool:
     """Whether notes and progress are silenced."""
-    return _voice.is_quiet
+    return _output.is_quiet
 
 
 def mark_as_answer() -> None:
-    """Treat what `say` prints from now on as the answer, so that ``--quiet`` does not silence it."""
-    _voice.answers = True
+    """Treat what is printed from now on as the answer, so that ``--quiet`` does not silence it."""
+    _output.answers = True
 
 
 # -- stdout --------------------------------------------------------------------------------------------------------
 
 
-def say(text: str = "") -> None:
+def print_line(text: str = "") -> None:
     """Print a line; the caller has passed foreign text through `shown`."""
-    if _voice.answers or not _voice.is_quiet:
+    if _output.answers or not _output.is_quiet:
         _print(text, sys.stdout)
 
 
-def say_note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a note, such as what to do next; ``--quiet`` silences it."""
-    if not _voice.is_quiet:
+    if not _output.is_quiet:
         _print(text, sys.stdout)
 
 
-def say_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_PIPE) -> None:
+def print_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_PIPE) -> None:
     """
     Print *text*, wrapped to the terminal's width, with lines after the first indented by *indent*.
 
@@ -193,7 +193,7 @@ def say_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_P
     """
     for line in _folded(text, indent=indent, stream=sys.stdout, pipe_width=pipe_width):
         word = line.partition(" ")[0]
-        say(painted(word) + line.removeprefix(word))
+        print_line(painted(word) + line.removeprefix(word))
 
 
 def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = _WIDTH_OF_A_PIPE) -> list[str]:
@@ -210,27 +210,29 @@ def _width_of(stream: TextIO | None, *, pipe_width: int = _WIDTH_OF_A_PIPE) -> i
     return shutil.get_terminal_size().columns if is_cut else pipe_width
 
 
-def say_json(fields: Mapping[str, object]) -> None:
+def print_json(fields: Mapping[str, object]) -> None:
     """Print *fields*, usually those of ``json_fields``, as a single line for programs."""
     _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 
-def say_each(lines: Sequence[str], *, limit: int = 50) -> None:
+def print_each(lines: Sequence[str], *, limit: int = 50) -> None:
     """Print the first *limit* of *lines*, and how many more there are."""
     for line in lines[:limit]:
-        say(line)
+        print_line(line)
     if len(lines) > limit:
-        say(f"… and {len(lines) - limit:,} more; --json has them all")
+        print_line(f"… and {len(lines) - limit:,} more; --json has them all")
 
 
-def say_facts(facts: Mapping[str, str]) -> None:
+def print_facts(facts: Mapping[str, str]) -> None:
     """Print names and values, one pair per line."""
     width = max(map(len, facts)) + 2
     for name, value in facts.items():
-        say_paragraph(f"{name:<{width}}{shown(value)}", indent=width)
+        print_paragraph(f"{name:<{width}}{shown(value)}", indent=width)
 
 
-def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
+def print_table(
+    columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None
+) -> None:
     """
     Print a table of *rows*, with a last line *total*.
 
@@ -241,10 +243,10 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
     kept, widths = _fitted(columns, [headers, *lines], _width_of(sys.stdout))
     for line in (headers, *lines):
         is_bold = line is headers or (total is not None and line is lines[-1])
-        _say_row([columns[index] for index in kept], [line[index] for index in kept], widths, is_bold=is_bold)
+        _print_row([columns[index] for index in kept], [line[index] for index in kept], widths, is_bold=is_bold)
     left_out = [header for index, header in enumerate(headers) if index not in kept]
     if left_out:
-        say_note(f"no room for {', '.join(left_out)}")
+        print_note(f"no room for {', '.join(left_out)}")
 
 
 def _fitted(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[list[int], list[int]]:
@@ -271,7 +273,7 @@ def _fitted(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
     return kept, [widths[index] for index in kept]
 
 
-def _say_row(columns: Sequence[Column], line: Sequence[str], widths: Sequence[int], *, is_bold: bool) -> None:
+def _print_row(columns: Sequence[Column], line: Sequence[str], widths: Sequence[int], *, is_bold: bool) -> None:
     cells = [
         _words_in(text, width) if column.folds else [text]
         for column, text, width in zip(columns, line, widths, strict=True)
@@ -283,7 +285,7 @@ def _say_row(columns: Sequence[Column], line: Sequence[str], widths: Sequence[in
             space = " " * (width - _cells(text))
             parts.append(f"{space}{text}" if column.align == "right" else f"{painted(text)}{space}")
         printed = (" " * _GAP).join(parts).rstrip()
-        say(f"\x1b[1m{printed}\x1b[0m" if is_bold and _has_colour(sys.stdout) else printed)
+        print_line(f"\x1b[1m{printed}\x1b[0m" if is_bold and _has_colour(sys.stdout) else printed)
 
 
 def _words_in(text: str, width: int) -> list[str]:
@@ -333,9 +335,9 @@ def painted(word: str) -> str:
     return f"\x1b[{_COLOURS[word]}m{word}\x1b[0m" if word in _COLOURS and _has_colour(sys.stdout) else word
 
 
-def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -> None:
+def print_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -> None:
     """Print a table with a row for each of *items*, one cell from each column's function."""
-    say_table(list(columns), ([cell(item) for cell in columns.values()] for item in items))
+    print_table(list(columns), ([cell(item) for cell in columns.values()] for item in items))
 
 
 # -- stderr --------------------------------------------------------------------------------------------------------
@@ -347,12 +349,12 @@ _COMMAND = re.compile(r"\blayerstore (?P<command>[a-z]+)\b")
 
 def name_store(path: str | None) -> None:
     """Name the store *path* in suggested commands from now on."""
-    _voice.store = path
+    _output.store = path
 
 
 def named_store() -> str | None:
     """Return the store that the command line named; None if it did not."""
-    return _voice.store
+    return _output.store
 
 
 def with_store(text: str) -> str:
@@ -361,7 +363,7 @@ def with_store(text: str) -> str:
 
     A store given by its URL is in a bucket, so there only commands that work on those get it.
     """
-    path = _voice.store
+    path = _output.store
     if path is None or _STORE_OPTION.search(text):
         return text
     return _COMMAND.sub(lambda match: _command_with_store(match["command"], path) or match[0], text)
@@ -373,18 +375,18 @@ def _command_with_store(command: str, path: str) -> str | None:
     return f"layerstore --store {shlex.quote(path)} {command}" if takes_it else None
 
 
-def say_aside(text: str) -> None:
+def print_aside(text: str) -> None:
     """Print a line that is not part of the answer; ``--quiet`` silences it."""
-    if not _voice.is_quiet:
+    if not _output.is_quiet:
         _print(shown(text), sys.stderr)
 
 
-def say_warning(message: str) -> None:
+def print_warning(message: str) -> None:
     """Print one ``warning:`` line."""
     _complain("warning", message)
 
 
-def say_progress(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a line of progress; on a terminal it is folded between words."""
     indent = len(line) - len(line.lstrip()) + 2
     for part in _folded(shown(line), indent=indent, stream=sys.stderr):
@@ -393,14 +395,14 @@ def say_progress(line: str) -> None:
 
 def draw(line: str) -> None:
     """Draw *line* on a terminal, replacing the previous one; the next printed text replaces it."""
-    if sys.stderr is not None and (line or _voice.has_line):
-        _voice.has_line = bool(line)
+    if sys.stderr is not None and (line or _output.has_line):
+        _output.has_line = bool(line)
         width = shutil.get_terminal_size().columns - 1
         sys.stderr.write(f"\r{shown(line)[:width]:<{width}}\r")
         sys.stderr.flush()
 
 
-def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: bool) -> None:
+def print_error(*, kind: str, code: int, message: str, hint: str | None, as_json: bool) -> None:
     """Print what went wrong: one or two lines for people, or one object for programs."""
     if as_json:
         error = {"kind": kind, "code": code, "message": redacted(message), "hint": hint and redacted(with_store(hint))}

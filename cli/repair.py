@@ -10,10 +10,10 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     counted,
     lost_in_words,
-    say,
-    say_each,
-    say_json,
-    say_warning,
+    print_each,
+    print_json,
+    print_line,
+    print_warning,
     shown,
     some,
     with_store,
@@ -78,20 +78,20 @@ def repair(
     is_assumed = restored is not None and restored.is_assumed
     identity = {"dry_run": dry_run, "identity": restored is not None, "flags_assumed": is_assumed}
     if is_assumed:
-        say_warning("which features the store needs is not known; none is assumed")
+        print_warning("which features the store needs is not known; none is assumed")
     if restored is not None and dry_run:  # the rest can be checked only in a store that can be opened
-        say_json(identity) if as_json else say("would write store.json again")
+        print_json(identity) if as_json else print_line("would write store.json again")
         return
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         repaired = opened_store.repair(
             read_data=read_data, sources=sources or (), remote=remote, dry_run=dry_run, progress=progress
         )
     if as_json:
-        say_json({**identity, **json_fields(repaired)})
+        print_json({**identity, **json_fields(repaired)})
     else:
         if restored is not None:
-            say(f"wrote store.json again, for store {shown(store_id)}")
-        _tell(repaired, dry_run=dry_run, read_data=read_data)
+            print_line(f"wrote store.json again, for store {shown(store_id)}")
+        _print_result(repaired, dry_run=dry_run, read_data=read_data)
     if repaired.has_lost:
         raise IntegrityError(_lost_in_words(repaired, dry_run=dry_run), hint=_hint(repaired, read_data=read_data))
 
@@ -111,11 +111,11 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
 
 
 def _hint(repaired: "Repaired", *, read_data: bool) -> str:
-    """Name the remedies; for a damaged pin, `_tell` has already said everything that a copy knows."""
+    """Name the remedies; for a damaged pin, `_print_result` has printed everything that a copy knows."""
     looked = " --read-data" if read_data else ""
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
-    is_told = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)
-    ways = [] if is_told else [f"layerstore repair{looked} --from COPY"]
+    is_complete = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)
+    ways = [] if is_complete else [f"layerstore repair{looked} --from COPY"]
     ways += ["give what is unknown back its name, or move it out of the store"] if repaired.strangers else []
     if repaired.reingest:
         ways.append(f"ingest the checkpoint of {some(repaired.reingest, limit=3)} again")
@@ -126,39 +126,41 @@ def _hint(repaired: "Repaired", *, read_data: bool) -> str:
     return "; ".join(ways)
 
 
-def _tell(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
+def _print_result(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> None:
     move, fetch = ("would move", "would fetch") if dry_run else ("moved", "fetched")
-    say_each(
+    print_each(
         [
             f"{move} damaged {moved.kind}  {shown(moved.path)} to trash/\n  {shown(moved.reason)}"
             for moved in repaired.moved
         ]
     )
-    say_each(
+    print_each(
         [
             f"{fetch} {part.kind}  {shown(part.path)} ({size(part.size_bytes)})\n  from {shown(part.source)}"
             for part in repaired.fetched
         ]
     )
-    say_each(
+    print_each(
         [
             f"lost of {shown(cost.holder)}: {shown(lost_in_words(cost.layers, everything=cost.everything))}"
             for cost in repaired.lost
         ]
     )
     for name in repaired.unreadable:
-        say(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
+        print_line(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
     for name in repaired.strangers:
-        say(f"{shown(name)} is not a record, pin or part by its name, and gc removes nothing while it is there")
+        print_line(f"{shown(name)} is not a record, pin or part by its name, and gc removes nothing while it is there")
     for pin in repaired.pins_elsewhere:
-        say(f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:")
-        say(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")
-        say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
-    say_each([f"{shown(name)} is for a newer layerstore, and was left as it is" for name in repaired.newer])
+        print_line(
+            f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:"
+        )
+        print_line(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")
+        print_line(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
+    print_each([f"{shown(name)} is for a newer layerstore, and was left as it is" for name in repaired.newer])
     if not repaired.has_done:
         unread = "" if read_data else "; tensor data was not read; --read-data checks it too"
-        say("nothing else can be repaired" if repaired.has_lost else f"nothing to repair{unread}")
+        print_line("nothing else can be repaired" if repaired.has_lost else f"nothing to repair{unread}")
     elif dry_run:
-        say("nothing was changed")
+        print_line("nothing was changed")
     elif repaired.reindexed:
-        say("rebuilt the index")
+        print_line("rebuilt the index")

@@ -11,7 +11,7 @@ from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import keep_of, with_rules
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown
+from layerstore.cli.render import counted, print_json, print_line, print_paragraph, print_warning, shown
 from layerstore.errors import InvalidInput, Unsupported
 from layerstore.units import size
 
@@ -71,11 +71,11 @@ def report(
             raise InvalidInput("a report needs a file", hint="layerstore report -o report.html")
         facts = opened_store.report(out, run=run, keep=keep, progress=progress)
     for problem in facts["left_out"]:
-        say_warning(f"left out: {problem}")
+        print_warning(f"left out: {problem}")
     if as_json:
-        say_json({"out": None if out is None else str(out), **facts})
+        print_json({"out": None if out is None else str(out), **facts})
     else:
-        _tell(facts, out)
+        _print_result(facts, out)
     if opens and out is not None:
         _show(out.absolute().as_uri())
 
@@ -86,9 +86,9 @@ def _serve(store: str | None, *, host: str, port: int, run: str | None, keep: "K
     with opened(store) as opened_store:
         name = opened_store.repo.name
     with ReportServer(name, host=host, port=port, run=run, keep=keep) as server:
-        say(f"serving {server.url} until Ctrl-C")
+        print_line(f"serving {server.url} until Ctrl-C")
         if not server.is_local:
-            say_warning("whoever reaches this address can read the names and figures of the store")
+            print_warning("whoever reaches this address can read the names and figures of the store")
         if opens:
             _show(server.url)
         server.serve_forever()
@@ -103,16 +103,16 @@ def _show(url: str) -> None:
         )
 
 
-def _tell(facts: dict[str, Any], out: Path | None) -> None:
+def _print_result(facts: dict[str, Any], out: Path | None) -> None:
     stats, plan = facts["stats"], facts["retention"]
-    say(f"wrote {shown(out)}: {counted(stats['commits'], 'commit')} of {counted(stats['run_count'], 'run')}")
+    print_line(f"wrote {shown(out)}: {counted(stats['commits'], 'commit')} of {counted(stats['run_count'], 'run')}")
     if plan is not None:
         rules = plan["rules"] if facts["run"] is None else f"{facts['run']} {plan['rules']}"
-        say_paragraph(f"gc {shown(rules)} would {_planned(plan)}", indent=2)
+        print_paragraph(f"gc {shown(rules)} would {_planned(plan)}", indent=2)
     for run in facts["runs"]:
         count = len(run["saves"]["step"])
         if count < run["commits"]:
-            say(f"{shown(run['run'])}: sampled, {count:,} of {counted(run['commits'], 'save')} are shown")
+            print_line(f"{shown(run['run'])}: sampled, {count:,} of {counted(run['commits'], 'save')} are shown")
 
 
 def _planned(plan: dict[str, Any]) -> str:

@@ -11,11 +11,11 @@ from layerstore.cli.render import (
     age,
     metric_in_words,
     named_store,
-    say,
-    say_json,
-    say_note,
-    say_paragraph,
-    say_table,
+    print_json,
+    print_line,
+    print_note,
+    print_paragraph,
+    print_table,
     shown,
 )
 from layerstore.errors import InvalidInput
@@ -56,14 +56,14 @@ def runs(
         lines = opened_store.overview()
         names = {url: name for name, url in opened_store.remotes.urls().items()}
     if as_json:
-        say_json({"runs": [json_fields(line) for line in lines]})
+        print_json({"runs": [json_fields(line) for line in lines]})
     elif lines:
-        _tell(lines, names)
+        _print_result(lines, names)
     else:
-        say_note("no runs yet")
+        print_note("no runs yet")
 
 
-def _tell(lines: list["RunLine"], names: dict[str, str]) -> None:
+def _print_result(lines: list["RunLine"], names: dict[str, str]) -> None:
     is_compact, is_pushed, is_measured = (
         any(line.precision not in {"exact", None} for line in lines),
         any(line.pushed for line in lines),
@@ -96,12 +96,12 @@ def _tell(lines: list["RunLine"], names: dict[str, str]) -> None:
         ]
         for line in lines
     )
-    say_table(columns, rows)
+    print_table(columns, rows)
     if not all(line.is_healthy for line in lines):
-        say()
+        print_line()
     for line in lines:
         for problem in line.problems:
-            say_paragraph(shown(f"{line.run}: {problem}"), indent=2)
+            print_paragraph(shown(f"{line.run}: {problem}"), indent=2)
 
 
 def _pushed(line: "RunLine", names: dict[str, str]) -> str:

@@ -10,10 +10,10 @@ from layerstore.cli.render import (
     Column,
     age,
     metric_in_words,
-    say,
-    say_facts,
-    say_json,
-    say_rows,
+    print_facts,
+    print_json,
+    print_line,
+    print_rows,
     some,
 )
 from layerstore.json_fields import iso_time, json_fields
@@ -45,10 +45,10 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
         view = opened_store.show(ref)
         [name], names = opened_store.names_of([view]), opened_store.names_of(view.layers)
     if as_json:
-        say_json(json_fields(view))
+        print_json(json_fields(view))
         return
-    say_facts(_facts(view, name))
-    say()
+    print_facts(_facts(view, name))
+    print_line()
     columns: dict[Column, Callable[[tuple[LayerLine, str]], str]] = {
         Column("LAYER", folds=True): lambda row: row[0].layer,
         Column("SAVED AT", folds=True): lambda row: row[1],
@@ -59,7 +59,7 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     if view.precision != "exact":
         columns[Column("REFERS TO", folds=True)] = lambda row: refers_to(row[0])
         columns[Column("LOST", "right", drops=3)] = lambda row: _lost_of(row[0])
-    say_rows(columns, zip(view.layers, names, strict=True))
+    print_rows(columns, zip(view.layers, names, strict=True))
 
 
 def _facts(view: "CommitView", name: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_facts, say_json, say_table, say_warning
+from layerstore.cli.render import Column, counted, print_facts, print_json, print_line, print_table, print_warning
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -38,25 +38,25 @@ def stats(
         counts = opened_store.stats(run, progress=progress)
         place = "on disk" if opened_store.repo.remote is None else "in the bucket"
     for problem in counts.left_out:
-        say_warning(f"left out: {problem}")
+        print_warning(f"left out: {problem}")
     if counts.missing:
-        say_warning(f"missing: {counted(counts.missing, 'object')}; layerstore verify says which")
+        print_warning(f"missing: {counted(counts.missing, 'object')}; layerstore verify says which")
     if as_json:
         from layerstore.inspect import stats_fields
 
-        say_json(stats_fields(counts))
+        print_json(stats_fields(counts))
     else:
-        _tell(counts, place)
+        _print_result(counts, place)
 
 
-def _tell(counts: "Stats", place: str) -> None:
-    say_facts(_facts(counts, place))
+def _print_result(counts: "Stats", place: str) -> None:
+    print_facts(_facts(counts, place))
     if not counts.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
     own = [Column("OWN", "right", drops=1)] if counts.run is None else []  # unknown if only one run is counted
-    say()
-    say_table(
+    print_line()
+    print_table(
         [Column("RUN", folds=True), Column("COMMITS", "right", drops=2), *figures, *own],
         (
             [run.run, f"{run.commits:,}", *_sizes(run.logical_bytes, run.unique_bytes, *[run.own_bytes] * len(own))]
@@ -70,8 +70,8 @@ def _tell(counts: "Stats", place: str) -> None:
         ),
         ([Column("LAYER", folds=True), Column("VERSIONS", "right", drops=1)], counts.layers),
     ):
-        say()
-        say_table(
+        print_line()
+        print_table(
             [*columns, *figures],
             (
                 [name, f"{amount.count:,}", *_sizes(amount.logical_bytes, amount.unique_bytes)]

@@ -6,7 +6,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import say, say_json, shown
+from layerstore.cli.render import print_json, print_line, shown
 from layerstore.units import short_id
 
 ABOUT = About("Restore", elsewhere=("undelete", "unrm"))
@@ -32,6 +32,6 @@ def undrop(
         commit = opened_store.undrop(ref)
     record = commit.record
     if as_json:
-        say_json({"run": record.run, "step": record.step, "attempt": record.attempt, "commit": commit.id})
+        print_json({"run": record.run, "step": record.step, "attempt": record.attempt, "commit": commit.id})
     else:
-        say(f"{shown(f'{record.run}@{record.step}')} is back (commit {short_id(commit.id)})")
+        print_line(f"{shown(f'{record.run}@{record.step}')} is back (commit {short_id(commit.id)})")

@@ -10,11 +10,11 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     counted,
     lost_in_words,
-    say,
-    say_each,
-    say_json,
-    say_note,
-    say_paragraph,
+    print_each,
+    print_json,
+    print_line,
+    print_note,
+    print_paragraph,
     shown,
     some,
 )
@@ -76,11 +76,11 @@ def verify(
         )
         is_bucket = opened_store.repo.remote is not None
     if as_json:
-        say_json(json_fields(verdict))
+        print_json(json_fields(verdict))
     else:
-        _say_verdict(verdict, looked_at, is_bucket=is_bucket)
+        _print_verdict(verdict, looked_at, is_bucket=is_bucket)
         if not reads:
-            say_note("tensor data was not read; --read-data checks it too")
+            print_note("tensor data was not read; --read-data checks it too")
     if verdict.damaged:
         option = " --read-data" if reads else ""  # without it, repair would not find this damage
         if remote is not None:
@@ -97,17 +97,17 @@ def _damage_in_words(verdict: "Verdict") -> str:
     return f"damage found in {counted(len(verdict.damaged), 'place')}{affected}; nothing was changed"
 
 
-def _say_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool) -> None:
+def _print_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool) -> None:
     for damage in verdict.damaged:
-        _say_damage(damage)
-    say_each(
+        _print_damage(damage)
+    print_each(
         [f"{shown(holder.reference)}: {shown(_stands(holder))}" for holder in verdict.standing.hurt], limit=_HURT_MAX
     )
     for run, whole in verdict.standing.whole.items():
-        say(f"{shown(run)}: {f'the newest intact step is {shown(whole)}' if whole else 'no step is intact'}")
+        print_line(f"{shown(run)}: {f'the newest intact step is {shown(whole)}' if whole else 'no step is intact'}")
     scope = "" if looked_at is None else f"{shown(looked_at)}: "
     checked = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
-    (say_note if verdict.ok else say)(f"checked {scope}{checked}: {_result(verdict)}")
+    (print_note if verdict.ok else print_line)(f"checked {scope}{checked}: {_result(verdict)}")
     if verdict.orphans:
         has_strangers = any(damage.kind == "stranger" for damage in verdict.damaged)
         removed = (
@@ -116,7 +116,7 @@ def _say_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool) 
             else "harmless, and removed by the next gc"
         )
         what = "a stranger may be all that names them" if has_strangers else removed
-        say_note(f"{counted(verdict.orphans, 'orphan')}: {what}")
+        print_note(f"{counted(verdict.orphans, 'orphan')}: {what}")
 
 
 def _result(verdict: "Verdict") -> str:
@@ -133,15 +133,15 @@ def _read(verdict: "Verdict") -> str:
     return f", {size(verdict.bytes_read)} read" if verdict.bytes_read else ""
 
 
-def _say_damage(damage: "Damage") -> None:
+def _print_damage(damage: "Damage") -> None:
     """Print one damage and what it affects on separate lines; in a table, they would be folded beyond recognition."""
-    say(f"damaged {damage.kind}  {shown(damage.path)}")
-    say_paragraph(f"  {shown(damage.reason)}", indent=4)
+    print_line(f"damaged {damage.kind}  {shown(damage.path)}")
+    print_paragraph(f"  {shown(damage.reason)}", indent=4)
     holders: dict[str, list[str]] = {}  # list a layer that many commits inherited only once
     for cost in damage.costs:
         holders.setdefault(lost_in_words(cost.layers, everything=cost.everything), []).append(cost.holder)
     for lost, names in holders.items():
-        say_paragraph(f"  affects {shown(some(names))}: {shown(lost)}", indent=4)
+        print_paragraph(f"  affects {shown(some(names))}: {shown(lost)}", indent=4)
 
 
 def _stands(hurt: "Hurt") -> str:

@@ -96,13 +96,13 @@ def test_steps_are_folded_on_a_terminal_and_whole_in_a_log(
 ) -> None:
     """No word is broken, not even at its hyphen; what follows is indented under it."""
     line = f"  removing what is neither of the newest 3 nor of every 10th step; {'demo-filter ' * 5}stays"
-    with shown_steps(as_json=False) as say:
-        say(line)
+    with shown_steps(as_json=False) as print_line:
+        print_line(line)
     monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with shown_steps(as_json=False) as say:
-        say(line)
+    with shown_steps(as_json=False) as print_line:
+        print_line(line)
 
     assert capsys.readouterr().err == f"{line}\n"
     shown = [text for text in terminal.getvalue().splitlines() if text.strip()]
@@ -116,18 +116,18 @@ def test_while_a_step_lasts_its_seconds_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one place on a terminal, where the next line takes their place; in a log by a line now and then."""
-    with shown_steps(as_json=False, every_seconds=0.05) as say:
-        say("starting")
+    with shown_steps(as_json=False, every_seconds=0.05) as print_line:
+        print_line("starting")
         time.sleep(0.3)
     log = capsys.readouterr().err.splitlines()
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with shown_steps(as_json=False) as say:
-        say("starting")
+    with shown_steps(as_json=False) as print_line:
+        print_line("starting")
         end = time.monotonic() + 30  # a busy machine may let the clock's thread wait
         while "\r  … 1 s" not in terminal.getvalue() and time.monotonic() < end:
             time.sleep(0.05)
-        say("done")
+        print_line("done")
 
     assert log[0] == "starting"
     assert log[1] == "  … 0 s"

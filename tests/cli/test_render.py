@@ -38,7 +38,7 @@ def test_no_width_of_a_terminal_loses_a_letter(
     pin = "released-2026-11-candidate-of-the-week"
     table = [render.Column("COMMIT"), render.Column("RUN", folds=True), render.Column("PINS", folds=True)]
 
-    render.say_table(table, [["0123456789ab" * 3, "llama", pin]])
+    render.print_table(table, [["0123456789ab" * 3, "llama", pin]])
 
     lines = capsys.readouterr().out.splitlines()[1:]
     assert "".join(line[len("0123456789ab" * 3 + "  llama  ") :].strip() for line in lines) == pin
@@ -69,7 +69,7 @@ def test_a_narrow_terminal_folds_between_words_and_leaves_out_the_least_importan
     """What is left out is named; no word is broken."""
     monkeypatch.setenv("COLUMNS", str(columns))
 
-    render.say_table(TABLE, [ROW])
+    render.print_table(TABLE, [ROW])
 
     first, *lines = capsys.readouterr().out.splitlines()
     assert headers == first.split()
@@ -85,11 +85,11 @@ def test_verdicts_have_colours_only_on_a_terminal(
     rows = [["sft@2", "remove", "1.0 GB"], ["sft@4", "keep", ""]]
     columns = [render.Column("COMMIT"), render.Column(""), render.Column("FREES", "right")]
 
-    render.say_table(columns, rows)
+    render.print_table(columns, rows)
     plain = capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")
-    render.say_table(columns, rows)
-    render.say_paragraph("problem  clock  differs")
+    render.print_table(columns, rows)
+    render.print_paragraph("problem  clock  differs")
     coloured = capsys.readouterr().out
 
     assert "\x1b" not in plain
@@ -104,8 +104,8 @@ def test_a_warning_folds_between_words_and_a_hint_does_not(
 ) -> None:
     """A warning is read; a hint is copied, and a line end in it would be copied too."""
     monkeypatch.setenv("COLUMNS", "40")
-    render.say_warning("a word " * 10)
-    render.say_error(kind="failure", code=1, message="short", hint="layerstore verify " * 5, as_json=False)
+    render.print_warning("a word " * 10)
+    render.print_error(kind="failure", code=1, message="short", hint="layerstore verify " * 5, as_json=False)
 
     *warning, error, hint = capsys.readouterr().err.splitlines()
     assert max(map(len, warning)) <= 40
@@ -120,8 +120,8 @@ def test_no_color_leaves_text_alone(
 ) -> None:
     """Bold type goes with the colours, in tables as in errors."""
     monkeypatch.setenv(variable, "1")
-    render.say_table([render.Column("RUN")], [["sft"]], total=["total"])
-    render.say_warning("look")
+    render.print_table([render.Column("RUN")], [["sft"]], total=["total"])
+    render.print_warning("look")
 
     printed = capsys.readouterr()
     assert [("\x1b" in text) for text in (printed.out, printed.err)] == [variable == "FORCE_COLOR"] * 2

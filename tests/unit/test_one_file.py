@@ -61,7 +61,7 @@ import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath
-from layerstore.cli.render import say
+from layerstore.cli.render import print_line
 
 ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("salute",))
 
@@ -75,7 +75,7 @@ def greet(
     """
     Say hello to a run.
     """
-    say(f"hello {run}")
+    print_line(f"hello {run}")
 '''
 
 FORMAT = '''

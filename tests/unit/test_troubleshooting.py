@@ -23,7 +23,7 @@ from tests.unit.test_architecture import MODULES, ROOT
 FOLDER = ROOT / "docs" / "operating" / "troubleshooting"
 PAGES = sorted(FOLDER.glob("*.md"))
 WARNINGS = {
-    *(("warnings", "warn"), ("LOG", "warning"), ("LOG", "error"), ("", "say_warning")),
+    *(("warnings", "warn"), ("LOG", "warning"), ("LOG", "error"), ("", "print_warning")),
     *(("notes", "append"), ("_notes", "append"), ("", "RemoteNotice")),
 }
 CLASSES = {
