@@ -48,10 +48,10 @@ def demo(*, folder: Folder = Path("layerstore-demo"), as_json: AsJson = False) -
 
 def _print_facts(facts: dict[str, Any]) -> None:
     usage = {
-        Column("SAVED BY"): lambda each: each["saved_by"],
-        Column(f"ALL {facts['saved'][0]['saves']}", "right"): lambda each: size(each["total_bytes"]),
-        Column("LATER, ON AVERAGE", "right"): lambda each: size(round(each["later_bytes"])),
-        Column("OF DEEPSPEED'S", "right"): lambda each: f"{each['later_bytes'] / facts['saved'][0]['later_bytes']:.0%}",
+        Column("SAVED BY"): lambda row: row["saved_by"],
+        Column(f"ALL {facts['saved'][0]['saves']}", "right"): lambda row: size(row["total_bytes"]),
+        Column("LATER, ON AVERAGE", "right"): lambda row: size(round(row["later_bytes"])),
+        Column("OF DEEPSPEED'S", "right"): lambda row: f"{row['later_bytes'] / facts['saved'][0]['later_bytes']:.0%}",
     }
     losses = {
         Column("STEP", "right"): lambda loss: str(loss["step"]),

@@ -139,11 +139,11 @@ def _print_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
         print_json({"dropped": fields})
     elif dropped:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {
-            Column("RUN", folds=True): lambda each: each.commit.record.run,
-            Column("STEP", "right"): lambda each: str(each.commit.record.step),
-            Column("COMMIT", drops=2): lambda each: short_id(each.commit.id),
-            Column("SAVED", drops=1): lambda each: age(each.commit.observed.time_ns),
-            Column("DROPPED"): lambda each: age(each.dropped_ns),
+            Column("RUN", folds=True): lambda entry: entry.commit.record.run,
+            Column("STEP", "right"): lambda entry: str(entry.commit.record.step),
+            Column("COMMIT", drops=2): lambda entry: short_id(entry.commit.id),
+            Column("SAVED", drops=1): lambda entry: age(entry.commit.observed.time_ns),
+            Column("DROPPED"): lambda entry: age(entry.dropped_ns),
         }
         print_rows(columns, dropped)
         print_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")

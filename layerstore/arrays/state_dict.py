@@ -31,7 +31,7 @@ def make_state_dict(
     )
     made: dict[str, torch.Tensor] = {}
     verified: set[BlobRef] | None = set() if verify else None
-    for parameter in (each for version in versions for each in version.parameters):
+    for parameter in (own for version in versions for own in version.parameters):
         name = parameter.name
         code = wanted if wanted is not None and parameter.dtype in FLOATS else parameter.dtype
         if slices.is_mean(name):

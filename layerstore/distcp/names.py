@@ -172,7 +172,7 @@ def _of_optimizer(optimizer: OptimizerState) -> Iterator[Named]:
 def _model_names(name: str, tied: Iterable[str] = ()) -> tuple[KeyPath, tuple[str, ...]]:
     names = [unwrapped(alias) for alias in (name, *tied)]
     prefixes = [_MODEL, *_MODEL_ALIASES]
-    return (_MODEL, names[0]), tuple(".".join(filter(None, (prefix, each))) for each in names for prefix in prefixes)
+    return (_MODEL, names[0]), tuple(".".join(filter(None, (prefix, alias))) for alias in names for prefix in prefixes)
 
 
 def _optimizer_names(*path: str | int, flat: Iterable[str] = ()) -> tuple[KeyPath, tuple[str, ...]]:

@@ -146,7 +146,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
     compact = trained_files(model, training, precision=PRECISIONS[training.precision])
     saved_files = {
         **{(layer, True): layer_files for layer, layer_files in files.items()},
-        **{(layer, False): of for layer, of in compact.items()},
+        **{(layer, False): layer_files for layer, layer_files in compact.items()},
     }
     once = sum((_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), Files())
     sizes = {layer: layer_files.size_bytes for layer, layer_files in files.items()}

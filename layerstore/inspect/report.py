@@ -99,7 +99,7 @@ def make_report(
             "id": repo.identity.store_id,
             "time": short_time(time.time_ns()),
             "run": run,
-            "is_sampled": any(len(each["saves"]["step"]) < each["commits"] for each in runs),
+            "is_sampled": any(len(run_facts["saves"]["step"]) < run_facts["commits"] for run_facts in runs),
             "stats": _figures(stats_fields(stats)),
             "runs": runs,
             "runs_left_out": len(listed) - len(shown),

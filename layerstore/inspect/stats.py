@@ -126,8 +126,12 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
     own = {} if stats.run is None else {"own_bytes": None}
     return json_fields(stats) | {
         "runs": [json_fields(run) | own for run in stats.runs],
-        "kinds": [{"kind": name, "objects": of.count} | json_fields(of) for name, of in stats.kinds.items()],
-        "layers": [{"layer": name, "versions": of.count} | json_fields(of) for name, of in stats.layers.items()],
+        "kinds": [
+            {"kind": name, "objects": amount.count} | json_fields(amount) for name, amount in stats.kinds.items()
+        ],
+        "layers": [
+            {"layer": name, "versions": amount.count} | json_fields(amount) for name, amount in stats.layers.items()
+        ],
     }
 
 

@@ -58,7 +58,7 @@ class _Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answered:
-    found: Any = None
+    result: Any = None
     problem: LayerstoreError | None = None
     warned: tuple[tuple[type[Warning], str], ...] = ()
 
@@ -119,7 +119,7 @@ def _found(answers: list[_Answered]) -> Iterator[Any]:
         if answer.problem is not None:
             answer.problem.locate(f"process {number}")
             raise answer.problem
-        yield answer.found
+        yield answer.result
 
 
 def follow(number: int, count: int, opened: Callable[[str], AbstractContextManager[Repository]]) -> None:
@@ -134,18 +134,18 @@ def follow(number: int, count: int, opened: Callable[[str], AbstractContextManag
             # The work's resources are released when the next question comes.
             with ExitStack() as held, warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                found, problem = None, None
+                result, problem = None, None
                 try:
                     if question.store not in repos:
                         repos[question.store] = stores.enter_context(opened(question.store))
                     repo = repos[question.store]
                     _check_same(repo, question.session)
-                    found = held.enter_context(question.work(repo, question.part))
+                    result = held.enter_context(question.work(repo, question.part))
                 except LayerstoreError as exc:
                     problem = exc
                 except Exception as exc:  # noqa: BLE001  # the lead reports it
                     problem = _as_ours(exc)
-                line.answer(_Answered(found=found, problem=problem, warned=_recorded(warned)))
+                line.answer(_Answered(result=result, problem=problem, warned=_recorded(warned)))
                 question = line.listen()
     line.close()
 

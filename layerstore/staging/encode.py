@@ -58,7 +58,10 @@ def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> 
 
 def _are_alike(stored: StoredObject, slices: Sequence[SliceSource]) -> bool:
     of_source = [(part.key, part.dtype, part.elements, part.box) for part in slices]
-    return not stored.is_coded and [(of.key, of.dtype, of.elements, of.box) for of in stored.tensors] == of_source
+    return (
+        not stored.is_coded
+        and [(tensor.key, tensor.dtype, tensor.elements, tensor.box) for tensor in stored.tensors] == of_source
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ def stage_version(
         world_size=world_size,
         objects=tuple(sorted(objects, key=lambda stored: (_KINDS.index(stored.kind), stored.shards, stored.shard))),
         cut=layer.cut,
-        references=tuple(sorted((ref for ref in references if ref.id in referred), key=lambda ref: ref.shard)),
+        references=tuple(sorted((kept for kept in references if kept.id in referred), key=lambda kept: kept.shard)),
     )
     data = encode_blob(version)
     ref = ref_of(data)

@@ -240,7 +240,7 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
         whole[tensor.storage, tensor.offset] = shared
         # Stage 2 saves frozen weights again, as copies if they are on a device.
         again = rank.model.optional("frozen_param_fragments").get(name)
-        if isinstance(again, Tensor) and _is_copy(again, of=tensor):
+        if isinstance(again, Tensor) and _is_copy(again, other=tensor):
             whole[again.storage, again.offset] = shared
     for name, fragment in rank.fragments.items() if not rank.has_whole_model else ():
         contents[id(fragment.value)] = FragmentContent(parameter=name)
@@ -264,14 +264,14 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     return RankState(rank=rank.rank, model=model, optimizer=file(rank.optimizer_file), files=(), gathered=())
 
 
-def _is_copy(tensor: Tensor, *, of: Tensor) -> bool:
+def _is_copy(tensor: Tensor, *, other: Tensor) -> bool:
     """Whether both are all of their storages, with the same bytes as far as checksums tell."""
-    ours, theirs = tensor.storage.content, of.storage.content
+    ours, theirs = tensor.storage.content, other.storage.content
     assert isinstance(ours, Located), "trees that were just read point into their files"
     assert isinstance(theirs, Located), "trees that were just read point into their files"
-    are_whole = tensor.elements == tensor.storage.elements == of.storage.elements == of.elements
+    are_whole = tensor.elements == tensor.storage.elements == other.storage.elements == other.elements
     is_same = (ours.size_bytes, ours.crc32) == (theirs.size_bytes, theirs.crc32)
-    return are_whole and is_same and tensor.storage.dtype == of.storage.dtype
+    return are_whole and is_same and tensor.storage.dtype == other.storage.dtype
 
 
 def _whole_weights(rank: RankSource) -> Iterator[GatheredSource]:

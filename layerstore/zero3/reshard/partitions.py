@@ -71,7 +71,9 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
         if isinstance(group, int)
     }
     mappings: list[Tree] = [
-        OrderedMap((of.name, _address(of.elements, of.start)) for of in after.fragments(group, rank))
+        OrderedMap(
+            (fragment.name, _address(fragment.elements, fragment.start)) for fragment in after.fragments(group, rank)
+        )
         for group in numbers
     ]
     tree = with_optimizer(
