@@ -46,7 +46,7 @@ from layerstore.cli.render import (
     print_warning,
     speak_up,
 )
-from layerstore.cli.shares import follow, is_follower, leave, led
+from layerstore.cli.shares import is_follower, leave, led, work_for_lead
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 from layerstore.limits import MIB
@@ -304,7 +304,7 @@ def _unexpected(exc: Exception) -> Failure:
 def _command(words: list[str]) -> int:
     """Run the command, or work for the process that does; return its exit code."""
     if is_follower():
-        follow()
+        work_for_lead()
         return 0
     with led(words) as its_words:
         return command_line().main(args=its_words, prog_name="layerstore", standalone_mode=False) or 0

@@ -75,15 +75,15 @@ def led(words: list[str]) -> Iterator[list[str]]:
             _is_cut_off = False
 
 
-def follow() -> None:
+def work_for_lead() -> None:
     """Work for the process that runs the command, until it ends."""
     global _is_cut_off  # noqa: PLW0603
-    from layerstore.shares.processes import follow as follow_lead
+    from layerstore.shares.processes import serve_lead
 
     place = launched()
     assert place is not None, "a launcher has started this"
     _is_cut_off = True
-    follow_lead(*place, _opened)
+    serve_lead(*place, _opened)
     _is_cut_off = False
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from layerstore.bisect.judges import Judged
-from layerstore.bisect.log import OWN, Log, Question, Trial
 from layerstore.bisect.search import Contradiction, Verdict, bad_together, first_bad, suspect
+from layerstore.bisect.trial_log import OWN, Log, Question, Trial
 from layerstore.bisect.trials import Trials, key_of
 from layerstore.compose import Composition, compose_latest
 from layerstore.disk import lock

@@ -16,9 +16,9 @@ from layerstore.compose.choose import (
     mismatch,
     naming_damage,
 )
-from layerstore.compose.damage import without_damaged
 from layerstore.compose.means import average, base_of_mean
 from layerstore.compose.recipes import compose_by_recipe
+from layerstore.compose.sound_layers import without_damaged
 
 __all__ = [
     "Composition",

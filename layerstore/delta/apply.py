@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.delta.codec import Encoding, decode_into, part_bytes_max
-from layerstore.delta.folder import Delta, DeltaTensor, read_delta
+from layerstore.delta.delta_folder import DeltaFolder, DeltaTensor, read_delta
 from layerstore.disk import Files, NewFile, OpenFile
 from layerstore.errors import LayoutMismatch, SourceCheckpoint
 from layerstore.filenames import SUMMARY
@@ -91,7 +91,7 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _checked(delta: Delta, held: Mapping[str, GatheredSource], folder: Path) -> dict[str, str]:
+def _checked(delta: DeltaFolder, held: Mapping[str, GatheredSource], folder: Path) -> dict[str, str]:
     """Return the checksum of every tensor; raise unless it is that before the delta, or that after."""
     for name in (*delta.tensors, *delta.unchanged):
         if name not in held:

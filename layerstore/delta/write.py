@@ -25,7 +25,7 @@ from layerstore.assemble import (
 )
 from layerstore.compose import Composition, compose_latest
 from layerstore.delta.codec import Encoding, encode
-from layerstore.delta.folder import DeltaWriter, is_delta
+from layerstore.delta.delta_folder import DeltaWriter, is_delta
 from layerstore.dtypes import DTypeName, by_code
 from layerstore.errors import AlreadyExists, LayoutMismatch
 from layerstore.filenames import SUMMARY, WEIGHTS_INDEX

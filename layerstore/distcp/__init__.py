@@ -11,7 +11,7 @@ from layerstore.distcp.metadata import Chunk, Entry, metadata_bytes
 from layerstore.distcp.names import Named, names_of
 from layerstore.distcp.onto import read_dcp
 from layerstore.distcp.plan import Item, PlannedSave, Work, common_step, plan_save
-from layerstore.distcp.read import Folder
+from layerstore.distcp.read import DcpFolder
 from layerstore.distcp.standalone import read_standalone
 from layerstore.distcp.whole import open_folder
 from layerstore.distcp.write import plan_dcp
@@ -20,8 +20,8 @@ __all__ = [
     "Boxes",
     "Chunk",
     "Contents",
+    "DcpFolder",
     "Entry",
-    "Folder",
     "Item",
     "Named",
     "PlannedSave",

@@ -149,7 +149,7 @@ def read_metadata(folder: Path) -> dict[str, Entry]:
     path = folder / DCP_METADATA
     payload = read_source_file(path, size_bytes_max=DCP_METADATA_BYTES_MAX)
     tree, _ = read_pickle(payload, path=path, records={}, allowed_globals=_KNOWN, form=OF_DCP_METADATA)
-    return {entry.key: entry for entry in _Reader(path).entries(tree)}
+    return {entry.key: entry for entry in _MetadataReader(path).entries(tree)}
 
 
 _Box = tuple[Size, Size]
@@ -162,7 +162,7 @@ def _steps(path: Tree) -> KeyPath:
     return tuple(step for step in steps if isinstance(step, str | int))
 
 
-class _Reader:
+class _MetadataReader:
     """Turns the tree into entries, and checks each part on the way."""
 
     def __init__(self, path: Path) -> None:

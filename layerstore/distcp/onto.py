@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from layerstore.distcp.read import Folder
+from layerstore.distcp.read import DcpFolder
 from layerstore.distcp.transfer import Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
@@ -152,7 +152,7 @@ def read_dcp(repo: Repository, path: Path, base: Resolved, *, follow: bool = Fal
 class _Reading:
     """Finds the base's tensors in a folder."""
 
-    def __init__(self, repo: Repository, folder: Folder, base: Resolved) -> None:
+    def __init__(self, repo: Repository, folder: DcpFolder, base: Resolved) -> None:
         self._repo = repo
         self._folder = folder
         self._base = base.record

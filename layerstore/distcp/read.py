@@ -21,7 +21,7 @@ from layerstore.zero3.pt import Pickles, read_section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class FileRun:
     """Elements of a tensor, counted in its flat order, that lie together in a file."""
 
     first: int
@@ -37,9 +37,9 @@ class FlatTensor:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FileRun, ...]
 
-    def stretch(self, first: int, elements: int) -> Iterator[Run]:
+    def stretch(self, first: int, elements: int) -> Iterator[FileRun]:
         """Yield the runs, or parts of them, that hold *elements* from *first*."""
         last = first + elements
         at = bisect_right(self.runs, first, key=lambda run: run.first) - 1
@@ -69,7 +69,7 @@ def _metadata_files(path: Path) -> list[Path]:
     return files
 
 
-class Folder:
+class DcpFolder:
     """A distributed checkpoint on disk."""
 
     def __init__(self, path: Path, pickles: Pickles | None = None, *, follow: bool = False) -> None:
@@ -135,7 +135,7 @@ class Folder:
             raise damaged(self.path, f"the chunks of {key!r} hold {end} elements of {prod(entry.shape)}")
         return FlatTensor(key=key, dtype=entry.dtype, shape=entry.shape, runs=tuple(runs))
 
-    def _runs(self, entry: Entry) -> Iterator[Run]:
+    def _runs(self, entry: Entry) -> Iterator[FileRun]:
         count = 0
         for number, chunk in enumerate(entry.chunks):
             tensor = self._content(entry, number)
@@ -150,7 +150,7 @@ class Folder:
                 count += 1
                 if count > RENAMED_RUNS_MAX:
                     raise Unsupported(f"{self.path}: {entry.key!r} lies in more than {RENAMED_RUNS_MAX} pieces")
-                yield Run(first=first, elements=elements, path=located.path, offset_bytes=offset)
+                yield FileRun(first=first, elements=elements, path=located.path, offset_bytes=offset)
                 offset += elements * item
 
     def _content(self, entry: Entry, number: int) -> Tree:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from layerstore.distcp.contents import Contents
 from layerstore.distcp.metadata import DATA_SUFFIX
-from layerstore.distcp.read import Folder
+from layerstore.distcp.read import DcpFolder
 from layerstore.distcp.transfer import Versions, Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code
@@ -150,7 +150,7 @@ def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count is not None and 0 <= count < STEP_MAX}
 
 
-def _step(folder: Folder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
+def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int], *, given: int | None) -> int:
     """Return the trainer's step: its own file's, a value's, or how often the optimizer has updated the model."""
     path = folder.path / TRAINER_STATE
     stated = step_of_trainer(path) if path.is_file() else None
@@ -162,7 +162,7 @@ def _step(folder: Folder, values: Mapping[str, Tree], counts: Collection[int], *
     return checked_step(stated if given is None else given, folder.path)
 
 
-def _beside(folder: Folder) -> Iterator[Path]:
+def _beside(folder: DcpFolder) -> Iterator[Path]:
     """Yield the files in the folder that are not the checkpoint's own."""
     own = {*folder.files, *folder.metadata}
     for name in list_folder(folder.path):
@@ -177,7 +177,7 @@ def _beside(folder: Folder) -> Iterator[Path]:
 class _Cut:
     """Cuts the tensors of a folder into slices, layer by layer."""
 
-    def __init__(self, folder: Folder, contents: Contents, pattern: re.Pattern[str] | None) -> None:
+    def __init__(self, folder: DcpFolder, contents: Contents, pattern: re.Pattern[str] | None) -> None:
         self._pattern = pattern
         self._contents = contents
         own = {held: key for key, held in reversed([*contents.tensors.items()])}  # under several keys, the first

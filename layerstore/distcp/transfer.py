@@ -67,7 +67,7 @@ def stage(
     with closing(SourceReader()) as files, Threads(WORKERS_MAX) as pool:
         staging = Staging(
             writer,
-            _Reader(wanted, files, checksums),
+            _TensorReader(wanted, files, checksums),
             source=str(checkpoint.found.folder),
             checksums=checksums,
             advance=progress.advance,
@@ -114,7 +114,7 @@ def _staged(staging: Staging, compact: CompactLayers, layer: str, source: Object
     return staging.planned(source, compact.plan(layer, source))
 
 
-class _Reader:
+class _TensorReader:
     """Reads tensors of the folder by name, as the store keeps them, and files of it by their path."""
 
     def __init__(self, wanted: Mapping[Path, Wanted], files: SourceReader, checksums: Checksums) -> None:

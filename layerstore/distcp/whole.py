@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.distcp.metadata import Chunk, Entry
-from layerstore.distcp.read import Folder
+from layerstore.distcp.read import DcpFolder
 from layerstore.errors import SourceCheckpoint
 from layerstore.filenames import FSDP_MODEL, FSDP_OPTIMIZER
 from layerstore.handover import KeyPath
@@ -20,7 +20,7 @@ _TOPS = {FSDP_MODEL: "model", FSDP_OPTIMIZER: "optim"}
 """Below what their contents are, as in a distributed checkpoint."""
 
 
-class WholeFolder(Folder):
+class WholeFolder(DcpFolder):
     """Such a checkpoint on disk, as if it was a distributed one in which each tensor is one chunk."""
 
     def __init__(self, path: Path, pickles: Pickles, *, follow: bool = False) -> None:
@@ -81,7 +81,7 @@ def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
         yield from _leaves((*steps, step if isinstance(step, int) else str(step)), value)
 
 
-def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), follow: bool = False) -> Folder:
+def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), follow: bool = False) -> DcpFolder:
     """
     Read the checkpoint in *path*, in either form; links in it are followed only with *follow*.
 
@@ -97,4 +97,4 @@ def open_folder(path: Path, *, allowed_globals: frozenset[str] = frozenset(), fo
     refuse_file_per_rank(path)
     refuse_pointer(path / FSDP_MODEL)
     is_whole = (path / FSDP_MODEL).exists()
-    return (WholeFolder if is_whole else Folder)(path, Pickles(allowed_globals), follow=follow)
+    return (WholeFolder if is_whole else DcpFolder)(path, Pickles(allowed_globals), follow=follow)

@@ -54,7 +54,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     slices, state = composition.slices(repo, versions), repo.state(base.states[0])
     named, name_notes = names_of(repo, composition, versions, slices, adam_step=adam_step)
     notes = [*cautions(repo, composition), *name_notes]
-    writer = _Writer(slices)
+    writer = _FilePlanner(slices)
     by_layer: dict[str, list[Named]] = {layer: [] for layer in (*(version.layer for version in versions), "")}
     for tensor in named:
         by_layer[tensor.layer].append(tensor)
@@ -110,7 +110,7 @@ def _boxes(shape: tuple[int, ...], *, item_bytes: int) -> Iterator[tuple[tuple[i
         yield (first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]), first * row
 
 
-class _Writer:
+class _FilePlanner:
     """Plans the data files, and collects where everything in them is."""
 
     def __init__(self, slices: Slices) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from layerstore.arguments import check_fields
-from layerstore.formats.format import Files
+from layerstore.formats.format import FilesFormat
 from layerstore.rank_options import AdamSteps
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dcp(Files):
+class Dcp(FilesFormat):
     """The fp32 masters as the model, and the optimizer."""
 
     name: ClassVar[str] = "dcp"

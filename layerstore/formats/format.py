@@ -48,7 +48,7 @@ class Format(Protocol):
         """Write *composition* to the folder *out*, which appears whole or not at all."""
 
 
-class Files:
+class FilesFormat:
     """A format whose plan is its files."""
 
     def plan(self, repo: "Repository", composition: "Composition") -> "ExportPlan":

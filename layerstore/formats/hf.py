@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from layerstore.arguments import check_fields
 from layerstore.dtypes import DTypeName, dtype_code
-from layerstore.formats.format import Files
+from layerstore.formats.format import FilesFormat
 from layerstore.limits import SHARD_SIZE
 from layerstore.setting import Setting
 from layerstore.units import size_in_bytes
@@ -19,7 +19,7 @@ WeightType = Annotated[DTypeName | None, Setting("the element type", default="as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFace(Files):
+class HuggingFace(FilesFormat):
     """As Transformers' ``from_pretrained`` loads them."""
 
     name: ClassVar[str] = "hf"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from layerstore.formats.format import Files
+from layerstore.formats.format import FilesFormat
 
 if TYPE_CHECKING:
     from layerstore.assemble import ExportPlan
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Universal(Files):
+class Universal(FilesFormat):
     """Each parameter's master and moments, whole."""
 
     name: ClassVar[str] = "universal"

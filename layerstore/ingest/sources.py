@@ -21,7 +21,7 @@ from layerstore.zero3.trees import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class IngestSource:
     """A checkpoint that was read."""
 
     run: str
@@ -30,7 +30,7 @@ class Source:
     """Stages its content: `layerstore.ingest.transfer`, or a distributed checkpoint's own."""
 
 
-def read_source(repo: Repository, path: Path, options: IngestOptions) -> Source:
+def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     """
     Read and check the checkpoint at *path*, of whatever engine. Writes nothing.
 
@@ -57,7 +57,7 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> Source:
     return source
 
 
-def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Source:
+def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     if options.step is not None:
         raise InvalidInput(
             f"--step was given, but {path} is not a folder of torch.distributed.checkpoint",
@@ -75,10 +75,10 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Sourc
             "which cannot be cut into layers",
             hint="ingest it with policy full",
         )
-    return Source(run=run, checkpoint=checkpoint, transfer=partial(transfer, repo, checkpoint))
+    return IngestSource(run=run, checkpoint=checkpoint, transfer=partial(transfer, repo, checkpoint))
 
 
-def _standalone(repo: Repository, path: Path, options: IngestOptions) -> Source:
+def _standalone(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     if options.tag is not None:
         raise InvalidInput(f"--tag was given, but {path} has none: DeepSpeed did not save it", hint="leave it out")
     read = read_standalone(
@@ -89,10 +89,10 @@ def _standalone(repo: Repository, path: Path, options: IngestOptions) -> Source:
         follow=options.follow,
     )
     run = _checked_run(repo, read.checkpoint.found.run_name if options.run is None else options.run)
-    return Source(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
+    return IngestSource(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
 
 
-def _onto(repo: Repository, path: Path, options: IngestOptions) -> Source:
+def _onto(repo: Repository, path: Path, options: IngestOptions) -> IngestSource:
     given = {
         "--tag": options.tag,
         "--layer-pattern": options.layer_pattern,
@@ -106,7 +106,7 @@ def _onto(repo: Repository, path: Path, options: IngestOptions) -> Source:
     read = read_dcp(repo, path, base, follow=options.follow)
     if run == base.record.run and not options.opens_attempt:
         _check_newest(repo, base, read.checkpoint.step)
-    return Source(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
+    return IngestSource(run=run, checkpoint=read.checkpoint, transfer=partial(read.transfer, repo))
 
 
 def _check_newest(repo: Repository, base: Resolved, step: int) -> None:

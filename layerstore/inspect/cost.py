@@ -54,7 +54,7 @@ _PRICES = "dollars for a GB-month and a GPU-hour: --price 0.023,2.50"
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class FileTotals:
     """Files that are saved together."""
 
     count: int = 0
@@ -68,16 +68,16 @@ class Files:
         parts = ceil(size_bytes / REMOTE_PART_BYTES)
         return cls(count, count * size_bytes, count * (parts + 2 if parts > 1 else 1))
 
-    def __add__(self, other: "Files") -> "Files":
+    def __add__(self, other: "FileTotals") -> "FileTotals":
         """Return both together."""
-        return Files(self.count + other.count, self.size_bytes + other.size_bytes, self.puts + other.puts)
+        return FileTotals(self.count + other.count, self.size_bytes + other.size_bytes, self.puts + other.puts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class SaveGroup:
     """Files that are saved at the same saves, such as those of layers that are due together."""
 
-    files: Files
+    files: FileTotals
     """What each of these saves writes."""
     blobs: int = 0
     """Version blobs that name them."""
@@ -142,7 +142,7 @@ class Stored:
     end_files: int
 
 
-def stored(groups: Sequence[Group], times: Timetable, *, lingers_seconds: float) -> Stored:
+def stored(groups: Sequence[SaveGroup], times: Timetable, *, lingers_seconds: float) -> Stored:
     """Return the storage used: each version stays until no kept save has it, plus *lingers_seconds*."""
     byte_seconds, end_bytes, end_files = 0.0, 0, 0
     for group in groups:
@@ -170,11 +170,11 @@ def fields_of(use: Stored, prices: Prices | None, *, held_gpu_seconds: float) ->
     return {"held_bytes": use.end_bytes, "cost": cost | {"total": sum(cost.values())}}
 
 
-def stored_by_files(files: Files, times: Timetable) -> Stored:
+def stored_by_files(files: FileTotals, times: Timetable) -> Stored:
     """Return the storage used by full checkpoints of *files*, assuming that old ones are removed at once."""
-    return stored([Group(files=files, due=(0,))], times, lingers_seconds=0.0)
+    return stored([SaveGroup(files=files, due=(0,))], times, lingers_seconds=0.0)
 
 
-def stored_by_store(groups: Sequence[Group], times: Timetable) -> Stored:
+def stored_by_store(groups: Sequence[SaveGroup], times: Timetable) -> Stored:
     """Return the storage used in its remote by a store with the objects of *groups*."""
     return stored(groups, times, lingers_seconds=REMOTE_GRACE_SECONDS + COLLECTED_SECONDS)

@@ -18,9 +18,9 @@ from layerstore.errors import InvalidInput
 from layerstore.framing import canonical_order, coded_frame
 from layerstore.inspect.cost import (
     COLLECTED_SECONDS,
-    Files,
-    Group,
+    FileTotals,
     Prices,
+    SaveGroup,
     Stored,
     Timetable,
     fields_of,
@@ -148,7 +148,9 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         **{(layer, True): layer_files for layer, layer_files in files.items()},
         **{(layer, False): layer_files for layer, layer_files in compact.items()},
     }
-    once = sum((_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), Files())
+    once = sum(
+        (_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), FileTotals()
+    )
     sizes = {layer: layer_files.size_bytes for layer, layer_files in files.items()}
     first = sum(sizes.values()) + once.size_bytes
     full = shards + frozen
@@ -163,7 +165,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         cycle = cycle_of(kept)
         later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
-        groups = [Group(files=once), *_groups(saved_files, kept[:cycle])]
+        groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
         use = stored_by_store(groups, training.timetable)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
     seconds = full / training.bytes_per_second
@@ -191,7 +193,9 @@ def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, in
         yield layer, trained, {name: count - trained[name] for name, count in elements.items()}
 
 
-def trained_files(model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]) -> dict[str, Files]:
+def trained_files(
+    model: Model, training: Training, *, precision: Precision = PRECISIONS["exact"]
+) -> dict[str, FileTotals]:
     """Return the objects of each layer's masters and moments on all ranks: new at each save that includes the layer."""
     return {
         layer: _objects(trained, {"": precision.coding(Kind.MASTER, "", "F32")}, "F32", training.world_size)
@@ -215,14 +219,14 @@ def _padded(counts: Sequence[int], training: Training) -> int:
     return sum(training.world_size * slice_length(count, training.world_size) for count in counts)
 
 
-def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int) -> Files:
+def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str, world_size: int) -> FileTotals:
     """Return one layer's objects of one kind, with *states* in codings: one object for each rank that has a slice."""
     # Ranks with equal slices have equal objects, so sizes change only at these edges.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
         full = count // slice_length(count, world_size)
         edges |= {full, min(full + 1, world_size)}
-    total = Files()
+    total = FileTotals()
     for rank, end in pairwise(sorted(edges)):
         tensors = [
             StoredTensor(name=name, state=state, dtype=dtype, elements=valid, crc32=0, coding=coding)
@@ -233,21 +237,21 @@ def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str,
         if tensors:
             refers = any(tensor.coding and CODINGS[tensor.coding].needs_reference for tensor in tensors)
             framed, _ = coded_frame(canonical_order(tensors), reference="0" * 32 if refers else "")
-            total += Files.alike(end - rank, framed.size_bytes)
+            total += FileTotals.alike(end - rank, framed.size_bytes)
     return total
 
 
-def _shard_files(shards: int, frozen: int, training: Training) -> Files:
+def _shard_files(shards: int, frozen: int, training: Training) -> FileTotals:
     """Return DeepSpeed's files: two per rank, ``latest`` and a script."""
     ranks = training.world_size
-    return Files.alike(ranks, shards // ranks) + Files.alike(ranks, frozen // ranks) + Files.alike(2, 0)
+    return FileTotals.alike(ranks, shards // ranks) + FileTotals.alike(ranks, frozen // ranks) + FileTotals.alike(2, 0)
 
 
-def _trainer_files(gathered: int, training: Training) -> Files:
+def _trainer_files(gathered: int, training: Training) -> FileTotals:
     """Return the HF Trainer's files: the weights in files of 5 GB, each rank's random state, and four small files."""
     count = -(-gathered // _GATHERED_FILE_BYTES)
-    weights = Files.alike(count, gathered // count) if count else Files()
-    return weights + Files.alike(training.world_size + 4, 0)
+    weights = FileTotals.alike(count, gathered // count) if count else FileTotals()
+    return weights + FileTotals.alike(training.world_size + 4, 0)
 
 
 # -- saves ---------------------------------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ def _line(
     }
 
 
-def _full_line(saved_by: str, full: int, files: Files, training: Training) -> dict[str, Any]:
+def _full_line(saved_by: str, full: int, files: FileTotals, training: Training) -> dict[str, Any]:
     """Return the line of a run whose saves are *full* and hold training up while they are written."""
     line = _line(saved_by, None, full, [full], training, cycle=1)
     held_seconds = training.saves * line["save_seconds"]
@@ -345,7 +349,9 @@ def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
     return copied_seconds + training.saves * late_seconds
 
 
-def _groups(files: Mapping[tuple[str, bool], Files], kept: Sequence[frozenset[tuple[str, bool]]]) -> Iterator[Group]:
+def _groups(
+    files: Mapping[tuple[str, bool], FileTotals], kept: Sequence[frozenset[tuple[str, bool]]]
+) -> Iterator[SaveGroup]:
     """Yield the layers that are always saved together, and exactly or not, of those with *files*."""
     together: dict[tuple[bool, tuple[int, ...]], list[tuple[str, bool]]] = {}
     for version in files:
@@ -353,8 +359,8 @@ def _groups(files: Mapping[tuple[str, bool], Files], kept: Sequence[frozenset[tu
         together.setdefault((version[1], at), []).append(version)
     for (is_exact, at), versions in together.items():
         if is_exact or at:
-            whole = sum((files[version] for version in versions), Files())
-            yield Group(files=whole, blobs=len(versions), due=at, cycle=len(kept), is_in_first=is_exact)
+            whole = sum((files[version] for version in versions), FileTotals())
+            yield SaveGroup(files=whole, blobs=len(versions), due=at, cycle=len(kept), is_in_first=is_exact)
 
 
 def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:

@@ -155,7 +155,7 @@ class Growth:
         return new
 
 
-class _Held(NamedTuple):
+class _HeldVersion(NamedTuple):
     """What a policy would have stored of a layer."""
 
     since: int
@@ -171,7 +171,7 @@ class _Past:
 
     steps: list[int] = field(default_factory=list)
     """Of each save so far."""
-    held: dict[str, list[_Held]] = field(default_factory=dict)
+    held: dict[str, list[_HeldVersion]] = field(default_factory=dict)
     """Of each layer what the policy would have stored, where it differs from the one before."""
 
     def up_to(self, step: int) -> "_Past":
@@ -192,7 +192,7 @@ class _Past:
         """Note that *layer* is stored."""
         held = self.held.setdefault(layer, [])
         if not held or (held[-1].is_counted, held[-1].shape) != kind:
-            held.append(_Held(since, *kind))
+            held.append(_HeldVersion(since, *kind))
 
 
 class WhatIf:

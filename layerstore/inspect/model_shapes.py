@@ -34,7 +34,7 @@ ADAM = ("exp_avg", "exp_avg_sq")
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
-Source = Literal["config", "params", "checkpoint", "commit"]
+ModelSource = Literal["config", "params", "checkpoint", "commit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Model:
     _JSON: ClassVar = "name architecture source parameters"
 
     name: str
-    source: Source
+    source: ModelSource
     """Where the facts come from; ``params`` if it is made up."""
     layers: Mapping[str, Mapping[str, int]]
     """The elements of each parameter, by layer, in the model's order; a tied one once, under its first name."""
@@ -158,7 +158,7 @@ def model_of_commit(repo: Repository, reference: str) -> Model:
 
 def _model_seen(
     name: str,
-    source: Source,
+    source: ModelSource,
     layers: Mapping[str, Iterable[Parameter]],
     tensors: set[tuple[Kind, str, str]],
     *,

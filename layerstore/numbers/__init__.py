@@ -1,6 +1,5 @@
 """What is computed with numbers: element types converted, masters averaged, layers compared."""
 
-from layerstore.numbers.boxes import box_runs
 from layerstore.numbers.distance import (
     SECOND_MOMENT,
     Distance,
@@ -14,6 +13,7 @@ from layerstore.numbers.distance import (
     nothing_between,
     weighted_movements,
 )
+from layerstore.numbers.geometry import box_runs
 from layerstore.numbers.means import mean
 from layerstore.numbers.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
 

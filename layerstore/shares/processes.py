@@ -122,7 +122,7 @@ def _found(answers: list[_Answered]) -> Iterator[Any]:
         yield answer.result
 
 
-def follow(number: int, count: int, opened: Callable[[str], AbstractContextManager[Repository]]) -> None:
+def serve_lead(number: int, count: int, opened: Callable[[str], AbstractContextManager[Repository]]) -> None:
     """Serve the lead as process *number* of *count* until it ends; *opened* opens a store by its name."""
     line = _Line(number, count)
     with ExitStack() as stores:

@@ -49,7 +49,7 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedObject:
     """A coded object, and the object that its differences add to."""
 
     stored: StoredObject
@@ -95,11 +95,11 @@ class Coded:
         return decoded
 
 
-def coded_objects(version: LayerVersion) -> dict[BlobRef, Coded]:
+def coded_objects(version: LayerVersion) -> dict[BlobRef, CodedObject]:
     """Return the coded objects of *version*, which names what they refer to."""
     references: dict[str, StoredObject] = {stored.id: stored for stored in version.references}
     return {
-        stored.ref: Coded(stored, references[stored.reference] if stored.reference else None)
+        stored.ref: CodedObject(stored, references[stored.reference] if stored.reference else None)
         for stored in version.objects
         if stored.is_coded
     }
@@ -118,7 +118,7 @@ def _blocks(layout: _Layout, begin: int, end: int) -> tuple[int, int]:
 class DecodedFile(OpenFile):
     """A coded object that is open for reading as the plain one."""
 
-    def __init__(self, coded: Coded, file: OpenFile, reference: OpenFile | None) -> None:
+    def __init__(self, coded: CodedObject, file: OpenFile, reference: OpenFile | None) -> None:
         # Without a descriptor, the kernel cannot copy from it, and whoever tries to reads instead.
         super().__init__(file.path, -1, frame(coded.stored.tensors).size_bytes)
         self._file = file

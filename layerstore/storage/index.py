@@ -190,7 +190,7 @@ class Index:
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
         self._named: dict[bytes, _Named] = {}
         self._directory = directory
-        self._opened: _Opened | None = _acquire(directory)
+        self._opened: _OpenIndex | None = _acquire(directory)
         self._is_read_only = self._opened.is_read_only
         try:
             self._check_header()
@@ -415,19 +415,19 @@ def index_problem(folder: Path) -> str | None:
 
 
 # LMDB forbids opening a file twice in one process: the first close would drop its locks.
-_open_environments: dict[tuple[int, int], "_Opened"] = {}
+_open_environments: dict[tuple[int, int], "_OpenIndex"] = {}
 _registry_guard = threading.Lock()
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenIndex:
     environment: Any
     is_read_only: bool
     users: int = 0
     pid: int = field(default_factory=os.getpid)
 
 
-def _acquire(directory: Path) -> _Opened:
+def _acquire(directory: Path) -> _OpenIndex:
     with _registry_guard:
         try:
             if directory.is_symlink():
@@ -440,13 +440,13 @@ def _acquire(directory: Path) -> _Opened:
         opened = _open_environments.get(identity)
         if opened is None or opened.pid != os.getpid():
             is_read_only = not os.access(directory, os.W_OK)
-            opened = _Opened(_open_environment(directory, read_only=is_read_only), is_read_only)
+            opened = _OpenIndex(_open_environment(directory, read_only=is_read_only), is_read_only)
             _open_environments[identity] = opened
         opened.users += 1
         return opened
 
 
-def _release(opened: _Opened) -> None:
+def _release(opened: _OpenIndex) -> None:
     with _registry_guard:
         opened.users -= 1
         if opened.users or opened.pid != os.getpid():

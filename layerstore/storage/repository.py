@@ -21,7 +21,7 @@ from layerstore.shares import ALONE, Shares
 from layerstore.states import ObjectContent, RankState
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
-from layerstore.storage.decoded import Coded, coded_objects
+from layerstore.storage.decoded import CodedObject, coded_objects
 from layerstore.storage.object_writer import ObjectWriter
 from layerstore.storage.objects import ObjectStore, Stretch
 from layerstore.storage.parts import PartStore
@@ -53,7 +53,7 @@ class Repository:
     """Takes who is called for each request to the bucket that is retried; None: it is a warning."""
     shares: Shares = ALONE
     """The processes that share the work in it."""
-    coded: dict[BlobRef, Coded] = field(default_factory=dict)
+    coded: dict[BlobRef, CodedObject] = field(default_factory=dict)
     """The coded objects of versions whose objects may be read."""
     closed: Event = field(default_factory=Event)
     """Set once it is closed; copies share it."""

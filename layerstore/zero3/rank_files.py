@@ -51,7 +51,7 @@ Groups = list[dict[str, Size]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flat:
+class FlatBuffer:
     """One flat buffer of one rank: a sub-group's masters, or one of its optimizer states."""
 
     state: str
@@ -67,7 +67,7 @@ class RankSource:
     model_file: PtFile
     """Under stages 1 and 2 the same for all ranks."""
     optimizer_file: PtFile
-    flats: tuple[Flat, ...]
+    flats: tuple[FlatBuffer, ...]
     sharding: Sharding
 
     def fragments_of(self, group: Tree) -> list[Fragment]:
@@ -276,7 +276,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _flats(optimizer: TreeView, model: TreeView, sharding: Sharding, rank: int) -> Iterator[Flat]:
+def _flats(optimizer: TreeView, model: TreeView, sharding: Sharding, rank: int) -> Iterator[FlatBuffer]:
     masters = masters_in(optimizer).children()
     states = inner_in(optimizer)["state"]
     _check_states_present(states, len(masters), model)
@@ -285,13 +285,13 @@ def _flats(optimizer: TreeView, model: TreeView, sharding: Sharding, rank: int) 
     # Quantized moments are never slices, whatever their length: they are meaningless without their block's scale.
     is_whole = bool(undivided_in(states, lambda key, _: key in names))
     for group, (_, master) in enumerate(masters):
-        yield Flat(state=MASTER, group=group, tensor=master.tensor())
+        yield FlatBuffer(state=MASTER, group=group, tensor=master.tensor())
         state = None if is_whole else states.get(group)
         for key, value in state.children() if state is not None else ():
             if _is_flat(value.value, lengths[group]):
                 if not isinstance(key, str) or key == MASTER:
                     raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
-                yield Flat(state=key, group=group, tensor=value.value)
+                yield FlatBuffer(state=key, group=group, tensor=value.value)
 
 
 def _state_lengths(masters: list[tuple[Tree, TreeView]], sharding: Sharding, rank: int) -> dict[int, int]:

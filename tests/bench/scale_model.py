@@ -24,7 +24,7 @@ from layerstore.format import decode_version, encode_blob, make_commit, ref_of, 
 from layerstore.framing import canonical_order, frame
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
-from layerstore.inspect.cost import Files, Stored, stored
+from layerstore.inspect.cost import FileTotals, Stored, stored
 from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
@@ -205,7 +205,7 @@ class Case:
         )
 
     @cached_property
-    def files(self) -> dict[str, Files]:
+    def files(self) -> dict[str, FileTotals]:
         """The objects of each layer."""
         return trained_files(self.model, self.training)
 
@@ -364,7 +364,7 @@ def packed() -> Iterator[str]:
         save = case.largest(POLICIES["full"])
         pack = replace(save, objects=save.ranks)
         size_bytes = sum(each.size_bytes for each in case.files.values())
-        pack_puts = Files.alike(case.ranks, size_bytes // case.ranks).puts
+        pack_puts = FileTotals.alike(case.ranks, size_bytes // case.ranks).puts
         beside = save.versions + save.ranks + 1
         yield _row(
             case.title,

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from layerstore import Keep, Store
-from layerstore.distcp import Chunk, Entry, Folder, metadata_bytes
+from layerstore.distcp import Chunk, DcpFolder, Entry, metadata_bytes
 from layerstore.distcp import write as dcp
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.filenames import DCP_METADATA
@@ -119,7 +119,7 @@ def test_large_tensors_lie_in_chunks_of_rows(stored: Store, tmp_path: Path, monk
 
     exported = stored.compose("sft").export(tmp_path / "cut", format="dcp")
 
-    entries = Folder(exported.out).entries
+    entries = DcpFolder(exported.out).entries
     assert max(len(entry.chunks) for entry in entries.values()) > 2
     cut = loaded(exported.out)
     assert all(torch.equal(cut["model"][name], whole["model"][name]) for name in whole["model"])
@@ -167,7 +167,7 @@ def test_other_chunks_are_the_same_tensors(stored: Store, folder: Path, tmp_path
     columns = tmp_path / "columns"
     columns.mkdir()
     archives, entries = bytearray(), []
-    for entry in Folder(folder).entries.values():
+    for entry in DcpFolder(folder).entries.values():
         if entry.dtype is None or len(entry.shape) != 2 or not entry.key.startswith("model.model."):
             entries.append(entry)
             continue
@@ -427,7 +427,7 @@ def test_a_damaged_byte_is_found(stored: Store, folder: Path) -> None:
     data = bytearray(path.read_bytes())
     chunk = next(
         entry.chunks[0]
-        for entry in Folder(folder).entries.values()
+        for entry in DcpFolder(folder).entries.values()
         if entry.dtype and entry.chunks[0].file == path.name and len(entry.shape) == 2
     )
     data[chunk.offset_bytes + chunk.size_bytes // 2] ^= 1
@@ -494,7 +494,7 @@ def test_metadata_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None
     (tmp_path / DCP_METADATA).write_bytes(metadata_bytes([entry(chunks=(chunk,))]))
 
     with pytest.raises(SourceCheckpoint, match="which is not below its folder"):
-        Folder(tmp_path)
+        DcpFolder(tmp_path)
 
 
 def test_without_a_base_it_is_a_commit_of_its_own(stored: Store, folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import layerstore
 from layerstore import DeltaWritten, Keep, Store
 from layerstore.delta import ENCODINGS, Encoding
 from layerstore.delta.codec import decode_into, encode
-from layerstore.delta.folder import DeltaWriter, read_delta
+from layerstore.delta.delta_folder import DeltaWriter, read_delta
 from layerstore.disk import Files, NewFile
 from layerstore.dtypes import DTYPES, DType
 from layerstore.errors import AlreadyExists, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported

@@ -14,7 +14,7 @@ from typing import Any
 
 from layerstore import Drift, Filter, Latest, Parity
 from layerstore.inspect import Model, Training, estimate_saves, made_up
-from layerstore.inspect.cost import Files, stored
+from layerstore.inspect.cost import FileTotals, stored
 from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.limits import GC_GRACE_SECONDS
 from layerstore.policy import Policy
@@ -65,7 +65,7 @@ class Size:
         return replace(TRAINING, world_size=self.ranks)
 
     @cached_property
-    def files(self) -> dict[str, Files]:
+    def files(self) -> dict[str, FileTotals]:
         """The objects of each layer."""
         return trained_files(self.model, self.training)
 

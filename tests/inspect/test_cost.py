@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layerstore import Keep, Latest
 from layerstore.errors import InvalidInput
 from layerstore.inspect import Prices, Training, estimate_saves, made_up
-from layerstore.inspect.cost import GB, MONTH_SECONDS, Files, Group, Timetable, stored
+from layerstore.inspect.cost import GB, MONTH_SECONDS, FileTotals, SaveGroup, Timetable, stored
 from layerstore.limits import MIB, REMOTE_PART_BYTES
 from layerstore.policy import Candidate
 from layerstore.remote import Bucket
@@ -78,7 +78,7 @@ def test_large_objects_take_a_request_for_each_part(size_bytes: int, told: Count
     bucket._client.part_bytes = REMOTE_PART_BYTES  # as where there is memory for them
     bucket.write("name", lambda: [bytes(size_bytes)])
 
-    assert sum(told.values()) == Files.alike(1, size_bytes).puts
+    assert sum(told.values()) == FileTotals.alike(1, size_bytes).puts
 
 
 # -- storage -------------------------------------------------------------------------------------------------------
@@ -103,7 +103,9 @@ def test_a_version_is_stored_as_long_as_a_kept_save_has_it(
     lingers: int,
 ) -> None:
     """As retention itself says after each save, and a while longer."""
-    group = Group(files=Files(3, 7, 3), blobs=1, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle)
+    group = SaveGroup(
+        files=FileTotals(3, 7, 3), blobs=1, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle
+    )
     times = Timetable(
         run_seconds=float(saves),
         interval_seconds=1.0,

@@ -177,7 +177,7 @@ FOREIGN = {
         "only its parser is used: its constructors could execute other people's text",
     ),
     "safetensors": (
-        ("layerstore.delta.folder",),
+        ("layerstore.delta.delta_folder",),
         "it maps what it reads, and holds what it writes in memory, which only a delta's small files allow: ADR 30",
     ),
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),

@@ -86,12 +86,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from layerstore.arguments import check_fields
-from layerstore.formats.format import Files
+from layerstore.formats.format import FilesFormat
 from layerstore.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census(Files):
+class Census(FilesFormat):
     """In a file of one line."""
 
     name: ClassVar[str] = "census"

@@ -127,8 +127,8 @@ def read_document(text: str, *, name: str) -> Node:
         # The C parser is ten times as fast. If it refuses the text, the Python parser rereads it, so all messages and
         # places come from the latter.
         with contextlib.suppress(ValueError, yaml.YAMLError):
-            return _Reader(text, name=name, parser=yaml.CSafeLoader).document()
-    return _Reader(text, name=name, parser=yaml.SafeLoader).document()
+            return _DocumentReader(text, name=name, parser=yaml.CSafeLoader).document()
+    return _DocumentReader(text, name=name, parser=yaml.SafeLoader).document()
 
 
 def _check_size(size_bytes: int, *, name: str) -> None:
@@ -144,7 +144,7 @@ def _spot_of_index(text: str, index: int, *, name: str) -> Spot:
     return Spot(file=name, line=before.count("\n") + 1, column=index - before.rfind("\n"))
 
 
-class _Reader:
+class _DocumentReader:
     """Turns the parser's events into nodes."""
 
     def __init__(self, text: str, *, name: str, parser: Callable[[str], Any]) -> None:

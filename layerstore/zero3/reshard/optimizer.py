@@ -33,7 +33,7 @@ _SECOND_MOMENT = "exp_avg_sq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ParamGroup:
     """A param group."""
 
     settings: dict[str, Tree]
@@ -45,7 +45,7 @@ class Group:
 class OptimizerState:
     """What the optimizer keeps, apart from the slices."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     sliced: Mapping[str, tuple[str, ...]]
     """By parameter: its states that are as large as it is."""
     scalars: Mapping[str, Mapping[str, Tree]]
@@ -79,14 +79,14 @@ def optimizer_of(
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     shapes = sub_group_shapes(model)
     is_adam = any(_SECOND_MOMENT in entry.mapping() for _, entry in inner["state"].children())
-    groups: list[Group] = []
+    groups: list[ParamGroup] = []
     scalars: dict[str, dict[str, Tree]] = {}
     groups_of = inner["param_groups"].children()
     for number, sub_groups in members_of(state):
         settings = groups_of[number][1].mapping()
         own = {str(key): value for key, value in settings.items() if key != "params"}
         names = tuple(name for group in sub_groups for name in shapes[group])
-        groups.append(Group(settings=own, parameters=names))
+        groups.append(ParamGroup(settings=own, parameters=names))
         for group in sub_groups:
             state_of = inner["state"].get(group)
             if state_of is not None:

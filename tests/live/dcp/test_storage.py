@@ -23,7 +23,7 @@ import layerstore
 from layerstore import Store
 from layerstore.arrays import TensorKind
 from layerstore.dcp import StoreReader, StoreWriter
-from layerstore.distcp import Folder
+from layerstore.distcp import DcpFolder
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Unsupported
 from tests.compose.test_hf import mixed
 from tests.live.dcp.states import LAYERS, State, Training, all_bits, blank, cause, extras, kept, leaves, read
@@ -257,7 +257,7 @@ def test_a_commit_of_deepspeed_is_loaded_as_its_exported_folder_is(
     load(ours, storage_reader=reader)
     load(theirs, checkpoint_id=folder)
 
-    assert set(Folder(folder).entries) == set(ours)
+    assert set(DcpFolder(folder).entries) == set(ours)
     assert all_bits(ours) == all_bits(theirs)
     assert any(key.endswith("exp_avg") and ours[key].any() for key in ours)
 

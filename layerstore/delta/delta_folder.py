@@ -124,7 +124,7 @@ class DeltaTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class DeltaFolder:
     """A delta on disk."""
 
     path: Path
@@ -150,7 +150,7 @@ def is_delta(path: Path) -> bool:
         return False
 
 
-def read_delta(path: Path) -> Delta:
+def read_delta(path: Path) -> DeltaFolder:
     """
     Return what the delta in the folder *path* says; tensors are not read.
 
@@ -185,7 +185,7 @@ def read_delta(path: Path) -> Delta:
         raise _damaged(path, "a file that fits its index")
     tensors = {tensor.name: tensor for tensor in _tensors(path, encoding, places, targets, bases)}
     names = [str(metadata.get(key) or metadata.get(other)) for key, other in _NAMES]
-    return Delta(
+    return DeltaFolder(
         path=path,
         name=names[0],
         base_name=names[1],
