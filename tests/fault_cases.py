@@ -1,10 +1,9 @@
 """
-The pages of faults in docs/internals: every case, with the tests that show what comes of it.
+The pages of faults in docs/internals: which tests show what comes of a case.
 
-    python -m tests.fault_cases
+    python -m tests.fault_cases 34 "llmtailor 7"
 
-writes the tests into the tables anew; all else of the pages is written by hand. A test names its cases where it is
-defined:
+prints them, of all cases if none is named. A test names its cases where it is defined:
 
     @pytest.mark.fault(34, 35)
     @pytest.mark.known_fault("llmtailor 7")
@@ -15,13 +14,13 @@ commits and people speak of them.
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_ROW = re.compile(r"^\| (\d+) \| (.*) \| [^|]*\|$", re.MULTILINE)
-_COUNTS = re.compile(r"^\d+ cases, shown by \d+ tests\.$", re.MULTILINE)
+_ROW = re.compile(r"^\| (\d+) \| ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,20 +45,7 @@ class Page:
 
     def numbers(self) -> list[int]:
         """Return the numbers of its cases, in their order."""
-        return [int(number) for number, _ in _ROW.findall(self.path.read_text())]
-
-    def written(self, tests: list[MarkedTest]) -> str:
-        """Return the page with *tests*; raise ValueError where one shows a case that is not on the page."""
-        strangers = {number for test in tests for number in test.shows}.difference(self.numbers())
-        if strangers:
-            raise ValueError(f"{self.path.name} has no case {sorted(strangers)}, which tests are marked with")
-
-        def row(match: re.Match[str]) -> str:
-            shown = cell([test for test in tests if int(match[1]) in test.shows])
-            return f"| {match[1]} | {match[2]} | {shown} |"
-
-        text = _ROW.sub(row, self.path.read_text())
-        return _COUNTS.sub(f"{len(self.numbers())} cases, shown by {len(tests)} tests.", text)
+        return [int(number) for number in _ROW.findall(self.path.read_text())]
 
     def tests(self, folder: Path = ROOT / "tests") -> list[MarkedTest]:
         """
@@ -99,20 +85,23 @@ class Page:
         raise ValueError(f"{path}:{argument.lineno}: {self.mark} names a case as in {self.mark}({form})")
 
 
-def cell(tests: list[MarkedTest]) -> str:
-    """Return the names of *tests*, gathered by file, for a table: no links, as tests are not on the site."""
-    files: dict[str, list[str]] = {}
-    for test in tests:
-        files.setdefault(test.path, []).append(f"`{test.name}`")
-    return "<br>".join(f"`{path}`: {', '.join(names)}" for path, names in files.items())
-
-
 INTERNALS = ROOT / "docs" / "internals"
 PAGES = (
     Page(path=INTERNALS / "faults.md", mark="fault"),
     Page(path=INTERNALS / "known-faults.md", mark="known_fault", prefix="llmtailor"),
 )
 
+
+def printed(pages: tuple[Page, ...], *names: str) -> Iterator[str]:
+    """Yield a line for each case of *pages* that is among *names*, or for all, and one for each test that shows it."""
+    for page in pages:
+        tests = page.tests()
+        for number in page.numbers():
+            name = f"{page.prefix} {number}".strip()
+            if name in names or not names:
+                yield f"{page.path.stem} {number}"
+                yield from (f"  tests/{test.path}::{test.name}" for test in tests if number in test.shows)
+
+
 if __name__ == "__main__":
-    for page in PAGES:
-        page.path.write_text(page.written(page.tests()))
+    print("\n".join(printed(PAGES, *sys.argv[1:])))

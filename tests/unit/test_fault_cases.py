@@ -1,11 +1,10 @@
 """Marks say which case a test shows: they are found wherever tests are, and every case has one."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.fault_cases import PAGES, MarkedTest, Page, cell
+from tests.fault_cases import PAGES, MarkedTest, Page, printed
 
 NUMBERED, NAMED = PAGES
 
@@ -47,17 +46,21 @@ def test_marks_are_found_wherever_tests_are(tmp_path: Path) -> None:
 
     assert numbered == MarkedTest("deep/test_x.py", 6, "test_x", (3, 4, 5))
     assert named.shows == (1, 2)
-    assert cell([numbered, replace(numbered, name="test_y")]) == "`deep/test_x.py`: `test_x`, `test_y`"
-    with pytest.raises(ValueError, match=r"faults\.md has no case \[999\]"):
-        NUMBERED.written([replace(numbered, shows=(1, 999))])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.mark)
-def test_every_case_has_a_test_and_the_page_says_which(page: Page) -> None:
+def test_every_case_has_a_test(page: Page) -> None:
     """Whoever adds a case, removes the last test of one, or names one that there is not, is told."""
-    tests = page.tests()
     numbers = page.numbers()
 
-    assert len(numbers) == len(set(numbers))
-    assert set(numbers) == {number for test in tests for number in test.shows}
-    assert page.path.read_text() == page.written(tests), "python -m tests.fault_cases writes it"
+    assert len(numbers) == len(set(numbers)) > 10
+    assert set(numbers) == {number for test in page.tests() for number in test.shows}
+
+
+def test_the_tests_of_a_case_are_printed() -> None:
+    """By the names under which pytest runs them."""
+    lines = list(printed(PAGES, "7", "llmtailor 7"))
+
+    assert "  tests/storage/test_locks.py::test_a_killed_holder_leaves_no_lock" in lines
+    assert "  tests/compose/test_llmtailor_faults.py::test_composing_changes_no_source" in lines
+    assert [line for line in lines if not line.startswith(" ")] == ["faults 7", "known-faults 7"]
