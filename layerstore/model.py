@@ -109,6 +109,29 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedObject:
+    """
+    A `StoredObject` whose tensors are encoded as they will stand in a version blob.
+
+    The rank that commits names a million tensors of others, and looks at none of them.
+    """
+
+    id: ObjectId
+    size_bytes: int
+    kind: Kind
+    shard: int
+    shards: int
+    tensors: bytes
+    chunks: bytes
+    reference: str = field(default="", metadata=OMITTED)
+
+    @property
+    def ref(self) -> "BlobRef":
+        """Its name and size alone."""
+        return BlobRef(id=self.id, size_bytes=self.size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A layer's description of one of its parameters."""
 
@@ -465,14 +488,14 @@ class LayerPart:
     """One rank's objects of one layer."""
 
     layer: str
-    objects: tuple[StoredObject, ...]
-    references: tuple[StoredObject, ...] = field(default=(), metadata=OMITTED)
+    objects: tuple[PackedObject, ...]
+    references: tuple[PackedObject, ...] = field(default=(), metadata=OMITTED)
     """What their differences refer to."""
     losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
     """What coding lost of them."""
 
     @property
-    def named(self) -> tuple[StoredObject, ...]:
+    def named(self) -> tuple[PackedObject, ...]:
         """Every object that it takes to read them."""
         return (*self.objects, *self.references)
 

@@ -5,7 +5,7 @@ Map keys are strings in sorted order; there are no extension types. Reading re-e
 encoding of a value is never accepted.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeAlias, Union
@@ -42,6 +42,23 @@ def pack_in_order(value: Plain) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise InvalidInput(f"a value cannot be recorded: {exc}") from exc
     return data
+
+
+def pack_map(values: Mapping[str, bytes]) -> bytes:
+    """
+    Encode a map of *values* that are encoded already.
+
+    >>> pack_map({"b": pack(1), "a": pack([None])}) == pack({"a": [None], "b": 1})
+    True
+    """
+    packer = msgpack.Packer()
+    entries = (part for key in sorted(values) for part in (packer.pack(key), values[key]))
+    return b"".join((packer.pack_map_header(len(values)), *entries))
+
+
+def pack_list(values: Sequence[bytes]) -> bytes:
+    """Encode a list of *values* that are encoded already."""
+    return b"".join((msgpack.Packer().pack_array_header(len(values)), *values))
 
 
 def pack_again(value: Plain) -> bytes:

@@ -20,12 +20,22 @@ As in PNG, the line-ending bytes in the magic reveal a transfer in text mode.
 """
 
 import struct
-from collections.abc import Collection
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import TypeVar, cast
 
 from layerstore.coding import CODINGS
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, check_containers, pack, pack_again, pack_in_order, unpack, unpack_known
+from layerstore.format.canonical import (
+    Plain,
+    check_containers,
+    pack,
+    pack_again,
+    pack_in_order,
+    pack_list,
+    pack_map,
+    unpack,
+    unpack_known,
+)
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.hashing import DIGEST_BYTES, digest, object_id
 from layerstore.limits import RECORD_BYTES_MAX, RECORD_CONTAINERS_MAX
@@ -40,6 +50,7 @@ from layerstore.model import (
     LayerVersion,
     ObjectId,
     Observed,
+    PackedObject,
     Part,
     Pin,
     StoredObject,
@@ -250,6 +261,39 @@ def encode_blob(blob: LayerVersion | RankState) -> bytes:
     data = pack_in_order(to_plain(blob))
     check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
     return (VERSION_MAGIC if isinstance(blob, LayerVersion) else STATE_MAGIC) + data
+
+
+def pack_object(stored: StoredObject) -> PackedObject:
+    """Return *stored* as it goes into a part, and from there into a version blob."""
+    return PackedObject(
+        id=stored.id,
+        size_bytes=stored.size_bytes,
+        kind=stored.kind,
+        shard=stored.shard,
+        shards=stored.shards,
+        tensors=pack_in_order(to_plain(stored.tensors)),
+        chunks=stored.chunks,
+        reference=stored.reference,
+    )
+
+
+def encode_version(
+    version: LayerVersion, objects: Sequence[PackedObject], references: Sequence[PackedObject] = ()
+) -> bytes:
+    """Return the bytes of *version*, which has none yet, with *objects* and *references*."""
+    fields = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(version)).items()}
+    fields["objects"] = pack_list([_pack_whole(packed) for packed in objects])
+    if references:
+        fields["references"] = pack_list([_pack_whole(packed) for packed in references])
+    data = pack_map(fields)
+    check_containers(data, what="a LayerVersion")  # or nobody could read it again
+    return VERSION_MAGIC + data
+
+
+def _pack_whole(packed: PackedObject) -> bytes:
+    """Return the encoding of the StoredObject that *packed* was."""
+    fields = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(packed)).items()}
+    return pack_map(fields | {"tensors": packed.tensors})
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:

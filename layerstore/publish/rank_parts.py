@@ -19,6 +19,7 @@ from layerstore.model import (
     LayerPart,
     LayerVersion,
     Observed,
+    PackedObject,
     Part,
     PolicyUse,
     SourceLayout,
@@ -33,8 +34,8 @@ from layerstore.staging import (
     Reader,
     Staging,
     can_refer,
-    coding_losses,
-    stage_version,
+    join_version,
+    layer_part,
 )
 from layerstore.storage import ObjectWriter, Repository
 from layerstore.units import short_id
@@ -104,10 +105,10 @@ def write_share(
         # The pool frees a copy once it has been read.
         staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
         sharing = _Sharing(joint, staging, tx.objects, frozen, compact)
-        layers = []
+        staged = {}
         for layer in due:
             try:
-                layers.append(sharing.part(layer))
+                staged[layer.layer] = tuple(sharing.objects(layer))
             except (IntegrityError, Overtaken) as exc:
                 if layer.layer in compact.older:
                     exc.locate(f"what layer {layer.layer!r} refers to")
@@ -116,14 +117,14 @@ def write_share(
         part = replace(
             _empty_part(joint),
             agreement=share.agreement,
-            layers=tuple(layers),
+            layers=tuple(layer_part(layer, objects, compact, staging) for layer, objects in staged.items()),
             state=state,
             bytes_new=tx.objects.bytes_new,
             bytes_reused=tx.objects.bytes_reused,
         )
         tx.leave(part)
-    for layer, left in zip(due, layers, strict=True):
-        masters = tuple(of for of in left.objects if of.kind is Kind.MASTER and not of.is_coded)
+    for layer in due:
+        masters = tuple(each for each in staged[layer.layer] if each.kind is Kind.MASTER and not each.is_coded)
         if masters:
             older[layer.layer] = _version(layer, masters, world_size=share.world_size)
     return part
@@ -223,18 +224,8 @@ class _Sharing:
     frozen: FrozenWeights
     compact: CompactLayers
 
-    def part(self, layer: LayerSource) -> LayerPart:
+    def objects(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage this rank's objects of *layer*."""
-        objects = tuple(self._objects(layer))
-        referred = {stored.reference for stored in objects}
-        return LayerPart(
-            layer=layer.layer,
-            objects=objects,
-            references=tuple(of for of in self.compact.references(layer.layer) if of.id in referred),
-            losses=tuple(coding_losses(layer.layer, objects, self.staging)),
-        )
-
-    def _objects(self, layer: LayerSource) -> Iterator[StoredObject]:
         for source in layer.objects:
             if source.kind is not Kind.WEIGHTS:
                 yield self.staging.planned(source, self.compact.plan(layer.layer, source))
@@ -389,27 +380,27 @@ def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -
     of_rank = [{part.layer: part for part in each.layers} for each in parts]
     for layer in joint.share.layers:
         if layer.layer in joint.due:
-            of_layer = [found[layer.layer] for found in of_rank]
-            ref = stage_version(
+            of_layer = [by_layer[layer.layer] for by_layer in of_rank]
+            ref = join_version(
                 writer,
                 layer,
                 _objects([part.objects for part in of_layer]),
+                [older for part in of_layer for older in part.references],
                 world_size=joint.share.world_size,
-                references=[of for part in of_layer for of in part.references],
             )
             yield layer.layer, ref
 
 
-def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:
+def _objects(by_rank: Sequence[Iterable[PackedObject]]) -> Iterator[PackedObject]:
     """Yield every rank's objects of one layer, but a buffer that all ranks share only once."""
     buffers = []
     for objects in by_rank:
-        for stored in objects:
-            if stored.kind is Kind.BUFFERS:
-                buffers.append(stored)
+        for packed in objects:
+            if packed.kind is Kind.BUFFERS:
+                buffers.append(packed)
             else:
-                yield stored
-    if len({stored.id for stored in buffers}) == 1:
+                yield packed
+    if len({packed.id for packed in buffers}) == 1:
         yield buffers[0]
     else:
-        yield from (replace(of, shard=rank, shards=len(by_rank)) for rank, of in enumerate(buffers))
+        yield from (replace(packed, shard=rank, shards=len(by_rank)) for rank, packed in enumerate(buffers))

@@ -9,10 +9,9 @@ from layerstore.staging.stage import (
     SourceReader,
     Staging,
     Witness,
-    coding_losses,
     crc32_of,
-    stage_version,
 )
+from layerstore.staging.version import coding_losses, join_version, layer_part, stage_version
 
 __all__ = [
     "NONE_COMPACT",
@@ -28,6 +27,8 @@ __all__ = [
     "can_refer",
     "coding_losses",
     "crc32_of",
+    "join_version",
+    "layer_part",
     "referable",
     "stage_version",
 ]

@@ -21,13 +21,19 @@ from layerstore.format import encode_blob, ref_of
 from layerstore.framing import Frame, frame
 from layerstore.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES, SMALL_OBJECT_BYTES
-from layerstore.model import BlobRef, CodingLoss, Kind, LayerVersion, ObjectId, StoredObject, StoredTensor
+from layerstore.model import (
+    BlobRef,
+    CodingLoss,
+    ObjectId,
+    StoredObject,
+    StoredTensor,
+)
 from layerstore.source import OpenedSource, open_source
 from layerstore.staging.encode import Compact, Encoding
 from layerstore.states import GatheredFile, ObjectContent, RankState, SourceFile
 from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor, replace_tensors
-from layerstore.zero3 import LayerSource, ObjectSource, SliceSource
+from layerstore.zero3 import ObjectSource, SliceSource
 
 # Keep few files open: a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
@@ -209,55 +215,6 @@ def crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> 
 
 Witness = Callable[[SliceSource, int, memoryview], None]
 """Called with every chunk read: the slice, the element that the chunk starts at, and its bytes."""
-
-_KINDS = tuple(Kind)
-
-
-def stage_version(
-    writer: ObjectWriter,
-    layer: LayerSource,
-    objects: Iterable[StoredObject],
-    *,
-    world_size: int,
-    references: Iterable[StoredObject] = (),
-) -> BlobRef:
-    """
-    Stage the version of *layer* that consists of *objects*, which are put into canonical order.
-
-    *references* are those of older versions that they may refer to.
-    """
-    objects = tuple(objects)
-    referred = {stored.reference for stored in objects}
-    version = LayerVersion(
-        layer=layer.layer,
-        parameters=layer.parameters,
-        buffers=layer.buffers,
-        world_size=world_size,
-        objects=tuple(sorted(objects, key=lambda stored: (_KINDS.index(stored.kind), stored.shards, stored.shard))),
-        cut=layer.cut,
-        references=tuple(sorted((kept for kept in references if kept.id in referred), key=lambda kept: kept.shard)),
-    )
-    data = encode_blob(version)
-    ref = ref_of(data)
-    writer.put(data, ref)
-    return ref
-
-
-def coding_losses(layer: str, objects: Iterable[StoredObject], staging: "Staging") -> Iterator[CodingLoss]:
-    """Yield what the compact *objects* of *layer* lost, for each state of the optimizer and for masters."""
-    errors: dict[str, Error] = {}
-    for stored in objects:
-        for state, lost in staging.losses.get(stored.id, {}).items():
-            errors[state] = errors.get(state, Error()) + lost
-    for state, lost in sorted(errors.items()):
-        yield CodingLoss(
-            layer=layer,
-            state=state,
-            greatest=lost.greatest,
-            squares=lost.squares,
-            greatest_value=lost.greatest_value,
-            value_squares=lost.value_squares,
-        )
 
 
 @dataclass(frozen=True, slots=True)

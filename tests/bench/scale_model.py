@@ -20,7 +20,16 @@ from pathlib import Path
 
 import layerstore
 from layerstore import Drift, Filter, Latest, Parity
-from layerstore.format import decode_version, encode_blob, make_commit, ref_of, seal_part, unseal_part
+from layerstore.format import (
+    decode_version,
+    encode_blob,
+    encode_version,
+    make_commit,
+    pack_object,
+    ref_of,
+    seal_part,
+    unseal_part,
+)
 from layerstore.framing import canonical_order, frame
 from layerstore.history import Needs
 from layerstore.inspect import Model, Prices, Training, estimate_saves
@@ -389,7 +398,8 @@ def seconds() -> Iterator[str]:
         kept = case.training.timetable.kept
         read_part = partial(unseal_part, made.part, name=made.part_name, store_id=samples.STORE_ID)
         part_seconds = _cpu(read_part)
-        encode_seconds = _cpu(partial(encode_blob, made.block))
+        packed = list(map(pack_object, made.block.objects))
+        encode_seconds = _cpu(partial(encode_version, replace(made.block, objects=()), packed))
 
         with _repository() as repo:
             of_one = _cpu(partial(_mark, Needs(repo), made.encoded)) / len(made.block.objects)
@@ -428,7 +438,10 @@ class _Made:
             rank=case.ranks - 1,
             agreement="0" * 32,
             layers=tuple(
-                LayerPart(layer=layer, objects=tuple(_objects_of(elements, case.ranks, chance, ranks=range(1))))
+                LayerPart(
+                    layer=layer,
+                    objects=tuple(map(pack_object, _objects_of(elements, case.ranks, chance, ranks=range(1)))),
+                )
                 for layer, elements in case.model.layers.items()
             ),
             state=BlobRef(id=_id(chance), size_bytes=self.state_bytes),

@@ -13,8 +13,10 @@ from layerstore.format import (
     decode_state,
     decode_version,
     encode_blob,
+    encode_version,
     from_plain,
     pack,
+    pack_object,
     ref_of,
     seal_commit,
     seal_pin,
@@ -222,6 +224,16 @@ def test_a_version_is_read_back() -> None:
 
     assert samples.version() == decode_version(data, ref=ref_of(data))
     assert data.startswith(b"\x89LSV\r\n\x1a\n")
+
+
+@pytest.mark.parametrize("version", [samples.version(), samples.coded_version()], ids=["exact", "coded"])
+def test_packed_objects_make_the_same_version(version: LayerVersion) -> None:
+    """What ranks have packed becomes, byte for byte, the blob that one process would make."""
+    packed, older = (list(map(pack_object, objects)) for objects in (version.objects, version.references))
+
+    assert encode_blob(version) == encode_version(
+        dataclasses.replace(version, objects=(), references=()), packed, older
+    )
 
 
 def test_a_state_is_read_back() -> None:

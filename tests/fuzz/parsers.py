@@ -29,6 +29,7 @@ from layerstore.format import (
     decode_version,
     encode_blob,
     pack,
+    pack_object,
     part_name,
     ref_of,
     seal_commit,
@@ -399,7 +400,7 @@ def _pin() -> Parser:
 
 def part() -> Part:
     """Return a rank's part of a commit."""
-    layers = (LayerPart(layer="head", objects=samples.version("head").objects),)
+    layers = (LayerPart(layer="head", objects=tuple(map(pack_object, samples.version("head").objects))),)
     return Part(
         session="0" * 32, save=1, rank=0, agreement="x", layers=layers, state=samples.blob_ref(),
         bytes_new=1, bytes_reused=0, failure="",

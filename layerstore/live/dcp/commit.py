@@ -11,12 +11,12 @@ from layerstore.errors import Conflict, IntegrityError, Overtaken, SourceCheckpo
 from layerstore.history import NextCommit, view_read_again
 from layerstore.ingest import layers_due
 from layerstore.layers import typed
-from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PolicyUse, SourceLayout, StoredObject
+from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PackedObject, PolicyUse, SourceLayout
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes, compact_counts
 from layerstore.publish import Transaction, joined_losses
 from layerstore.source import open_source
-from layerstore.staging import Checksums, CompactLayers, SourceReader, Staging, can_refer, stage_version
+from layerstore.staging import Checksums, CompactLayers, SourceReader, Staging, can_refer, join_version
 from layerstore.storage import ObjectWriter, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3.pt import Pickles, read_section
@@ -169,12 +169,12 @@ class SaveInProgress:
                 _check_whole(layer.layer, objects, expected=len(layer.objects))
                 yield (
                     layer.layer,
-                    stage_version(
+                    join_version(
                         writer,
                         layer,
                         objects,
+                        [older for part in of_layer for older in part.references],
                         world_size=self.plan.world_size,
-                        references=[stored for part in of_layer for stored in part.references],
                     ),
                 )
 
@@ -215,7 +215,7 @@ def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tre
             begin += size_bytes
 
 
-def _check_whole(layer: str, objects: list[StoredObject], *, expected: int) -> None:
+def _check_whole(layer: str, objects: list[PackedObject], *, expected: int) -> None:
     if len(objects) != expected:
         raise IntegrityError(f"{len(objects)} of {expected} objects of {layer} were written; nothing was saved")
 

@@ -27,7 +27,7 @@ from layerstore.model import Commit, LayerEntry, LayerPart, StoredObject
 from layerstore.policy import Policy, chosen_policy
 from layerstore.precision import PrecisionName, keyframes
 from layerstore.publish import Transaction
-from layerstore.staging import Checksums, CompactLayers, Staging, coding_losses
+from layerstore.staging import Checksums, CompactLayers, Staging, layer_part
 from layerstore.store import Store, StrPath, init, open_store
 from layerstore.threads import Threads, run_all
 from layerstore.zero3 import ObjectSource
@@ -269,13 +269,7 @@ def _parts(staging: Staging, compact: CompactLayers, staged: Iterable[_Staged]) 
     for layer, stored in staged:
         by_layer.setdefault(layer, []).append(stored)
     for layer, objects in by_layer.items():
-        referred = {stored.reference for stored in objects}
-        yield LayerPart(
-            layer=layer,
-            objects=tuple(objects),
-            references=tuple(of for of in compact.references(layer) if of.id in referred),
-            losses=tuple(coding_losses(layer, objects, staging)),
-        )
+        yield layer_part(layer, objects, compact, staging)
 
 
 class _Reader:
