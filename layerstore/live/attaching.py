@@ -81,6 +81,8 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
     try:
         opened, resumed = _agreed(exchange, levels, trained, options, run=run)
         assert opened.store is not None, "it was made"
+        if opened.near is not None and exchange.rank == 0:
+            LOG.info("the ranks of each node save to %s first", levels.first)
         attempt = AttemptLock(exchange, opened.store.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)

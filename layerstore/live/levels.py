@@ -12,6 +12,7 @@ resume takes the newest step that any of them has, and reads from the nearest.
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import permutations
 from os import PathLike
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     if others and is_url(first):
         raise InvalidInput(f"{first} is the first level, and a bucket", hint="begin with a folder, or name it alone")
     resolved = [each if is_url(each) else Path(each).resolve().as_uri() for each in (first, *others)]
-    if twice := [each for each, place in zip(others, resolved[1:], strict=True) if resolved.count(place) > 1]:
-        raise InvalidInput(f"level {twice[0]} comes twice", hint="name each place once, the nearest first")
+    for (one, here), (other, there) in permutations(zip((first, *others), resolved, strict=True), 2):
+        if here == there:
+            raise InvalidInput(f"level {one} comes twice", hint="name each place once, the nearest first")
+        if here.startswith(f"{there.rstrip('/')}/"):
+            raise InvalidInput(f"level {one} is inside level {other}", hint="name places side by side")
     return Levels(first, tuple(others))
 
 

@@ -33,12 +33,14 @@ def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
     """Return, by rank, the first of the ranks that see the same *folder* as that one. Collective."""
     token = exchange.first(secrets.token_hex(8) if exchange.rank == 0 else "")
     files, places = Files(), (layout_at(folder).tmp, folder, *folder.absolute().parents)
-    there = next(place for place in places if files.is_directory(place))
+    with exchange.raise_on_all():
+        there = next(place for place in places if files.is_directory(place))
     # The folder may be yet to be made: its own path tells it from others in the folder that is there.
     prefix = f".layerstore-{token}-{object_id(str(folder.absolute()).encode())}."
     with _marked(exchange, files, there / f"{prefix}{exchange.rank}"):
-        # A name that was never asked for is looked up anew, also on NFS.
-        first = next(rank for rank in range(exchange.size) if files.exists(there / f"{prefix}{rank}"))
+        with exchange.raise_on_all():
+            # A name that was never asked for is looked up anew, also on NFS.
+            first = next(rank for rank in range(exchange.size) if files.exists(there / f"{prefix}{rank}"))
         return [found for (found,) in exchange.integers([first])]
 
 
@@ -73,6 +75,8 @@ def open_nodes(
         if is_first_here:
             from layerstore.remote import make_partial
 
+            if not Files().exists(layout_at(near).identity):
+                LOG.info("made a new store for the saves of this node's ranks: %s", near)
             make_partial(near, store.repo.identity, url_of(behind))
     with exchange.raise_on_all():
         opened = Store(near)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import layerstore
-from layerstore.errors import Conflict, InvalidInput, StorageIO
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput, StorageIO
 from layerstore.live.attaching import options_for
 from layerstore.live.levels import _check_new, levels_of, make_levels, open_levels
 from layerstore.live.nodes import send_objects
-from layerstore.live.ranks import Exchange
+from layerstore.live.ranks import Exchange, store_if_there
 from layerstore.live.saver import SaverKeywords
 from tests.forked import Nursery
 from tests.generated import generate
@@ -113,12 +113,26 @@ def test_a_level_that_breaks_stops_no_other(
         (["s3://bucket/store", "near"], "is the first level, and a bucket"),
         (["near", "./near"], "comes twice"),
         (["near", "s3://bucket/store", "s3://bucket/store"], "comes twice"),
+        (["near", "near/behind"], "level near/behind is inside level near"),
+        (["near", "s3://bucket/store/behind", "s3://bucket/store/"], "is inside level s3://bucket/store"),
     ],
 )
 def test_levels_are_places_in_order(named: list[str], said: str) -> None:
     """Anything else is refused before a store is looked at."""
     with pytest.raises(InvalidInput, match=said):
         levels_of(named)
+
+
+def test_a_place_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
+    """A resume says so, before an attach has made the levels before it."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "today").touch()
+
+    assert store_if_there(tmp_path / "new") is None
+    with pytest.raises(AlreadyExists, match="is not empty: it holds 'today'"):
+        store_if_there(tmp_path / "notes")
+    with pytest.raises(AlreadyExists, match="is there and is not a folder"):
+        store_if_there(tmp_path / "notes" / "today")
 
 
 def test_the_same_folder_under_two_names_is_one(tmp_path: Path) -> None:

@@ -8,19 +8,32 @@ from layerstore.layout import is_url, layout_at
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.nearest import did_you_mean, nearest
+from layerstore.storage import check_free
 from layerstore.store import Store, StrPath, as_store, init
 
 _RUNS_SHOWN_MAX = 10
 
 
 def store_if_there(store: Store | StrPath) -> Store | None:
-    """Return *store*, opened; None if it is a path or a URL without a store. Raises NoStore for a missing bucket."""
+    """
+    Return *store*, opened; None if it is a path or a URL without a store.
+
+    Raises:
+        NoStore: The bucket is missing.
+        AlreadyExists: A store could not be made there either: the path is a file, or a folder with something else.
+    """
     try:
         return as_store(store)
     except NoStore as exc:
         if type(exc) is not NoStore:
             raise
-        return None
+    assert not isinstance(store, Store), "it is open"
+    if not is_url(str(store)):
+        files, path = Files(), Path(store)
+        if files.exists(layout_at(path).identity):  # another job has made it meanwhile
+            return as_store(store)
+        check_free(path, files)
+    return None
 
 
 def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
