@@ -20,7 +20,7 @@ from layerstore.disk import Files
 from layerstore.errors import Conflict, InvalidInput, StorageIO
 from layerstore.layout import is_url, place, url_of
 from layerstore.live.log import LOG
-from layerstore.live.nodes import first_ranks, has_whole, in_order, newest, open_nodes, send_commits
+from layerstore.live.nodes import first_ranks, forget_unsent, has_whole, newest, open_nodes, send_commits
 from layerstore.live.ranks import Exchange, make_together, open_together, store_if_there
 from layerstore.live.saver import Near
 from layerstore.storage import RecordRow, make_store
@@ -131,7 +131,7 @@ def _check_new(near: Path, behind: str, run: str) -> None:
 
 def _take_over(levels: Levels, run: str) -> None:
     """Give the first level what a later one has of *run* that is newer, and say so."""
-    from layerstore.remote import Bucket, Remote, take_over
+    from layerstore.remote import Bucket, Remote, check_same_store, take_over
 
     near = Path(str(levels.first))
     with ExitStack() as stack:
@@ -144,12 +144,9 @@ def _take_over(levels: Levels, run: str) -> None:
             if there is None:
                 continue
             theirs = newest(stack.enter_context(there), run)
-            if opened is not None and there.id != opened.id:
-                raise Conflict(
-                    f"{level} is another store ({there.id}) than {near} ({opened.id}); nothing was changed",
-                    hint="all levels hold one store; name other places",
-                )
-            if opened is None or (theirs is not None and _is_newer(theirs, mine)):
+            if opened is not None:
+                check_same_store(there.repo, opened.repo.identity)
+            if opened is None or (theirs is not None and there.repo.catalog.view(run).newer_than(mine)):
                 with Remote(Bucket(url_of(level)), Files()) as remote:
                     take_over(remote, near, run=run)
                 opened, mine = stack.enter_context(Store(near)), theirs
@@ -168,16 +165,10 @@ def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow
     if store is None:
         return mine
     with store:
-        latest = newest(store, run)
-        if latest is None or in_order(mine) > in_order(latest):
+        if near.repo.catalog.view(run).newer_than(newest(store, run)):
             send_commits(near, behind, run)
             store.repo.records.refresh()
-            latest = newest(store, run)
-            view = near.repo.catalog.view(run)
-            for row in [row for row in view.visible if latest is None or in_order(row) > in_order(latest)]:
-                LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
-                near.repo.trash.take_record(row.name)
-                near.repo.catalog.forget([row.name])
+            forget_unsent(near, store, run)
     return newest(near, run)
 
 
@@ -193,10 +184,6 @@ def _looked_up(level: str, near: Path) -> Store | None:
         ) from exc
 
 
-def _is_newer(theirs: RecordRow, mine: RecordRow | None) -> bool:
-    return mine is None or in_order(theirs) > in_order(mine)
-
-
 def make_levels(store: Store, others: Iterable[str]) -> None:
     """
     Make sure that each of the *others* can take what is saved to *store*; a folder without a store becomes one.
@@ -205,6 +192,8 @@ def make_levels(store: Store, others: Iterable[str]) -> None:
         Conflict: One of them is another store.
         StorageIO: A bucket does not answer, or refuses the key.
     """
+    from layerstore.remote import check_same_store
+
     for level in others:
         if is_url(level):
             store.check_remote(level)
@@ -214,8 +203,4 @@ def make_levels(store: Store, others: Iterable[str]) -> None:
             make_store(Path(level), Files(), identity=store.repo.identity)
             continue
         with there:
-            if there.id != store.id:
-                raise Conflict(
-                    f"{level} is another store ({there.id}) than {store.repo.name} ({store.id}); nothing was changed",
-                    hint="name another folder",
-                )
+            check_same_store(there.repo, store.repo.identity)

@@ -147,10 +147,13 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
 
     Those that are newer there were not sent whole: parts of them went with another node. The others were collected.
     """
-    view, there, latest = near.repo.catalog.find(run), store.repo.catalog.find(run), newest(store, run)
-    for row in () if view is None else view.visible:
+    view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
+    if view is None:
+        return
+    lost = view.newer_than(newest(store, run))
+    for row in view.visible:
         if there is None or row.id not in there.rows:
-            if latest is None or in_order(row) > in_order(latest):
+            if row in lost:
                 LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
             forget_record(near.repo, row.name)
 
@@ -191,12 +194,7 @@ def send_objects(near: Repository, repo: Repository) -> None:
         writer.publish()
 
 
-def in_order(row: RecordRow) -> tuple[int, int]:
-    """Return what newer commits of a run have more of."""
-    return row.attempt, row.step
-
-
 def newest(store: Store, run: str) -> RecordRow | None:
     """Return the newest commit of *run* that *store* has."""
     view = store.repo.catalog.find(run)
-    return view.visible[-1] if view is not None and view.visible else None
+    return None if view is None else view.newest

@@ -5,7 +5,17 @@ from layerstore.remote.collect import collect
 from layerstore.remote.heal import heal, heal_identity, verify_remote
 from layerstore.remote.identity import claim, kept_there, make_there
 from layerstore.remote.mirror import Remote, reread
-from layerstore.remote.pull import Pulled, clone, completed, make_partial, partial_of, pull, send_to_folder, take_over
+from layerstore.remote.pull import (
+    Pulled,
+    check_same_store,
+    clone,
+    completed,
+    make_partial,
+    partial_of,
+    pull,
+    send_to_folder,
+    take_over,
+)
 from layerstore.remote.push import Pushed, follow, push
 from layerstore.remote.remotes import Remotes, checked_url
 
@@ -16,6 +26,7 @@ __all__ = [
     "Remote",
     "RemoteNotice",
     "Remotes",
+    "check_same_store",
     "checked_url",
     "claim",
     "clone",

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -146,10 +145,9 @@ def send_to_folder(repo: Repository, path: Path, *, run: str) -> None:
 def _newer(repo: Repository, target: Repository, run: str) -> list[Commit]:
     """Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, the newest."""
     mine, there = repo.catalog.find(run), target.catalog.find(run)
-    rows = [] if mine is None else mine.visible
-    newest = max(map(_in_order, there.visible), default=None) if there is not None else None
-    wanted = rows[-1:] if newest is None else [row for row in rows if _in_order(row) > newest]
-    return [repo.catalog.commit(row.name) for row in wanted]
+    newest = None if there is None else there.newest
+    rows = [] if mine is None else mine.newer_than(newest)
+    return [repo.catalog.commit(row.name) for row in (rows[-1:] if newest is None else rows)]
 
 
 def check_same_store(repo: Repository, identity: StoreIdentity) -> None:
@@ -158,9 +156,6 @@ def check_same_store(repo: Repository, identity: StoreIdentity) -> None:
         raise Conflict(
             f"{repo.name} is another store ({repo.identity.store_id}); nothing was changed", hint="name another folder"
         )
-
-
-_in_order = attrgetter("attempt", "step")
 
 
 def clone(

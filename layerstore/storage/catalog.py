@@ -39,6 +39,7 @@ _NAMED_MAX = 10
 
 _BY_ATTEMPT = attrgetter("attempt")
 _BY_STEP = attrgetter("step")
+_PLACE = attrgetter("attempt", "step")
 _IN_ORDER = attrgetter("attempt", "step", "id")
 _IN_HISTORY = attrgetter("step", "attempt", "id")
 
@@ -67,6 +68,15 @@ class RunView:
         """The commits that a user sees, by attempt and step."""
         hidden = self.hidden
         return [row for row in self._ordered if row.id not in hidden]
+
+    @property
+    def newest(self) -> RecordRow | None:
+        """The last of the visible commits."""
+        return self.visible[-1] if self.visible else None
+
+    def newer_than(self, row: RecordRow | None) -> list[RecordRow]:
+        """Return the visible commits that come after *row*, which may be another store's; all if it is None."""
+        return self.visible[0 if row is None else bisect_right(self.visible, _PLACE(row), key=_PLACE) :]
 
     @cached_property
     def attempts(self) -> list[int]:

@@ -215,9 +215,9 @@ def answer_question() -> None:
             if origin is not None and not _has_caught_up(store, origin, run):
                 question["keep"] = None  # what is near alone is not whole here: the next save collects
             view = store.repo.catalog.find(run)
-            newest = view.visible[-1].name if view is not None and view.visible else None
+            newest = None if view is None else view.newest
             if newest is not None:
-                answer |= _sent(store, newest, places)
+                answer |= _sent(store, newest.name, places)
             if newest is not None and question["keep"] is not None:
                 keep, grace_seconds = Keep(**question["keep"]), question["grace_seconds"]
                 answer |= _collected(store, run, places, keep, grace_seconds)
@@ -235,10 +235,7 @@ def _has_caught_up(store: Store, origin: str, run: str) -> bool:
     with Remote(Bucket(origin), Files()) as remote:
         take_over(remote, store.path, run=run, is_whole=False)
         there, here = remote.repo.catalog.find(run), store.repo.catalog.find(run)
-        newest = there.visible[-1] if there is not None and there.visible else None
-        return here is None or all(
-            newest is not None and (row.attempt, row.step) <= (newest.attempt, newest.step) for row in here.visible
-        )
+        return here is None or not here.newer_than(None if there is None else there.newest)
 
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:
