@@ -16,7 +16,7 @@ from graphlib import TopologicalSorter
 from typing import TypeAlias, cast
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format import Plain, pack_again, unpack
+from layerstore.format import Plain, pack, unpack
 from layerstore.hashing import digest
 from layerstore.migrations.step import Older, Step
 
@@ -69,7 +69,7 @@ def _identity(data: bytes) -> bytes:
 
 def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> bytes:
     """Return the envelope, named *name*, of *payload*, whose maps are sorted."""
-    packed = pack_again(payload)
+    packed = pack(payload)
     head = _HEAD.pack(_MAGIC, schema, bytes.fromhex(store_id), len(name.encode()))
     body = head + name.encode() + _LENGTH.pack(len(packed)) + packed
     return body + digest(body)
@@ -90,7 +90,7 @@ def unseal(data: bytes, *, name: str, store_id: str, schema: int = _OLD) -> Body
 
 def id_of(body: Body) -> str:
     """Return the id of a record's *body*, whose maps are sorted, in either format."""
-    return digest(pack_again(body)).hex()
+    return digest(pack(body)).hex()
 
 
 def _damaged(name: str, reason: str) -> IntegrityError:

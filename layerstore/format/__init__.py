@@ -1,6 +1,6 @@
 """Convert between bytes and the model; pure, nothing here opens a file."""
 
-from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
+from layerstore.format.canonical import Plain, pack, unpack, unpack_known
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.records import (
     STATE_MAGIC,
@@ -10,7 +10,6 @@ from layerstore.format.records import (
     decode_state,
     decode_version,
     encode_blob,
-    encode_version,
     make_commit,
     pack_object,
     part_name,
@@ -39,12 +38,10 @@ __all__ = [
     "decode_version",
     "encode_blob",
     "encode_tree",
-    "encode_version",
     "format_of",
     "from_plain",
     "make_commit",
     "pack",
-    "pack_again",
     "pack_object",
     "part_name",
     "ref_of",

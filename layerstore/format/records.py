@@ -50,11 +50,10 @@ from layerstore.model import (
     LayerVersion,
     ObjectId,
     Observed,
-    PackedObject,
-    Part,
     Pin,
     StoredObject,
 )
+from layerstore.parts import PackedObject, Part
 from layerstore.precision import COMPACT
 from layerstore.states import RankState
 
@@ -256,9 +255,18 @@ STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
 Blob = TypeVar("Blob", LayerVersion, RankState)
 
 
-def encode_blob(blob: LayerVersion | RankState) -> bytes:
-    """Return the bytes of *blob*."""
-    data = pack_in_order(to_plain(blob))
+def encode_blob(
+    blob: LayerVersion | RankState,
+    objects: Sequence[PackedObject] = (),
+    references: Sequence[PackedObject] = (),
+) -> bytes:
+    """Return the bytes of *blob*; a version without any gets its *objects* and *references* packed, by many ranks."""
+    if objects:
+        fields = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
+        named = {"objects": objects, "references": references} if references else {"objects": objects}
+        data = pack_map(fields | {name: pack_list(list(map(_pack_whole, packed))) for name, packed in named.items()})
+    else:
+        data = pack_in_order(to_plain(blob))
     check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
     return (VERSION_MAGIC if isinstance(blob, LayerVersion) else STATE_MAGIC) + data
 
@@ -275,19 +283,6 @@ def pack_object(stored: StoredObject) -> PackedObject:
         chunks=stored.chunks,
         reference=stored.reference,
     )
-
-
-def encode_version(
-    version: LayerVersion, objects: Sequence[PackedObject], references: Sequence[PackedObject] = ()
-) -> bytes:
-    """Return the bytes of *version*, which has none yet, with *objects* and *references*."""
-    fields = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(version)).items()}
-    fields["objects"] = pack_list([_pack_whole(packed) for packed in objects])
-    if references:
-        fields["references"] = pack_list([_pack_whole(packed) for packed in references])
-    data = pack_map(fields)
-    check_containers(data, what="a LayerVersion")  # or nobody could read it again
-    return VERSION_MAGIC + data
 
 
 def _pack_whole(packed: PackedObject) -> bytes:

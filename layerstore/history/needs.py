@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import STATE_MAGIC, decode_state, decode_version
-from layerstore.model import BlobRef, CommitRecord, ObjectId, Part
+from layerstore.model import BlobRef, CommitRecord, ObjectId
+from layerstore.parts import Part
 from layerstore.states import ObjectContent, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors

@@ -16,15 +16,13 @@ from layerstore.model import (
     CommitRecord,
     Kind,
     LayerEntry,
-    LayerPart,
     LayerVersion,
     Observed,
-    PackedObject,
-    Part,
     PolicyUse,
     SourceLayout,
     StoredObject,
 )
+from layerstore.parts import LayerPart, PackedObject, Part
 from layerstore.precision import PRECISIONS, Precision, compact_counts
 from layerstore.publish.transaction import Transaction
 from layerstore.staging import (

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from layerstore.errors import IntegrityError, LayerstoreError, Overtaken
 from layerstore.format import make_commit
 from layerstore.history import named_by
-from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
+from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Pin
+from layerstore.parts import Part
 from layerstore.storage import Repository
 
 

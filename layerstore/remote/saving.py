@@ -28,7 +28,8 @@ from layerstore.limits import (
     REMOTE_MOMENT_SECONDS,
     REMOTE_REQUESTS_MAX,
 )
-from layerstore.model import BlobRef, Commit, ObjectId, Part
+from layerstore.model import BlobRef, Commit, ObjectId
+from layerstore.parts import Part
 from layerstore.remote.bucket import Bucket
 from layerstore.remote.identity import collected_since
 from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, Repository, Staged

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from layerstore.coding import Error
-from layerstore.format import encode_version, pack_object, ref_of
-from layerstore.model import BlobRef, CodingLoss, Kind, LayerPart, LayerVersion, PackedObject, StoredObject
+from layerstore.format import encode_blob, pack_object, ref_of
+from layerstore.model import BlobRef, CodingLoss, Kind, LayerVersion, StoredObject
+from layerstore.parts import LayerPart, PackedObject
 from layerstore.staging.encode import CompactLayers
 from layerstore.staging.stage import Staging
 from layerstore.storage import ObjectWriter
@@ -56,7 +57,7 @@ def join_version(
         cut=layer.cut,
     )
     older = sorted((packed for packed in references if packed.id in referred), key=attrgetter("shard"))
-    data = encode_version(version, objects, older)
+    data = encode_blob(version, objects, older)
     ref = ref_of(data)
     writer.put(data, ref)
     return ref

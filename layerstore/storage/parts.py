@@ -14,7 +14,7 @@ from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format import part_name, seal_part, unseal_part
 from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.model import Part
+from layerstore.parts import Part
 
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})(?P<draft>\.draft)?")

@@ -23,7 +23,6 @@ from layerstore import Drift, Filter, Latest, Parity
 from layerstore.format import (
     decode_version,
     encode_blob,
-    encode_version,
     make_commit,
     pack_object,
     ref_of,
@@ -37,17 +36,8 @@ from layerstore.inspect.cost import FileTotals, Stored, stored
 from layerstore.inspect.estimate import _groups, cycle_of, due_sets, kept_exactly, trained_files
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.limits import GC_GRACE_SECONDS, REMOTE_REQUESTS_MAX, VERIFY_CHUNK_BYTES
-from layerstore.model import (
-    BlobRef,
-    Kind,
-    LayerPart,
-    LayerVersion,
-    ObjectId,
-    Parameter,
-    Part,
-    StoredObject,
-    StoredTensor,
-)
+from layerstore.model import BlobRef, Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
+from layerstore.parts import LayerPart, Part
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes
 from layerstore.slices import valid_elements
@@ -399,7 +389,7 @@ def seconds() -> Iterator[str]:
         read_part = partial(unseal_part, made.part, name=made.part_name, store_id=samples.STORE_ID)
         part_seconds = _cpu(read_part)
         packed = list(map(pack_object, made.block.objects))
-        encode_seconds = _cpu(partial(encode_version, replace(made.block, objects=()), packed))
+        encode_seconds = _cpu(partial(encode_blob, replace(made.block, objects=()), packed))
 
         with _repository() as repo:
             of_one = _cpu(partial(_mark, Needs(repo), made.encoded)) / len(made.block.objects)

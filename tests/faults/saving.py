@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from layerstore.history import NextCommit, resolve
-from layerstore.model import Commit, LayerVersion, Part, PolicyUse, SourceLayout
+from layerstore.model import Commit, LayerVersion, PolicyUse, SourceLayout
+from layerstore.parts import Part
 from layerstore.precision import PRECISIONS
 from layerstore.publish.rank_parts import JointCommit, join, parts_of, write_share
 from layerstore.staging import SourceReader, referable

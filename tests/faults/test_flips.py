@@ -18,7 +18,8 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Unsupported
-from layerstore.model import BlobRef, ObjectId, Part
+from layerstore.model import BlobRef, ObjectId
+from layerstore.parts import Part
 from layerstore.publish.timings import SaveTiming, note_timing
 from layerstore.store import Store, init
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer

@@ -21,7 +21,8 @@ from layerstore.format import make_commit, pack, unpack
 from layerstore.format.records import seal, unseal
 from layerstore.hashing import digest
 from layerstore.history import resolve
-from layerstore.model import ObjectId, Observed, Part
+from layerstore.model import ObjectId, Observed
+from layerstore.parts import Part
 from layerstore.progress import Silent
 from layerstore.storage import IndexNotice, open_repository
 from layerstore.storage.objects import ObjectStore

@@ -13,7 +13,6 @@ from layerstore.format import (
     decode_state,
     decode_version,
     encode_blob,
-    encode_version,
     from_plain,
     pack,
     pack_object,
@@ -231,9 +230,7 @@ def test_packed_objects_make_the_same_version(version: LayerVersion) -> None:
     """What ranks have packed becomes, byte for byte, the blob that one process would make."""
     packed, older = (list(map(pack_object, objects)) for objects in (version.objects, version.references))
 
-    assert encode_blob(version) == encode_version(
-        dataclasses.replace(version, objects=(), references=()), packed, older
-    )
+    assert encode_blob(version) == encode_blob(dataclasses.replace(version, objects=(), references=()), packed, older)
 
 
 def test_a_state_is_read_back() -> None:

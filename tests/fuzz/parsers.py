@@ -48,7 +48,8 @@ from layerstore.hf.plan import config_with_dtype, parse_config
 from layerstore.history import note_pushed, pushed_to
 from layerstore.history.metrics import _logged_at
 from layerstore.limits import KIB
-from layerstore.model import CommitId, LayerPart, Part
+from layerstore.model import CommitId
+from layerstore.parts import LayerPart, Part
 from layerstore.policy.recipe import parse_recipe, read_text
 from layerstore.precision import PrecisionName
 from layerstore.publish import SaveTiming

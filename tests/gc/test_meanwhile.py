@@ -16,7 +16,8 @@ from layerstore.disk import Files
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import Marks
 from layerstore.history import Resolved, resolve
-from layerstore.model import BlobRef, Commit, CommitRecord, Part
+from layerstore.model import BlobRef, Commit, CommitRecord
+from layerstore.parts import Part
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
 from layerstore.publish.transaction import Transaction

@@ -13,7 +13,8 @@ import layerstore
 from layerstore.gc.mark import Marks
 from layerstore.history import NextCommit
 from layerstore.limits import GC_UNFINISHED_GRACE_SECONDS
-from layerstore.model import Commit, Part
+from layerstore.model import Commit
+from layerstore.parts import Part
 from layerstore.publish.rank_parts import GivenUp, join
 from layerstore.storage.parts import PartStore
 from layerstore.store import Store

@@ -8,7 +8,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import IntegrityError
-from layerstore.model import Part
+from layerstore.parts import Part
 from tests.gc.test_gc import collect, steps
 from tests.unit.checkpoints import Checkpoints, snapshot
 

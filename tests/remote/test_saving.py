@@ -30,7 +30,7 @@ from layerstore.errors import (
 from layerstore.format import ref_of
 from layerstore.limits import REMOTE_MOMENT_SECONDS
 from layerstore.live.ranks import store_if_there
-from layerstore.model import Part
+from layerstore.parts import Part
 from layerstore.remote import Bucket, RemoteNotice, saving
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
 from layerstore.storage import ObjectWriter

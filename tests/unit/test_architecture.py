@@ -39,6 +39,7 @@ FLOORS = {
     "progress": 0,
     "rank_options": 0,
     "setting": 0,
+    "parts": 0,
     "states": 0,
     "redact": 0,
     "shares": 0,

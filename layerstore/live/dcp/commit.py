@@ -11,7 +11,8 @@ from layerstore.errors import Conflict, IntegrityError, Overtaken, SourceCheckpo
 from layerstore.history import NextCommit, view_read_again
 from layerstore.ingest import layers_due
 from layerstore.layers import typed
-from layerstore.model import DCP, BlobRef, Commit, LayerEntry, LayerPart, PackedObject, PolicyUse, SourceLayout
+from layerstore.model import DCP, BlobRef, Commit, LayerEntry, PolicyUse, SourceLayout
+from layerstore.parts import LayerPart, PackedObject
 from layerstore.policy import Policy
 from layerstore.precision import Keyframes, compact_counts
 from layerstore.publish import Transaction, joined_losses

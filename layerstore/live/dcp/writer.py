@@ -23,7 +23,8 @@ from layerstore.limits import IO_CHUNK_BYTES, STEP_MAX, WORKERS_MAX
 from layerstore.live.dcp.commit import SaveInProgress, SaveOptions, Written, compact_layers, read_values
 from layerstore.live.dcp.copies import Copies
 from layerstore.live.engine import bytes_of
-from layerstore.model import Commit, LayerEntry, LayerPart, StoredObject
+from layerstore.model import Commit, LayerEntry, StoredObject
+from layerstore.parts import LayerPart
 from layerstore.policy import Policy, chosen_policy
 from layerstore.precision import PrecisionName, keyframes
 from layerstore.publish import Transaction

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from layerstore.disk import Files
 from layerstore.format import part_name, seal_part, unseal_part
 from layerstore.layout import Layout
-from layerstore.model import Part
+from layerstore.parts import Part
 from layerstore.storage import PartStore
 
 if TYPE_CHECKING:

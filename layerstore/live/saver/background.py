@@ -16,7 +16,8 @@ from layerstore.live.saver.retries import Retries
 from layerstore.live.saver.sending import pin
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.live.saver.worker import Worker
-from layerstore.model import Commit, CommitId, LayerEntry, Part
+from layerstore.model import Commit, CommitId, LayerEntry
+from layerstore.parts import Part
 from layerstore.publish import (
     FrozenWeights,
     GivenUp,

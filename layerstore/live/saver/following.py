@@ -9,7 +9,7 @@ from layerstore.live.ranks import Exchange
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import ERRORS_MAX, Job, Status
 from layerstore.live.saver.sending import Sender
-from layerstore.model import Part
+from layerstore.parts import Part
 from layerstore.policy import Keep
 from layerstore.storage import Repository
 from layerstore.store import Store

@@ -16,7 +16,8 @@ from layerstore.live.log import LOG, words_of
 from layerstore.live.ranks import GroupParts
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.worker import Worker
-from layerstore.model import Commit, CommitId, Part
+from layerstore.model import Commit, CommitId
+from layerstore.parts import Part
 from layerstore.publish import GivenUp, JointCommit, copy_commit, copy_share, fail_share, make_pin, parts_of
 from layerstore.storage import RecordName, Repository
 

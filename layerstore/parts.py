@@ -1,0 +1,68 @@
+"""What one rank leaves for the rank that commits: its share of a save, until the parts of all ranks are joined."""
+
+from dataclasses import dataclass, field
+
+from layerstore.model import OMITTED, BlobRef, CodingLoss, Kind, ObjectId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedObject:
+    """
+    A `StoredObject` whose tensors are encoded as they will stand in a version blob.
+
+    The rank that commits names a million tensors of others, and looks at none of them.
+    """
+
+    id: ObjectId
+    size_bytes: int
+    kind: Kind
+    shard: int
+    shards: int
+    tensors: bytes
+    chunks: bytes
+    reference: str = field(default="", metadata=OMITTED)
+
+    @property
+    def ref(self) -> "BlobRef":
+        """Its name and size alone."""
+        return BlobRef(id=self.id, size_bytes=self.size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPart:
+    """One rank's objects of one layer."""
+
+    layer: str
+    objects: tuple[PackedObject, ...]
+    references: tuple[PackedObject, ...] = field(default=(), metadata=OMITTED)
+    """What their differences refer to."""
+    losses: tuple[CodingLoss, ...] = field(default=(), metadata=OMITTED)
+    """What coding lost of them."""
+
+    @property
+    def named(self) -> tuple[PackedObject, ...]:
+        """Every object that it takes to read them."""
+        return (*self.objects, *self.references)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """
+    One rank's contribution to an incomplete commit, all of it durable in the store.
+
+    A part without a state says that the rank has failed, and why; the commit is given up.
+    """
+
+    session: str
+    """The session of the ranks that save together: 32 hex digits."""
+    save: int
+    """Counted from 0 in the session."""
+    rank: int
+    agreement: str
+    """A hash of everything that all ranks of one save share."""
+    layers: tuple[LayerPart, ...]
+    """Those that were due."""
+    state: BlobRef | None
+    bytes_new: int
+    bytes_reused: int
+    failure: str
