@@ -1,6 +1,6 @@
 """Convert between bytes and the model; pure, nothing here opens a file."""
 
-from layerstore.format.canonical import Plain, pack, unpack, unpack_known
+from layerstore.format.canonical import Plain, pack, unpack
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.records import (
     STATE_MAGIC,
@@ -11,6 +11,7 @@ from layerstore.format.records import (
     decode_version,
     encode_blob,
     make_commit,
+    named_in_version,
     pack_object,
     part_name,
     ref_of,
@@ -41,6 +42,7 @@ __all__ = [
     "format_of",
     "from_plain",
     "make_commit",
+    "named_in_version",
     "pack",
     "pack_object",
     "part_name",
@@ -52,7 +54,6 @@ __all__ = [
     "stated_store",
     "to_plain",
     "unpack",
-    "unpack_known",
     "unseal_commit",
     "unseal_entries",
     "unseal_part",

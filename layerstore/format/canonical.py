@@ -70,14 +70,20 @@ def pack_again(value: Plain) -> bytes:
     return data
 
 
-def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> Plain:
+def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX, is_canonical: bool = False) -> Plain:
     """
     Decode *data*, which *what* names in errors.
+
+    That it *is_canonical* may be known: its hash is compared with that of bytes which were checked before, or which
+    this library has written. Looking takes most of the time.
 
     Raises:
         IntegrityError: It is not the canonical encoding of anything, or of more than *containers_max* maps and lists.
     """
-    value = _decode(data, what, as_map=_map_in_order, containers_max=containers_max)
+    as_map = None if is_canonical else _map_in_order
+    value = _decode(data, what, as_map=as_map, containers_max=containers_max)
+    if is_canonical:
+        return value
     try:
         again = pack_again(value)
     except IntegrityError as exc:
@@ -85,18 +91,6 @@ def unpack(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX)
     if again != data:
         raise IntegrityError(f"{what} is not in canonical form")
     return value
-
-
-def unpack_known(data: bytes, *, what: str, containers_max: int = BLOB_CONTAINERS_MAX) -> Plain:
-    """
-    Decode *data* without checking that it is canonical, a check that takes most of the time.
-
-    For bytes that were fully checked before: the caller compares their hash with the earlier one.
-
-    Raises:
-        IntegrityError: It is not readable.
-    """
-    return _decode(data, what, as_map=None, containers_max=containers_max)
 
 
 _AsMap: TypeAlias = Callable[[list[tuple[str, Plain]]], dict[str, Plain]]

@@ -21,7 +21,8 @@ As in PNG, the line-ending bytes in the magic reveal a transfer in text mode.
 
 import struct
 from collections.abc import Collection, Sequence
-from typing import TypeVar, cast
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from layerstore.coding import CODINGS
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
@@ -34,7 +35,6 @@ from layerstore.format.canonical import (
     pack_list,
     pack_map,
     unpack,
-    unpack_known,
 )
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.hashing import DIGEST_BYTES, digest, object_id
@@ -184,7 +184,7 @@ def unseal_entries(
     file was first read in full; the id, which the caller compares, proves that it is the same.
     """
     packed = unseal(data, name=name, store_id=store_id)
-    known = unpack_known(packed, what=name, containers_max=RECORD_CONTAINERS_MAX)
+    known = unpack(packed, what=name, containers_max=RECORD_CONTAINERS_MAX, is_canonical=True)
     payload = _fields_of(known, name, "body", "observed")
     body = payload["body"]
     _check_flags(body, name)
@@ -252,6 +252,9 @@ def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
 VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"
 STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
 
+_VERSION_FIELDS = {field.name for field in fields(LayerVersion)}
+_OBJECT_FIELDS = {field.name for field in fields(StoredObject)}
+
 Blob = TypeVar("Blob", LayerVersion, RankState)
 
 
@@ -262,9 +265,9 @@ def encode_blob(
 ) -> bytes:
     """Return the bytes of *blob*; a version without any gets its *objects* and *references* packed, by many ranks."""
     if objects:
-        fields = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
+        whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
         named = {"objects": objects, "references": references} if references else {"objects": objects}
-        data = pack_map(fields | {name: pack_list(list(map(_pack_whole, packed))) for name, packed in named.items()})
+        data = pack_map(whole | {name: pack_list(list(map(_pack_whole, packed))) for name, packed in named.items()})
     else:
         data = pack_in_order(to_plain(blob))
     check_containers(data, what=f"a {type(blob).__name__}")  # or nobody could read it again
@@ -287,8 +290,8 @@ def pack_object(stored: StoredObject) -> PackedObject:
 
 def _pack_whole(packed: PackedObject) -> bytes:
     """Return the encoding of the StoredObject that *packed* was."""
-    fields = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(packed)).items()}
-    return pack_map(fields | {"tensors": packed.tensors})
+    whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(packed)).items()}
+    return pack_map(whole | {"tensors": packed.tensors})
 
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
@@ -308,6 +311,27 @@ def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
     if (codings or version.references) and (problem := _misfit_of_coded(version)) is not None:
         raise IntegrityError(f"object {ref.id}: {problem}", object_id=ref.id)
     return version
+
+
+def named_in_version(data: bytes, *, ref: BlobRef) -> list[BlobRef]:
+    """
+    Return the objects that it takes to read the version named *ref*; raises as `decode_version` does.
+
+    A collection asks this of every version, and needs no tensor of them.
+    """
+    _check_blob(data, ref, VERSION_MAGIC, LayerVersion)
+    version = unpack(data[len(VERSION_MAGIC) :], what=f"object {ref.id}", is_canonical=True)
+    if isinstance(version, dict) and version.keys() <= _VERSION_FIELDS:
+        rows = [row for name in ("objects", "references") for row in _items(version.get(name))]
+        if rows and all(type(row) is dict and row.keys() <= _OBJECT_FIELDS for row in rows):
+            named = ({name: row.get(name) for name in ("id", "size_bytes")} for row in rows)
+            return [from_plain(BlobRef, each, what=f"object {ref.id}") for each in named]
+    # What a newer layerstore has added may name more: this says so.
+    return [stored.ref for stored in decode_version(data, ref=ref).named]
+
+
+def _items(value: Plain) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _misfit_of_coded(version: LayerVersion) -> str | None:
@@ -345,6 +369,11 @@ def ref_of(data: bytes) -> BlobRef:
 
 
 def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
+    _check_blob(data, ref, magic, cls)
+    return from_plain(cls, unpack(data[len(magic) :], what=f"object {ref.id}"), what=f"object {ref.id}")
+
+
+def _check_blob(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> None:
     actual = ref_of(data)
     if actual != ref:
         length = (
@@ -357,7 +386,6 @@ def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
         )
     if not data.startswith(magic):
         raise IntegrityError(f"object {ref.id} is whole, but not a {cls.__name__}", object_id=ref.id)
-    return from_plain(cls, unpack(data[len(magic) :], what=f"object {ref.id}"), what=f"object {ref.id}")
 
 
 # ------------------------------------------------------------------------------------------------------------------

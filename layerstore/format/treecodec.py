@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, InvalidInput
-from layerstore.format.canonical import Plain, pack, pack_again, unpack_known
+from layerstore.format.canonical import Plain, pack, pack_again, unpack
 from layerstore.limits import NUMBER_MAX
 from layerstore.states import ObjectContent
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, Tensor, Tree
@@ -140,7 +140,7 @@ def _packed(root: Plain, what: str) -> bytes:
 @lru_cache(maxsize=2)
 def _template(packed: bytes, count: int) -> Template | None:
     """Return the tree with the root *packed*, which views *count* storages; None if we would encode it differently."""
-    root = unpack_known(packed, what="it")
+    root = unpack(packed, what="it", is_canonical=True)
     storages = [Storage(dtype="", elements=0, device="") for _ in range(count)]
     tree = _Decoder(storages).node(root)
     table, again = _Encoder(lambda storage: None).image(tree)

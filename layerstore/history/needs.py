@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from layerstore.errors import IntegrityError, NotFound
-from layerstore.format import STATE_MAGIC, decode_state, decode_version
+from layerstore.format import STATE_MAGIC, decode_state, named_in_version
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.parts import Part
 from layerstore.states import ObjectContent, RankState
@@ -73,7 +73,7 @@ def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
         return objects_of_state(decode_state(data, ref=blob))
-    return [stored.ref for stored in decode_version(data, ref=blob).named]
+    return named_in_version(data, ref=blob)
 
 
 class Needs:

@@ -31,7 +31,7 @@ import lmdb
 
 from layerstore.disk import lock
 from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
-from layerstore.format import FORMAT, Plain, pack, unpack_known
+from layerstore.format import FORMAT, Plain, pack, unpack
 from layerstore.hashing import DIGEST_BYTES, digest
 from layerstore.limits import INDEX_MAP_BYTES, INDEX_MAP_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
@@ -134,7 +134,7 @@ _Packed = tuple[bytes, list[int], list[tuple[int, int | None, str, int, int, int
 
 
 def _unpacked(versions: bytes) -> _Packed:
-    return cast(_Packed, unpack_known(versions, what="a row of the index"))
+    return cast(_Packed, unpack(versions, what="a row of the index", is_canonical=True))
 
 
 def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
@@ -255,7 +255,8 @@ class Index:
         if data is None:
             raise IndexUnusable("the index is damaged: the names of some layers are missing")
         names, forks = cast(
-            "tuple[list[str], list[list[int]]]", unpack_known(self._unsealed(key, data), what="a row of the index")
+            "tuple[list[str], list[list[int]]]",
+            unpack(self._unsealed(key, data), what="a row of the index", is_canonical=True),
         )
         lineage = tuple(Fork(attempt=attempt, step=step) for attempt, step in forks)
         return self._named.setdefault(shared, (tuple(names), lineage))

@@ -14,6 +14,7 @@ from layerstore.format import (
     decode_version,
     encode_blob,
     from_plain,
+    named_in_version,
     pack,
     pack_object,
     ref_of,
@@ -231,6 +232,33 @@ def test_packed_objects_make_the_same_version(version: LayerVersion) -> None:
     packed, older = (list(map(pack_object, objects)) for objects in (version.objects, version.references))
 
     assert encode_blob(version) == encode_blob(dataclasses.replace(version, objects=(), references=()), packed, older)
+
+
+@pytest.mark.parametrize("version", [samples.version(), samples.coded_version()], ids=["exact", "coded"])
+def test_what_a_version_names_is_known_without_its_tensors(version: LayerVersion) -> None:
+    """A collection gets the same objects, and what they refer to."""
+    data = encode_blob(version)
+
+    assert [stored.ref for stored in version.named] == named_in_version(data, ref=ref_of(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"newer": 1}, "unknown or missing fields: newer"),
+        ({"objects": None}, "objects"),
+        ({"objects": [7]}, "is not a map"),
+        ({"objects": [{"id": "../../etc/passwd", "size_bytes": 1}]}, "cannot be '../../etc/passwd'"),
+        ({"objects": [{"id": "0" * 32, "size_bytes": 1, "newer": 1}]}, "unknown or missing fields"),
+    ],
+)
+def test_a_version_that_may_name_more_is_refused(change: dict[str, Any], reason: str) -> None:
+    """What a collection cannot read might be needed."""
+    plain = cast("dict[str, Any]", to_plain(samples.version())) | change
+    data = b"\x89LSV\r\n\x1a\n" + pack(plain)
+
+    with pytest.raises(IntegrityError, match=reason):
+        named_in_version(data, ref=ref_of(data))
 
 
 def test_a_state_is_read_back() -> None:
