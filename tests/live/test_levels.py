@@ -113,7 +113,7 @@ def test_a_level_that_breaks_stops_no_other(
         (["s3://bucket/store", "near"], "is the first level, and a bucket"),
         (["near", "./near"], "comes twice"),
         (["near", "s3://bucket/store", "s3://bucket/store"], "comes twice"),
-        (["near", "near/behind"], "level near/behind is inside level near"),
+        (["near", "near/behind"], "near/behind is inside level /"),
         (["near", "s3://bucket/store/behind", "s3://bucket/store/"], "is inside level s3://bucket/store"),
     ],
 )
