@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -150,46 +150,33 @@ def _is_error(home: python_api.Home) -> bool:
 
 
 def _first_page() -> str:
-    rows = "\n".join(f"| {topic.does} | [{topic.title}]({topic.file}) |" for topic in TOPICS)
-    listed = [f"| [`{entry.name}`]({file}#{entry.anchor}) | {_first_line(entry)} |" for file, entry in _listed()]
-    names = "\n".join(listed)
+    rows = "\n".join(
+        f"| [{topic.title}]({topic.file}): {topic.does} | {_links(topic, [known()[name] for name in topic.names])} "
+        f"| {_links(topic, values()[topic.file])} |"
+        for topic in TOPICS
+    )
     return f"""\
 # Python
 
 What `import layerstore` offers, and what comes back from it.
 `import layerstore` loads neither numpy nor torch: what needs them is loaded at first use.
 The exceptions, such as `layerstore.NotFound`, have [a page of their own](../errors.md).
-Whatever is not on these pages may change at any time.
+Anything that is not on these pages may change at any time.
 {GENERATED}
 
-| you want to | page |
-|---|---|
+| page | functions and classes | what comes back |
+|---|---|---|
 {rows}
-
-## By name
-
-| name | what it is or does |
-|---|---|
-{names}
 """
 
 
-def _listed() -> Iterator[tuple[str, Entry]]:
-    """Yield all that the pages have with a heading, with its page, in the order of the alphabet."""
-    entries = [(topic.file, known()[name]) for topic in TOPICS for name in topic.names]
-    entries += [(file, entry) for file, found in values().items() for entry in found]
-    yield from sorted(entries, key=lambda each: each[1].name.removeprefix("layerstore.").casefold())
-
-
-def _first_line(entry: Entry) -> str:
-    """Return the first sentence of a docstring, which may be broken over lines."""
-    text = python_api.docstring(entry.home.node).split("\n\n")[0]
-    return " ".join(text.split())
+def _links(topic: Topic, entries: Iterable[Entry]) -> str:
+    return ", ".join(f"[`{entry.name.removeprefix('layerstore.')}`]({topic.file}#{entry.anchor})" for entry in entries)
 
 
 def _page(topic: Topic) -> str:
     parts = [
-        f"# {topic.title}\n\n{GENERATED}\n[All names](README.md#by-name).\n",
+        f"# {topic.title}\n\n{GENERATED}\n[All names](README.md).\n",
         *(_entry(known()[name]) for name in topic.names),
     ]
     if values()[topic.file]:
