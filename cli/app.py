@@ -318,13 +318,13 @@ def _failed(problem: LayerstoreError) -> Failure:
 def _is_out_of_memory(exc: BaseException | None) -> bool:
     """Whether *exc*, or its cause, means that memory ran out."""
     while exc is not None:
-        says = str(exc)
+        text = str(exc)
         if (
             isinstance(exc, MemoryError)
             or (isinstance(exc, OSError) and exc.errno == errnos.ENOMEM)
-            or (isinstance(exc, RuntimeError) and says == "can't start new thread")
-            or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's libraries
-            or (isinstance(exc, SystemError) and "_find_and_load" in says)  # any library written in C
+            or (isinstance(exc, RuntimeError) and text == "can't start new thread")
+            or (isinstance(exc, ImportError) and "failed to map segment" in text)  # numpy's libraries
+            or (isinstance(exc, SystemError) and "_find_and_load" in text)  # any library written in C
         ):
             return True
         exc = exc.__cause__
@@ -357,7 +357,7 @@ def _occupy_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number: this one
 
 
 def _tolerate_any_text() -> None:
@@ -397,7 +397,7 @@ def _discard_output() -> None:
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)

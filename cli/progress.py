@@ -154,7 +154,7 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
         stop.set()
         if speaker.ident is not None:
             speaker.join()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # nobody reads it any more
             draw("")
 
 
@@ -170,7 +170,7 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
         return
     is_live, stop, guard, began = sys.stderr.isatty(), threading.Event(), threading.Lock(), [time.monotonic()]
 
-    def print_line(line: str) -> None:
+    def print_step(line: str) -> None:
         with guard:
             began[0] = time.monotonic()
             print_progress(line)
@@ -187,10 +187,10 @@ def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterat
     with contextlib.suppress(RuntimeError, MemoryError):  # no room for a thread: work without a clock
         start(counting)
     try:
-        yield print_line
+        yield print_step
     finally:
         stop.set()
         if counting.ident is not None:
             counting.join()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # nobody reads it any more
             draw("")

@@ -33,8 +33,8 @@ _TEXT = "text/plain; charset=utf-8"
 class ReportServer(ThreadingMixIn, TCPServer):
     """A server that listens once it is made, and answers in `serve_forever`."""
 
-    allow_reuse_address = True
-    daemon_threads = True
+    allow_reuse_address = True  # or a restart has to wait until the last connections are forgotten
+    daemon_threads = True  # a request that hangs must not keep the command from ending
 
     def __init__(self, store: str, *, host: str, port: int, run: str | None, keep: Keep | None) -> None:
         """Make the first page, too: what is wrong with the store or the options is an error of the command."""

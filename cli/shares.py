@@ -118,8 +118,8 @@ def launched() -> tuple[int, int] | None:
     parent is the launcher, or if ``LAYERSTORE_SHARES`` says that the process belongs to the job (1); 0 says that it
     does not.
     """
-    said = os.environ.get("LAYERSTORE_SHARES", "")
-    if said == "0" or not (said or _is_launcher(os.getppid())):
+    setting = os.environ.get("LAYERSTORE_SHARES", "")
+    if setting == "0" or not (setting or _is_launcher(os.getppid())):
         return None
     for number, count in _VARIABLES:
         values = os.environ.get(number, ""), os.environ.get(count, "")
@@ -133,5 +133,5 @@ def _is_launcher(pid: int) -> bool:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
-        return False
+        return False  # it has ended, or there is no /proc
     return name in _LAUNCHERS or any(Path(word).name in _LAUNCHERS for word in words[:4])

@@ -188,6 +188,7 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
             file.write_at(0, data)
             file.sync()
         folders.add(path.parent)
+    # All of it is durable before the exchange, which is one rename.
     for folder in sorted(folders):
         files.sync_directory(folder)
     if _listing(layout, step) != listed:
@@ -212,6 +213,7 @@ def _finish(layout: Layout, files: Files, step: Step) -> StepOutcome:
 
     def move(source: Path, target: Path) -> None:
         files.rename(source, target)
+        # The new name first: a power cut may leave a folder under both names, but never under none.
         files.sync_directory(target.parent)
         files.sync_directory(source.parent)
 

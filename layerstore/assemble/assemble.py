@@ -334,7 +334,7 @@ class Assembly:
                     measured = self._measured.pop(file.path, {})
                     for offset, data in () if output.finish is None else _joined(output.finish(measured)):
                         file.write_at(offset, data)
-                stack.pop_all()
+                stack.pop_all()  # complete: they are closed once they are synced
             self._syncing.add(file for file, _ in own)
             shared = ()
 
@@ -386,12 +386,14 @@ class Assembly:
             while waiting:
                 self._copy(repo, *waiting.popleft())
         finally:
+            # After an error: what has not begun need not begin.
             for _, future in waiting:
                 future.cancel()
 
     def _prepare(self, repo: Repository, task: _Task) -> None:
         """Verify the objects, and convert what is to be converted while their pages are warm."""
         unverified = {*repo.read_with(task.objects)} - self._claimed if self.how.verify else set()
+        # Without a lock: an object that two tasks claim at once is verified twice.
         self._claimed |= unverified
         if len(task.objects) > 1:
             # What is coded is decoded as it is read, and what it refers to is read only in part.
@@ -436,6 +438,7 @@ class Assembly:
                     else:
                         file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
                     self.progress.advance(piece.size_bytes)
+        # It was copied while it was verified: if it is damaged, this raises, and the folder never appears.
         prepared.result()
 
     def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:

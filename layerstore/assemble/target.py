@@ -191,6 +191,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
     files, path = repo.files, target.path
     aside = None
     if target.is_empty:
+        # If it is not empty any more, it stays, and below its name is taken.
         files.remove_empty(path)
     elif target.older is not None:
         aside = _named_like(path, "replaced")
@@ -206,6 +207,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
         try:
             files.sync_directory(path.parent)
         except BaseException:
+            # Whether it would survive a power cut is not known: put back what was there.
             files.move_folder(path, partial)
             raise
     except BaseException:
@@ -213,6 +215,7 @@ def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_f
             warnings.warn(f"what was at {path} is whole at {aside}", stacklevel=2)
         raise
     if aside is not None:
+        # Last: until here it could be put back.
         files.remove_tree(aside)
 
 

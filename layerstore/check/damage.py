@@ -253,7 +253,7 @@ def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Col
     try:
         version = repo.version_of(entry)
     except LayerstoreError:
-        return False
+        return False  # it is lost itself
     return all(stored.kind is Kind.OPTIMIZER for stored in version.named if stored.id in lost)
 
 

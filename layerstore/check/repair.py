@@ -329,7 +329,7 @@ class _Repair:
         try:
             return self._repo.objects.find(ref) is not None
         except IntegrityError:
-            return False
+            return False  # of another size
 
     def _pins_elsewhere(self, name: str) -> Iterator[PinElsewhere]:
         for source in self._sources:
@@ -373,14 +373,14 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
             hint="put back a copy of store.json, then layerstore migrate",
         )
     what, data, flags = str(layout.identity), None, None
-    with contextlib.suppress(IntegrityError):
+    with contextlib.suppress(IntegrityError):  # a link or a folder: replaced as if nothing were there
         data = files.read_if_there(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
     if data is not None:
         try:
             if StoreIdentity.decode(data, what=what).store_id == store_id:
                 return None
         except IntegrityError:
-            flags = stated_flags(data)
+            flags = stated_flags(data)  # damaged, but its flags may still be legible
     stated = stated_ids(layout, files)
     if not stated:
         raise InvalidInput(
@@ -409,5 +409,5 @@ def _write_identity(layout: Layout, files: Files, store_id: str, flags: tuple[st
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     identity = replace(StoreIdentity.new(created=created), store_id=store_id, flags=flags)
     with files.temporary(layout.tmp, identity.encode()) as source:
-        files.link_exclusive(source, layout.identity)
+        files.link_exclusive(source, layout.identity)  # if somebody has just put one there, that one stands
     files.sync_directory(layout.root)

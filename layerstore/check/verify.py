@@ -41,7 +41,7 @@ from layerstore.units import short_id
 _ALL = 2**32
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")
 _SLICE = re.compile(r"(?P<number>[0-9]{1,6})/(?P<of>[0-9]{1,6})")
-_SEED_MAX = 10**9
+_SEED_MAX = 10**9  # short enough to be typed again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +194,7 @@ def verify_store(
 def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
     """Read every record, compare it with the index, and note what it names."""
     for run in repo.records.runs():
+        # Before the listing: a record that is linked in between merely has no row yet.
         indexed = repo.catalog.indexed(run)
         names = repo.records.names(run)
         progress.start(f"records of {run}", len(names))
@@ -327,6 +328,7 @@ def _check_objects(
 ) -> _Counted:
     """Check every named object, and read those in the sample *reads*; count the unnamed ones."""
     counted = _Counted()
+    # Blobs that could not be read are reported already.
     known = {(fault.id, fault.size_bytes) for fault in named.faults}
     to_read = [ref.size_bytes for at in range(NumberedRefs.PARTS) for ref in _refs(named, at) if reads and ref in reads]
     counted.objects_read, counted.bytes_read = len(to_read), sum(to_read)

@@ -79,7 +79,7 @@ def _newest_exact(repo: Repository, base: Resolved, *, is_live: bool) -> str:
     except NotFound:
         return "; no save up to it is exact"
     except LayerstoreError:
-        return ""  # whoever asks for it is told why it cannot be found
+        return ""  # asking for it raises, and explains
     return f"; the newest exact save is {name} ({'resume(…, exact=True)' if is_live else '--exact'} takes it)"
 
 
@@ -93,5 +93,5 @@ def earlier_exact(repo: Repository, base: CommitRecord, lost: LayerEntry | None)
             ):
                 return row
     except LayerstoreError:
-        pass  # a record below it is damaged, too: verify tells it
+        pass  # a record below it is damaged, too, which verify reports
     return None

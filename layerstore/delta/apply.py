@@ -65,12 +65,13 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
         for path in sorted({held[tensor.name].file for tensor in to_do}):
             partial = _partial(path)
             files.discard(partial)  # of a run that was killed
-            stack.callback(files.discard, partial)
+            stack.callback(files.discard, partial)  # nothing is left of it after the rename
             changes = [(held[tensor.name], tensor) for tensor in to_do if held[tensor.name].file == path]
             with files.open(path) as source, files.create(partial, sync_ahead=True) as file:
                 _patch(file, source, changes, content.encoding)
                 written += source.size_bytes
             done.append((partial, path))
+        # Only now that every new file is written and has the right checksums: until here nothing has changed.
         for partial, path in done:
             files.rename(partial, path)
         if (delta / SUMMARY).is_file() and (folder / SUMMARY).is_file():
@@ -155,6 +156,7 @@ def _patch(
     file: NewFile, source: OpenFile, changes: Sequence[tuple[GatheredSource, DeltaTensor]], encoding: Encoding
 ) -> None:
     """Write *source* with *changes* to *file*."""
+    # Where the filesystem can share blocks, only the changes are written.
     if not file.clone(source):
         file.set_size(source.size_bytes)
         for begin, end in _between(source.size_bytes, [held for held, _ in changes]):

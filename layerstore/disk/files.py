@@ -114,6 +114,7 @@ class Files:
                 raise _not_regular(path) from exc
             with mapped_errors(path, doing="open"):
                 raise
+        # Asked of the descriptor: the path may name something else by now.
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             os.close(fd)
@@ -142,7 +143,7 @@ class Files:
         try:
             return os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return None  # a folder above it is a file: nothing can be there
         except OSError:
             with mapped_errors(path, doing="look at"):
                 raise
@@ -366,6 +367,7 @@ class Files:
             try:
                 source.rename(target)
             except OSError as exc:
+                # Not ours any more if somebody has put something into it.
                 with contextlib.suppress(OSError):
                     target.rmdir()
                 if exc.errno not in {errnos.EEXIST, errnos.ENOTEMPTY, errnos.ENOTDIR}:

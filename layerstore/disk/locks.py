@@ -26,6 +26,7 @@ from layerstore.json_text import parse_json
 from layerstore.limits import LOCK_DEADLINE_SECONDS
 from layerstore.redact import redacted
 
+# flock has no deadline of its own, so a waiting process asks again and again.
 _POLL_SECONDS = 0.05
 _HINT = "wait for it to finish, or set LAYERSTORE_LOCK_TIMEOUT to more seconds"
 # Errors from filesystems without flock.
@@ -102,7 +103,7 @@ def _deadline_seconds() -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
+        seconds = math.nan  # refused below, too
     if not math.isfinite(seconds) or seconds < 0:
         raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is not a number of seconds", hint="try 60")
     return seconds
@@ -127,7 +128,7 @@ def _holder_in(path: Path) -> str:
         holder = _introduced(path)
         return f"pid {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']})"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return "another process"  # half written, or anybody's text: the lock is held all the same
 
 
 def _introduced(path: Path) -> Any:
@@ -142,9 +143,10 @@ def _introduced(path: Path) -> Any:
 def hosts_seen(folder: Path) -> dict[str, str]:
     """Return the hosts that have held a lock in *folder*, as its files state, with the start of their latest lock."""
     hosts: dict[str, str] = {}
+    # Shown by doctor only: a folder that cannot be listed shows no hosts.
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being written, or not a lock of ours
                 holder = _introduced(path)
                 host, since = str(holder["host"]), str(holder["since"])
                 hosts[host] = max(hosts.get(host, ""), since)
@@ -159,6 +161,7 @@ def host_name() -> str:
 def open_lock_file(path: Path) -> int:
     """Open the lock file *path*, creating it if needed."""
     with mapped_errors(path, doing="open the lock"):
+        # Writable: an NFS client locks a range of bytes instead, which an exclusive lock has to be able to write.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -172,6 +175,7 @@ def alone(path: Path) -> Iterator[None]:
     while True:
         fd = open_lock_file(path)
         try:
+            # Without flock, the work is done twice rather than not at all.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(fd, path):
@@ -183,6 +187,7 @@ def alone(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Removed before it is unlocked: a process that waits for it then finds it gone, and locks the new file.
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         os.close(fd)
@@ -196,7 +201,7 @@ def try_flock(fd: int, path: Path) -> bool | None:
         except OSError as exc:
             if exc.errno in _NO_FLOCK:
                 return None
-            if exc.errno not in {errnos.EWOULDBLOCK, errnos.EACCES}:
+            if exc.errno not in {errnos.EWOULDBLOCK, errnos.EACCES}:  # EACCES: NFS, as fcntl has it
                 raise
             return False
     return True

@@ -28,9 +28,11 @@ Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")
 Answer = TypeVar("Answer")
 
+# A link may lead out of the store, and opening a fifo waits until somebody writes to it.
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+# Values of Linux's headers that Python has no names for.
 _AT_CWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -96,6 +98,7 @@ def _whose(path: Path) -> str | None:
     return None
 
 
+# Most late names show after a moment; a server that takes longer is asked once a second.
 _PAUSE_SECONDS = 0.02
 _PAUSE_SECONDS_MAX = 1.0
 
@@ -128,7 +131,7 @@ def again_while_stale(path: Path, attempt: Callable[[], Answer]) -> Answer:
         except OSError as exc:
             if exc.errno != errnos.ESTALE:
                 raise
-    return attempt()
+    return attempt()  # one last time: this error is the caller's
 
 
 def again_if_stale(
@@ -216,6 +219,7 @@ class NewFile:
 
     def _copy_some(self, source: "OpenFile", source_offset: int, offset: int, size_bytes: int) -> int:
         try:
+            # In steps, so that the disk starts writing before all is copied.
             count = os.copy_file_range(source.fd, self.fd, min(size_bytes, SYNC_AHEAD_BYTES), source_offset, offset)
         except OSError as exc:
             if exc.errno not in _COPY_UNSUPPORTED and exc.errno != errnos.ESTALE:  # ESTALE: reading reopens it
@@ -265,6 +269,7 @@ class NewFile:
     def close(self) -> None:
         """Close the file; twice is harmless."""
         if self.fd >= 0:
+            # Forgotten first: by a second close, the number may be another file's.
             fd, self.fd = self.fd, -1
             with mapped_errors(self.path, doing="close"):
                 os.close(fd)
@@ -317,6 +322,7 @@ class OpenFile:
                 raise IntegrityError(
                     f"{self.path} was replaced by something else while it was read", path=str(self.path)
                 )
+            # Under the same number: others have been given it, and may be reading, too.
             os.dup2(fd, self.fd, inheritable=False)
         finally:
             os.close(fd)
@@ -394,7 +400,7 @@ class Syncing:
 
     def close(self) -> None:
         """Close the pending files without syncing them."""
-        self._durable = False
+        self._durable = False  # what is queued is then only closed: nobody will name it
         self._pool.shutdown()
 
     def _begun(self, work: Callable[[Item], None], item: Item) -> Future[None]:
@@ -409,6 +415,7 @@ class Syncing:
     def _wait(self, left_max: int) -> None:
         with self._guard:
             done = [self._under_way.popleft() for _ in range(len(self._under_way) - left_max)]
+        # Not under the lock: others add files meanwhile.
         for future in done:
             future.result()
 

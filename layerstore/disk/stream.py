@@ -63,12 +63,14 @@ class Stream:
             self._filled += count
             view = view[count:]
             if self._filled == STREAM_BYTES:
+                # Decided at the first full buffer: a file that never fills one belongs into the cache.
                 self._is_direct = self._is_direct or (not self._written and bypass_cache(self.file.fd, True))
                 self._flush(STREAM_BYTES)
 
     def finish(self) -> None:
         """Write the rest; a small file goes through the cache entirely."""
         if self._is_direct:
+            # Only whole pages may bypass the cache.
             self._flush(self._filled - self._filled % PAGE_BYTES)
             self._is_direct = not bypass_cache(self.file.fd, False)
         self._flush(self._filled)

@@ -293,10 +293,12 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
         _check_no_migration(repo)
         plan = plan_gc(repo, request, progress=progress)
         check_confirmed(plan.fates, plan.outcome.trash, request)
+        # Nothing is gone yet: a lock that was lost ends it here.
         hold.check()
         _remove_idle_parts(repo, plan)
         _remove_records(repo, plan)
         _check_no_migration(repo)
+        # Saves that were linked since the plan, before anything moves.
         _look_again(plan)
         repo.aside.make_folder()
         progress.start("remove", plan.outcome.objects.size_bytes)
@@ -308,6 +310,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
             hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed)
             freed += gone
+            # On a full disk: what was unlinked has made room to move the next ones aside.
             if full is None:
                 break
             if not gone.count:
@@ -369,6 +372,7 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
                 trim(repo, fate.name)
         going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
+        # After the records: a row without a record is dropped by the next question, too.
         repo.catalog.forget(going)
     records, files = _old_trash(repo, plan.marks.trash_before_ns)
     for name in records:

@@ -103,6 +103,7 @@ def execute_drop(repo: Repository, ref: str) -> Dropped:
     """
     repo.prepare_saving()
     with repo.lock_run(resolve(repo, ref).record.run):
+        # Under the lock: *ref* may mean another commit by now.
         plan = plan_drop(repo, ref)
         name = RecordName(plan.run, plan.step, CommitId(plan.commit))
         retire(repo, repo.catalog.commit(name))  # else the commit that it replaced would reappear

@@ -216,9 +216,8 @@ def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int
     names = [name for name in repo.records.names(record.run) if name.id != commit]
     after = next((at for at, name in enumerate(names) if name.step > record.step), len(names))
     near = names[max(after - 2, 0) : after + 2]
-    for name in sorted(
-        names, key=lambda candidate: candidate not in near
-    ):  # these first: a known blob is not read any more
+    # Those near it first: a blob that is known is not read any more.
+    for name in sorted(names, key=lambda candidate: candidate not in near):
         with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
             other = repo.catalog.commit(name).record
             if name in near:

@@ -61,10 +61,12 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
             back.append(unneeded.ref)
         else:
             old.append(unneeded.ref)
+    # Only now is it known what young blobs name: they may have come later in the list.
     _put_back(repo, [*back, *(ref for ref in old if ref.id in marks.needs)])
     old = [ref for ref in old if ref.id not in marks.needs]
     blobs = {ref.id: ref for ref in old if _is_blob(repo, ref)}
     sums = {True: Gone(), False: Gone()}
+    # Blobs go first: one that a writer puts back meanwhile must not outlive what it names.
     for ref in blobs.values():
         unneeded_blob = marks.look_at(ref.id, repo.layout.aside / ref.id)
         if unneeded_blob is not None and unneeded_blob.is_young:
@@ -75,9 +77,11 @@ def settle(repo: Repository, marks: Marks, listed: Iterable[ObjectId]) -> tuple[
             # A writer has put it back, and a blob at its place promises that everything it names is there.
             marks.protect_named(ref)
             _put_back(repo, _named_by(repo, ref) or ())
+    # Looked at once more: one may have been touched since.
     for unneeded in marks.aside(ref.id for ref in old if ref.id not in blobs):
         if not unneeded.is_young:
             sums[_remove(repo, marks, unneeded.path)] += Gone(1, unneeded.ref.size_bytes)
+    # Once for all: a power cut before this brings some back, and the next collection takes them again.
     repo.aside.sync()
     return sums[True], sums[False]
 
@@ -132,4 +136,4 @@ def _named_by(repo: Repository, ref: BlobRef) -> list[BlobRef] | None:
     try:
         return named_by(repo, ref) if _is_blob(repo, ref) else None
     except IntegrityError:
-        return None
+        return None  # damaged: it promises nothing

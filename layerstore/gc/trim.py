@@ -105,4 +105,5 @@ def trim(repo: Repository, name: RecordName) -> None:
         for ref, data in plan.versions.items():
             tx.objects.put(data, ref)
         tx.commit(plan.commit.record, observed=plan.commit.observed)
+    # The commit has just moved it to the trash, where it would keep the moments for days.
     repo.trash.remove_record(name)

@@ -97,6 +97,7 @@ def locate(
     *view_of* may return a run's view from a cache, for callers who look up many references.
     """
     reference = parse_reference(text)
+    # A run of the same name, made in the same moment, goes first.
     if reference.name in pins and not repo.records.names(reference.name):
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")

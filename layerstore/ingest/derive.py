@@ -74,6 +74,7 @@ class GatheredCheck:
 
     def join(self, compared: Compared) -> None:
         """Add what another process *compared*: other elements."""
+        # Without the lock: this process's own threads are done.
         self._unlike |= compared.unlike
         for tensor, elements in compared.alike.items():
             self._alike[tensor] = self._alike.get(tensor, 0) + elements
@@ -110,7 +111,7 @@ class GatheredCheck:
 
         def look(part: SliceSource, start_element: int, data: memoryview) -> None:
             for tensor in self._by_supplier.get(part.name, ()):
-                if tensor not in self._unlike:
+                if tensor not in self._unlike:  # without the lock: to compare once more does no harm
                     self._compare(tensor, part.begin + start_element, part.dtype, data)
 
         return look if self._by_supplier else None

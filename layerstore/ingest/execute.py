@@ -84,6 +84,7 @@ def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Pr
                 ingested = _Ingest(repo, options, run, checkpoint, transfer_it, view, progress, started).stored()
                 break
             except NotFound:
+                # A collection has removed a record that this counted on: begin again with what is left.
                 if view is None or not has_shrunk(repo, view):
                     raise
     if options.pin is not None:
@@ -279,6 +280,7 @@ class _Ingest:
             content = self._staged(tx, due, compact, known_before=known_before)
             counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
             record = self._record(place, use, content, due, precision=options.precision, compact=counts)
+            # Only now is the commit's id known: a damaged record of that name is this very save.
             for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
                     drop = f"layerstore drop {self.run}@{self.checkpoint.step}"
@@ -288,6 +290,7 @@ class _Ingest:
                     )
             if options.pin is not None:
                 check_pin_means(self.repo, options.pin, commit_id(record))
+            # As late as possible: what is inherited is touched right before it is named.
             for entry in record.layers:
                 if entry.layer not in due:
                     tx.inherit(entry)
@@ -350,7 +353,7 @@ class _Ingest:
         try:
             return self._place(replaced(self.view, rows=rows), []).lineage == rival.lineage
         except InvalidInput:
-            return False
+            return False  # without that attempt, it would have been refused
 
     def _damaged(self) -> dict[RecordName, LayerstoreError]:
         damaged = {} if self.view is None else self.view.damaged

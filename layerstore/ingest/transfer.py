@@ -66,6 +66,7 @@ def transfer(
     with _reading(source, writer, progress) as readers:
         content = _Transfer(repo, checkpoint, source, readers, writer, due, moments, compact).run(progress)
         readers.checksums.check(checkpoint.checks, readers.reader)
+    # Last: a file that was changed while it was read shows it by now.
     check_unchanged(checkpoint.found)
     return content
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MEETING = timedelta(minutes=5)
 """How long the processes wait for each other at the start."""
-_MEETING_TOLD = timedelta(seconds=20)
+_MEETING_WARNS_AFTER = timedelta(seconds=20)
 """How long until the lead says that it is waiting."""
 _WORKING = timedelta(days=30)
 """How long a process may work on its share. If one dies, its system closes its connections, and the others end."""
@@ -86,6 +86,7 @@ class Led(Shares):
             try:
                 yield lambda: list(_found(_waited(answers)))
             finally:
+                # Also after an error: the others listen for the next question only once they have answered this one.
                 if not answers.done():
                     with suppress(JobLost):  # our own error says more
                         _waited(answers)
@@ -101,7 +102,7 @@ def _seen_by_all(repo: Repository) -> Iterator[str]:
     """Yield a new session, whose folder no copy of the store has; empty if the store is not writable."""
     session = ""
     if repo.remote is None:
-        with suppress(StorageIO):
+        with suppress(StorageIO):  # it cannot be written to: without a session, nobody compares the stores
             repo.parts.open_session(named := secrets.token_hex(16))
             session = named
     try:
@@ -192,12 +193,13 @@ class _Line:
             import torch.distributed as dist
 
             dist.init_process_group("gloo", rank=number, world_size=count, timeout=_MEETING)
+            # Another group, as the first one's timeout would end long work, too.
             group: ProcessGroup = dist.new_group(backend="gloo", timeout=_WORKING)
             return group
 
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         meeting = self._begun(meet)
-        if number == 0 and not wait([meeting], _MEETING_TOLD.total_seconds()).done:
+        if number == 0 and not wait([meeting], _MEETING_WARNS_AFTER.total_seconds()).done:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
             self._group = meeting.result()
@@ -213,9 +215,9 @@ class _Line:
 
         def exchange() -> list[_Answered]:
             dist.scatter_object_list([None], [None, *questions], src=0, group=self._group)
-            heard: list[Any] = [None] * self._count
-            dist.gather_object(None, heard, dst=0, group=self._group)
-            return heard[1:]
+            answers: list[Any] = [None] * self._count
+            dist.gather_object(None, answers, dst=0, group=self._group)
+            return answers[1:]
 
         return self._begun(exchange)
 
@@ -229,9 +231,9 @@ class _Line:
         """Return the lead's next question; None at the end."""
         import torch.distributed as dist
 
-        heard: list[_Question | None] = [None]
-        self._done(lambda: dist.scatter_object_list(heard, None, src=0, group=self._group))
-        return heard[0]
+        received: list[_Question | None] = [None]
+        self._done(lambda: dist.scatter_object_list(received, None, src=0, group=self._group))
+        return received[0]
 
     def answer(self, answer: _Answered) -> None:
         """Send *answer* to the lead."""
@@ -286,6 +288,7 @@ def _name_meeting_point() -> None:
     is_slurms = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ
     if is_slurms and "SLURM_STEP_NODELIST" in os.environ:
         host = first_host(os.environ["SLURM_STEP_NODELIST"])
+        # Jobs that follow each other, and steps of one job, get ports of their own.
         number = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))
     elif all(os.environ.get(here) == os.environ.get(everywhere) for here, everywhere in _LOCAL_COUNTS):
         host, number = "127.0.0.1", os.getppid()  # the launcher's pid

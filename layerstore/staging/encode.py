@@ -94,7 +94,7 @@ def referable(
     """
     referred, others = {}, []
     for layer, entry in place.inherited.items():
-        with suppress(LayerstoreError):
+        with suppress(LayerstoreError):  # damaged: the layer is kept exactly
             version = repo.whole_version_of(entry)
             if version is not None and version.world_size != world_size:
                 others.append(layer)

@@ -74,7 +74,7 @@ class KeptFile:
     size_bytes: int
 
 
-NextCommit = tuple[Path, int, memoryview]
+ReadTarget = tuple[Path, int, memoryview]
 """A file of a source, an offset in it, and the buffer for the bytes there."""
 
 
@@ -84,7 +84,7 @@ class Reader(Protocol):
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of *path* in order; each chunk is valid until the next one is asked for."""
 
-    def read_into(self, places: Sequence[NextCommit]) -> None:
+    def read_into(self, places: Sequence[ReadTarget]) -> None:
         """Fill each buffer with the bytes of its place."""
 
 
@@ -105,7 +105,7 @@ class SourceReader:
             yield chunk
             offset += len(chunk)
 
-    def read_into(self, places: Sequence[NextCommit]) -> None:
+    def read_into(self, places: Sequence[ReadTarget]) -> None:
         """Fill each buffer with the bytes of its place; adjacent ones are read in one call."""
         together: list[memoryview] = []
         before, begin, end = None, 0, 0
@@ -128,7 +128,7 @@ class SourceReader:
         known = files.get(path)
         if known is None:
             if len(files) == _OPEN_FILES_MAX:
-                files.pop(next(iter(files)))[1].close()
+                files.pop(next(iter(files)))[1].close()  # the one that was opened first
             stack = contextlib.ExitStack()
             known = files[path] = stack.enter_context(open_source(path)), stack
             self._stacks.append(stack)

@@ -30,7 +30,7 @@ from layerstore.units import short_id
 
 Answer = TypeVar("Answer")
 
-# How many records are read and then indexed at once.
+# How many records are read and then indexed at once: a first look that is interrupted keeps what it has done.
 _BATCH = 256
 
 # How many vanished commits are named; the others are only counted.
@@ -171,6 +171,7 @@ class RunView:
     @cached_property
     def _forks(self) -> dict[int, Fork | None]:
         forks: dict[int, Fork | None] = {}
+        # The first record of an attempt counts; the others repeat what it states.
         for row in self._ordered:
             attempt = row.attempt
             for fork in row.lineage:
@@ -262,6 +263,7 @@ class Catalog:
         """Compare the names in the folder of *run* with the known rows."""
         # Read the index before listing: a commit published in between is then merely not indexed yet.
         rows = self.indexed(run) if before is None else before.rows
+        # Before the listing: a change in between shows by the stamp, and the folder is listed again.
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
         if before is not None:
@@ -292,7 +294,7 @@ class Catalog:
             try:
                 yield row_of(self._records.read(name))
             except LayerstoreError as exc:
-                if self._records.is_listed(name):
+                if self._records.is_listed(name):  # else it was removed meanwhile
                     damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
@@ -446,7 +448,7 @@ class Catalog:
             self._directory.rename(aside)
         except OSError:
             return False  # nothing there, or the store is read-only and its index stays unused
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # what stays is a folder that nobody opens
         return True
 
 

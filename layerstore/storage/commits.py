@@ -36,8 +36,8 @@ from layerstore.limits import OWN_JSON_BYTES_MAX, RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
 
-# How many records are read to tell which store they belong to.
-_ASKED = 16
+# Records that are read to find out which store they belong to: few, as every command that fails reads them.
+_RECORDS_READ_MAX = 16
 
 
 def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
@@ -108,14 +108,14 @@ def _stated(files: Files, path: Path) -> str | None:
     try:
         return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
     except LayerstoreError:
-        return None
+        return None  # damaged, or anybody's: the others decide
 
 
 def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
     """Return *problem*, a damaged or missing ``store.json``, with a hint: the command that rewrites it, if one can."""
     if files.exists(layout.migrating):
         return problem  # in the middle of a migration only a copy helps
-    stated = stated_ids(layout, files, limit=_ASKED)
+    stated = stated_ids(layout, files, limit=_RECORDS_READ_MAX)
     if not stated:
         return problem
     command = f"layerstore repair --store-id {stated.most_common(1)[0][0]}"
@@ -239,7 +239,7 @@ class RecordStore:
                 commit = self.read(name)
             except LayerstoreError as exc:
                 if not self.is_listed(name):
-                    continue
+                    continue  # removed meanwhile
                 commit = exc
             yield name, commit
 
@@ -319,10 +319,12 @@ class RecordStore:
             Unsupported: The store was migrated since it was opened. If that happened just now, the migration may have
                 missed the commit.
         """
+        # Before anything is written: in another format the record may belong elsewhere.
         self.check_store()
         target = self._path(self.name_of(commit))
         self._files.make_directory(target.parent)
         with self._files.temporary(self._layout.tmp, self.encode(commit)) as source:
+            # Before others see the file: `withdraw` must not remove one that another writer has put there since.
             identity = self._files.identity(source)
             if not self._files.link_exclusive(source, target):
                 identity = None
@@ -394,6 +396,7 @@ class RecordStore:
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
+        # Once for each run. Records that a power cut brings back are whole: objects go only after this.
         for run in {name.run for name in names}:
             self._files.sync_directory(self._layout.run(run))
 
@@ -439,7 +442,7 @@ class RecordStore:
             try:
                 pin = self.read_pin(name)
             except NotFound:
-                continue
+                continue  # deleted meanwhile
             except LayerstoreError as exc:
                 pin = exc
             yield name, pin

@@ -350,7 +350,7 @@ class Index:
             with transaction:
                 yield transaction
         except lmdb.MapFullError:
-            raise
+            raise  # `_change` makes room
         except lmdb.Error as exc:
             # After a failed commit the environment is suspect, whatever LMDB says next time.
             raise IndexUnusable(f"the index failed: {exc}") from exc
@@ -439,7 +439,7 @@ def _acquire(directory: Path) -> _OpenIndex:
             raise IndexUnusable(f"the index folder cannot be used: {exc}") from exc
         identity = (state.st_dev, state.st_ino)
         opened = _open_environments.get(identity)
-        if opened is None or opened.pid != os.getpid():
+        if opened is None or opened.pid != os.getpid():  # one that came over a fork is the parent's
             is_read_only = not os.access(directory, os.W_OK)
             opened = _OpenIndex(_open_environment(directory, read_only=is_read_only), is_read_only)
             _open_environments[identity] = opened
@@ -451,7 +451,7 @@ def _release(opened: _OpenIndex) -> None:
     with _registry_guard:
         opened.users -= 1
         if opened.users or opened.pid != os.getpid():
-            return
+            return  # a child must not close what its parent has open
         opened.environment.close()
         for identity, other in list(_open_environments.items()):
             if other is opened:
@@ -472,14 +472,14 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
             metasync=True,
             sync=True,
             map_async=False,
-            writemap=False,
+            writemap=False,  # a stray write of this process cannot damage the file
             lock=True,
             max_dbs=0,
             mode=0o666,
             lib_version=0,
         )
         if not read_only:
-            environment.reader_check()
+            environment.reader_check()  # the slots of killed readers would keep old pages from being reused
     except (lmdb.Error, OSError) as exc:
         raise IndexUnusable(f"the index cannot be opened: {exc}") from exc
     return environment

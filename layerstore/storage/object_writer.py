@@ -105,6 +105,7 @@ class ObjectWriter:
         with self._guard:
             if ref.id in self._reused or ref.id in self._staged:
                 return True
+        # Not under the lock: a touch may wait for a server, and touching twice does no harm.
         return self.put_back(ref) and self._claimed_as_reused(ref)
 
     def refer(self, ref: BlobRef) -> bool:
@@ -164,6 +165,7 @@ class ObjectWriter:
         its objects, so each must be reused separately.
         """
         home = self._layout.object(ref.id)
+        # Touched first, then looked at, as in `reuse`.
         if not self._files.touch(home) or self._files.size(home) != ref.size_bytes:
             return False
         with self._guard:
@@ -239,6 +241,7 @@ class ObjectWriter:
         assert isinstance(draft, Stream), "it is a draft of ours"
         draft.finish()
         with self._guard:
+            # `discard` has gone through what was staged: what came after it would stay in ``tmp/``.
             if self._is_over or ref.id in self._staged:
                 return False
             self._staged[ref.id] = ref, draft.file.path
@@ -305,11 +308,14 @@ class ObjectWriter:
         for folder in folders:
             if not self._files.is_directory(folder):
                 self._files.make_directory(folder, durable=False)
+        # The folders' own names, before anything is linked into them.
         self._files.sync_directory(self._layout.objects)
+        # In the order of staging: a blob, which promises that what it names is there, comes after that.
         for ref, path in self._staged.values():
             if hours_on() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
                 self._files.touch(path)
             if ref.id in self._damaged:
+                # The one case in which an object is replaced: by the bytes that its name promises.
                 self._files.rename(path, self._layout.object(ref.id))
             else:
                 self._link(path, ref)
@@ -322,6 +328,7 @@ class ObjectWriter:
             self._files.touch(target)
             size_bytes = self._files.size(target)
             if size_bytes is None:
+                # Taken aside by a collection just now.
                 self._files.link_exclusive(source, target)
             else:
                 check_size(ref, size_bytes, target)
@@ -352,6 +359,7 @@ class ObjectWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Also after a success: the names in ``tmp/`` have served once `look_again` is done.
         self.discard()
 
     def discard(self) -> None:

@@ -230,7 +230,7 @@ class ObjectStore:
             with self._files.open(path) as file:
                 return hashed(file).id() == object_id
         except IntegrityError:
-            return False
+            return False  # a link, a folder or a fifo
         except StorageIO as exc:
             if exc.errno not in {errnos.ENOENT, errnos.EIO}:
                 raise  # out of descriptors, or no permission: proves nothing about the bytes

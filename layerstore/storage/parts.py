@@ -64,6 +64,7 @@ class PartStore:
         if not self.has_session(part.session):
             self.open_session(part.session)  # a collection removed the idle folder
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
+            # If it is there already, it is the same part: its rank repeats what it has done.
             self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 

@@ -29,7 +29,7 @@ from layerstore.storage.trash import Aside, Trash
 
 NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
 INDEX_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
-_PLACE_DIGITS = 8
+_PLACE_DIGITS = 8  # enough to tell apart the copies of one store on a host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +209,7 @@ class Repository:
             )
         self.records.check_store()
         _check_folders(self.layout, self.files)
+        # Never commits/: an empty one made here would say that there are no commits.
         for folder in self.layout.folders:
             if folder != self.layout.commits and not self.files.exists(folder):
                 self.files.make_directory(folder)

@@ -85,6 +85,7 @@ class Trash:
     def restoring(self, commit: Commit) -> Iterator[None]:
         """Remove the record of *commit* from here once the block has made it visible."""
         yield
+        # Last, and not after an error: a commit may be here and visible, but never neither.
         self.remove_record(self._records.name_of(commit))
 
     def _record(self, name: RecordName) -> Path:
@@ -104,7 +105,7 @@ class Trash:
         try:
             data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         except (IntegrityError, StorageIO):
-            return False
+            return False  # it cannot be read, so there is nothing to keep
         with self._files.temporary(self._layout.tmp, data) as copy:
             self._files.link_exclusive(copy, target)
         self._files.sync_directory(target.parent)
@@ -128,6 +129,7 @@ class Trash:
 
     def remove_damaged(self, path: Path) -> None:
         """Remove *path* from the trash for good."""
+        # Not synced: what a power cut brings back goes with the next collection.
         self._files.unlink(path)
         folder = path.parent
         while folder != self._layout.trash / "damaged":
@@ -182,7 +184,7 @@ class Aside:
             # POSIX: rename does nothing if both names are the same file.
             self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
         except StorageIO as exc:
-            if exc.errno != errnos.ENOENT:
+            if exc.errno != errnos.ENOENT:  # another collection was faster
                 raise
 
     def ids(self) -> list[ObjectId]:
