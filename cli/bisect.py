@@ -138,9 +138,9 @@ def _print_result(result: "Bisected", *, is_new: bool, folder: Path) -> None:
 
 
 def _print_log(folder: Path, *, as_json: bool) -> None:
-    from layerstore.bisect import read_log
+    from layerstore.bisect import read_trials
 
-    question, trials, answer = read_log(folder)
+    question, trials, answer = read_trials(folder)
     if as_json:
         fields = {"bisection": json_fields(question), "trials": [json_fields(trial) for trial in trials]}
         print_json(fields | {"answer": answer or None})

@@ -10,15 +10,15 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import (
     AsJson,
-    Reference,
+    OptionTable,
+    ReferenceArgument,
     StorePath,
-    Table,
     chosen_reference,
     opened,
-    row_of,
+    option_row,
     with_options,
 )
-from layerstore.cli.policy import choices, with_settings
+from layerstore.cli.policy import policy_choices, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     Column,
@@ -53,7 +53,7 @@ PolicyName = Annotated[
     str | None,
     typer.Option(
         metavar="P",
-        help=f"{'; '.join(f'{name}: {text}' for name, text in choices().items())}. [default: latest]",
+        help=f"{'; '.join(f'{name}: {text}' for name, text in policy_choices().items())}. [default: latest]",
         rich_help_panel=_SOURCE,
     ),
 ]
@@ -78,7 +78,7 @@ PinName = Annotated[
     ),
 ]
 RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.", rich_help_panel=_SOURCE)]
-Step = Annotated[
+StepOption = Annotated[
     int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.", rich_help_panel=_SOURCE)
 ]
 Exact = Annotated[
@@ -100,7 +100,9 @@ WithoutDamaged = Annotated[
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.", rich_help_panel=_SAFETY)
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace DIR, if layerstore wrote it.", rich_help_panel=_SAFETY)]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace DIR, if layerstore wrote it.", rich_help_panel=_SAFETY)
+]
 ForceForeign = Annotated[
     bool,
     typer.Option(
@@ -110,14 +112,14 @@ ForceForeign = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_SAFETY)]
-_AVERAGE: Table = {
+_AVERAGE: OptionTable = {
     "mean": (str, "SAVES", "Average the masters of these saves: last:10, or sft@800,sft@900:2 with weights."),
     "ema": (float, "B", "Weigh the last saves: each B times the one after it."),
     "mean_layers": (str, "PATTERN", "Average only these layers; the others are REF's."),
 }
 
 
-def _format_options() -> Table:
+def _format_options() -> OptionTable:
     """Return what chooses the format, and the options of all formats."""
     names = tuple(known.name for known in FORMATS)
     what = "; ".join(f"{known.name}: {known.about}" for known in FORMATS) + ". [default: shards; dcp if that saved REF]"
@@ -125,7 +127,7 @@ def _format_options() -> Table:
     for name in dict.fromkeys(name for known in FORMATS for name in settings_of(known)):
         having = {known.name: settings_of(known)[name] for known in FORMATS if name in settings_of(known)}
         setting = next(iter(having.values()))
-        table[name] = row_of(setting, f"{', '.join(having)}: {setting.help}")
+        table[name] = option_row(setting, f"{', '.join(having)}: {setting.help}")
     return table
 
 
@@ -138,19 +140,19 @@ Out = Annotated[
 @with_options("average", _AVERAGE, panel="Average")
 @with_options("options", _format_options(), panel=_OUTPUT)
 def compose(
-    ref: Reference = None,
+    ref: ReferenceArgument = None,
     *,
     out: Out = None,
     options: Mapping[str, Any],
     pin: PinName = None,
     run: RunName = None,
-    step: Step = None,
+    step: StepOption = None,
     exact: Exact = False,
     policy: PolicyName = None,
     recipe: RecipeFile = None,
     settings: Mapping[str, object],
     dry_run: DryRun = False,
-    force: Force = False,
+    force: ForceOption = False,
     force_foreign: ForceForeign = False,
     max_staleness: MaxStaleness = None,
     without_damaged: WithoutDamaged = False,

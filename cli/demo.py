@@ -15,10 +15,10 @@ from layerstore.units import size
 
 ABOUT = About("Before you start", store=None, answers=True)
 
-Folder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="A new folder for all that it makes.")]
+DemoFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="A new folder for all that it makes.")]
 
 
-def demo(*, folder: Folder = Path("layerstore-demo"), as_json: AsJson = False) -> None:
+def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = False) -> None:
     """
     Train, save, resume and collect with DeepSpeed; compare losses.
 

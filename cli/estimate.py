@@ -12,8 +12,8 @@ from layerstore.cli.commands import About
 from layerstore.cli.options import (
     DEFAULT_STORE,
     AsJson,
+    OptionTable,
     StorePath,
-    Table,
     nearest_store,
     one_of,
     opened,
@@ -98,7 +98,7 @@ Trainable = Annotated[
     str, _option("--trainable", "SHARE", "The share that is trained, like 0.5%: LoRA, frozen layers.")
 ]
 Movement = Annotated[float | None, _option("--movement", "X", f"{_MEASURING}: how far layers move from save to save.")]
-_COSTS: Table = {
+_COSTS: OptionTable = {
     "keep_last": (int, "N", "Keep the newest N. [default: all]"),
     "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
     "copy_rate": (str, "RATE", f"What a rank copies while it is held up. [default: {_DEFAULTS['--copy-rate']}]"),

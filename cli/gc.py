@@ -48,7 +48,7 @@ Grace = Annotated[
 ]
 
 
-Remote = Annotated[
+RemoteName = Annotated[
     str | None, typer.Option(metavar="REMOTE", help="Collect this remote, by name or URL, and not the store.")
 ]
 
@@ -62,7 +62,7 @@ def gc(
     empty_trash: Annotated[
         bool, typer.Option("--empty-trash", help="Also what was dropped or replaced less than 7 days ago.")
     ] = False,
-    remote: Remote = None,
+    remote: RemoteName = None,
     pushed_to: Annotated[
         str | None, typer.Option("--pushed-to", metavar="REMOTE", help="Keep what this remote lacks.")
     ] = None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.commands import About
-from layerstore.cli.options import AsJson, Reference, StorePath, opened
+from layerstore.cli.options import AsJson, ReferenceArgument, StorePath, opened
 from layerstore.cli.render import Column, print_json, print_table
 from layerstore.cli.show import refers_to
 from layerstore.json_fields import json_fields
@@ -18,7 +18,7 @@ ABOUT = About("Look", store="anywhere", answers=True)
 
 
 def ls(
-    ref: Reference = None,
+    ref: ReferenceArgument = None,
     layer: Annotated[str | None, typer.Argument(metavar="LAYER", help="Only this layer.")] = None,
     store: StorePath = None,
     as_json: AsJson = False,

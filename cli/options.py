@@ -34,7 +34,7 @@ StorePath = Annotated[
         "--store", metavar="STORE", help="A folder or URL. [default: LAYERSTORE_STORE, else .layerstore here or above]"
     ),
 ]
-Reference = Annotated[
+ReferenceArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="REF",
@@ -73,8 +73,8 @@ def store_or_nearest(path: str | None) -> str | Path:
     return nearest
 
 
-Command: TypeAlias = Callable[..., None]
-Table: TypeAlias = Mapping[str, tuple[Any, str, str]]
+CommandFunction: TypeAlias = Callable[..., None]
+OptionTable: TypeAlias = Mapping[str, tuple[Any, str, str]]
 """Options by name: the type of each, its metavar and its help."""
 
 
@@ -89,10 +89,10 @@ def one_of(choices: Any) -> str:
     return "|".join(get_args(choices))
 
 
-def table_of(options: object) -> Table:
+def table_of(options: object) -> OptionTable:
     """Return the options that the fields of *options*, a class, describe."""
     settings = settings_of(options).items()
-    return {name: row_of(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in settings}
+    return {name: option_row(setting, f"{setting.help[0].upper()}{setting.help[1:]}") for name, setting in settings}
 
 
 def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,20 +101,20 @@ def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name].value(value) for name, value in given.items()}
 
 
-def row_of(setting: Setting, text: str) -> tuple[Any, str, str]:
+def option_row(setting: Setting, text: str) -> tuple[Any, str, str]:
     """Return the row of *setting*, whose help is the sentence *text*; no value at all is no default to speak of."""
     default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
     return setting.kind, setting.metavar, f"{text}.{default}"
 
 
-def with_options(place: str, table: Table, *, panel: str) -> Callable[[Command], Command]:
+def with_options(place: str, table: OptionTable, *, panel: str) -> Callable[[CommandFunction], CommandFunction]:
     """
     Replace a command's parameter *place* by the options of *table*, which ``--help`` has under *panel*.
 
     The command receives those that were given.
     """
 
-    def extended(command: Command) -> Command:
+    def extended(command: CommandFunction) -> CommandFunction:
         @functools.wraps(command)
         def run(**words: object) -> None:
             given = {name: words.pop(name) for name in table}

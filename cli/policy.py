@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from layerstore.cli.help import POLICY_SETTINGS
-from layerstore.cli.options import Command, Table, with_options
+from layerstore.cli.options import CommandFunction, OptionTable, with_options
 
 if TYPE_CHECKING:
     from layerstore.policy import Keep
 
-_RULES: Table = {
+_RULES: OptionTable = {
     "keep_last": (int, "N", "Keep the newest N."),
     "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
     "keep_within": (str, "AGE", "Keep what is younger: 14d, 36h."),
@@ -30,7 +30,7 @@ with_rules = with_options("rules", _RULES, panel="What to keep")
 """Replaces a command's parameter *rules* by the retention rules."""
 
 
-def with_settings(command: Command) -> Command:
+def with_settings(command: CommandFunction) -> CommandFunction:
     """Replace a command's parameter *settings* by those of policies."""
     from layerstore.policy import OURS
     from layerstore.setting import settings_of
@@ -44,7 +44,7 @@ def with_settings(command: Command) -> Command:
     return with_options("settings", table, panel=POLICY_SETTINGS)(command)
 
 
-def choices() -> dict[str, str]:
+def policy_choices() -> dict[str, str]:
     """Return the policies that a composite may have, each with what it takes."""
     from layerstore.policy import EXACT, LATEST, OURS
 

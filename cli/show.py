@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerstore.cli.commands import About
-from layerstore.cli.options import AsJson, Reference, StorePath, opened
+from layerstore.cli.options import AsJson, ReferenceArgument, StorePath, opened
 from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
     Column,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ABOUT = About("Look", store="anywhere", answers=True, elsewhere=("describe", "info", "inspect"))
 
 
-def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False) -> None:
+def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson = False) -> None:
     """
     Show one commit, and where its layers were saved.
 

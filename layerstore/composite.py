@@ -29,7 +29,7 @@ from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
 from layerstore.shards import Written
 from layerstore.storage import Repository
-from layerstore.tables import Table, frame
+from layerstore.tables import Table, data_frame
 from layerstore.units import utc
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Composite:
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each layer, its save and its age; Unsupported if pandas is not installed."""
-        return frame(map(json_fields, self.staleness.layers))
+        return data_frame(map(json_fields, self.staleness.layers))
 
     @property
     def composition(self) -> Composition:

@@ -180,7 +180,7 @@ def _row_of_boxes(slices: Iterable[StoredSlice], shape: Sequence[int]) -> _Row:
     return _Row(tuple(run[3] for run in runs), tuple(run[2] for run in runs), tuple(bounds))
 
 
-Stretch = tuple[StoredSlice, int, int]
+SliceStretch = tuple[StoredSlice, int, int]
 """Adjacent elements of one slice: the first, counted from the start of the slice, and how many."""
 
 
@@ -316,7 +316,7 @@ class Slices:
             made_of.append((*parts[0][:3], parts if len(parts) > 1 else ()))
         return made_of
 
-    def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> list[Stretch]:
+    def stretches(self, kind: Kind, name: str, *, state: str = "", begin: int, end: int) -> list[SliceStretch]:
         """
         Return the slices that hold the elements *begin* to *end* of a parameter, and the position in each.
 

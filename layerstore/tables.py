@@ -40,10 +40,10 @@ class Table(list[Row]):
         Raises:
             Unsupported: pandas is not installed.
         """
-        return frame(map(self._fields, self))
+        return data_frame(map(self._fields, self))
 
 
-def frame(rows: Iterable[Mapping[str, object]]) -> "DataFrame":
+def data_frame(rows: Iterable[Mapping[str, object]]) -> "DataFrame":
     """Return *rows* as a frame: what is nested gets columns of its own, such as ``kinds.master.status``."""
     try:
         import pandas

@@ -7,7 +7,7 @@ the answers to go on from, and ``bisection`` brings them together.
 
 from layerstore.bisect.bisection import Bisected, bisect
 from layerstore.bisect.judges import Judged, command_judge
-from layerstore.bisect.search import Verdict
-from layerstore.bisect.trial_log import Trial, read_log
+from layerstore.bisect.search import TrialVerdict
+from layerstore.bisect.trial_log import Trial, read_trials
 
-__all__ = ["Bisected", "Judged", "Trial", "Verdict", "bisect", "command_judge", "read_log"]
+__all__ = ["Bisected", "Judged", "Trial", "TrialVerdict", "bisect", "command_judge", "read_trials"]

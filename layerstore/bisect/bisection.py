@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from layerstore.bisect.judges import Judged
-from layerstore.bisect.search import Contradiction, Verdict, bad_together, first_bad, suspect
+from layerstore.bisect.search import Contradiction, TrialVerdict, bad_together, first_bad, suspect
 from layerstore.bisect.trial_log import OWN, Log, Question, Trial
-from layerstore.bisect.trials import Trials, key_of
+from layerstore.bisect.trials import Trials, key_of_export
 from layerstore.compose import Composition, compose_latest
 from layerstore.disk import lock
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput
@@ -199,7 +199,7 @@ class _Contrast:
             if self.is_possible and entry.version != self._ours[layer].version
         )
 
-    def __call__(self, chosen: Collection[str]) -> Verdict:
+    def __call__(self, chosen: Collection[str]) -> TrialVerdict:
         layers = tuple(self._theirs[name] if name in chosen else entry for name, entry in self._ours.items())
         good, bad = self._names
         first = [layer for layer in self._ours if layer in chosen][:_NAMES_MAX]
@@ -239,17 +239,17 @@ class _Judging:
     trials: Trials
     on_trial: Callable[[Trial], None]
 
-    def verdict(self, composition: Composition, asked: str) -> Verdict:
+    def verdict(self, composition: Composition, asked: str) -> TrialVerdict:
         """Return the verdict on *composition*, which *asked* describes."""
         plan = self.trials.plan(composition)
-        key = key_of(plan)
+        key = key_of_export(plan)
         known = next((trial for trial in self.log.trials if trial.key == key), None)
         if known is not None:
             return known.verdict
         started = time.monotonic()
         written = self.trials.write(plan)
         judged = self.judge(self.trials.folder)
-        if getattr(judged, "verdict", None) not in get_args(Verdict):
+        if getattr(judged, "verdict", None) not in get_args(TrialVerdict):
             raise InvalidInput(f"the judge returned {judged!r}", hint='a Judged, such as Judged(verdict="bad")')
         trial = Trial(
             number=len(self.log.trials) + 1,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.bisect.search import Verdict
+from layerstore.bisect.search import TrialVerdict
 from layerstore.errors import InvalidInput
 from layerstore.json_text import parse_json
 from layerstore.policy import Best
@@ -21,7 +21,7 @@ _SKIP, _BAD_MAX = 125, 124
 class Judged:
     """What a judge says of one folder."""
 
-    verdict: Verdict
+    verdict: TrialVerdict
     metric: float | None = None
     """The number that decided, if one did."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeVar
 
-Verdict = Literal["good", "bad", "skip"]
+TrialVerdict = Literal["good", "bad", "skip"]
 
 Item = TypeVar("Item")
 
@@ -27,13 +27,13 @@ class Boundary:
 class Contradiction(Exception):
     """An end of the row is not what it was said to be."""
 
-    def __init__(self, index: int, verdict: Verdict) -> None:
+    def __init__(self, index: int, verdict: TrialVerdict) -> None:
         super().__init__(index, verdict)
         self.index = index
         self.verdict = verdict
 
 
-def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
+def first_bad(count: int, judge: Callable[[int], TrialVerdict]) -> Boundary:
     """
     Return where a row of *count* turns bad: its first is said to be good, its last to be bad.
 
@@ -61,7 +61,7 @@ def first_bad(count: int, judge: Callable[[int], Verdict]) -> Boundary:
     return Boundary(good=good, bad=bad, skipped=tuple(sorted(index for index in skipped if good < index < bad)))
 
 
-def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) -> Item | None:
+def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], TrialVerdict]) -> Item | None:
     """
     Return the only one of *items* that can be bad alone, where all of them together are bad, and none are good.
 
@@ -78,7 +78,7 @@ def suspect(items: Sequence[Item], judge: Callable[[frozenset[Item]], Verdict]) 
     return rest[0] if rest else None
 
 
-def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Verdict]) -> tuple[Item, ...] | None:
+def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], TrialVerdict]) -> tuple[Item, ...] | None:
     """
     Return a bad set of *items* from which no part can be left out, where all of them are bad, and none are good.
 

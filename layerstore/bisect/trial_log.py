@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.bisect.search import Verdict
+from layerstore.bisect.search import TrialVerdict
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
 from layerstore.json_fields import json_fields
@@ -30,7 +30,7 @@ class Trial:
     """Names what was judged by its content."""
     asked: str
     """What was judged, in words."""
-    verdict: Verdict
+    verdict: TrialVerdict
     metric: float | None
     bytes_written: int
     seconds: float
@@ -70,7 +70,7 @@ class Log:
         self.question = question
         self.trials: list[Trial] = []
         if files.size(self._path):
-            known, trials, answer = read_log(folder)
+            known, trials, answer = read_trials(folder)
             is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
@@ -102,7 +102,7 @@ class Log:
         self._files.append(self._path, b"\n" + json.dumps(line).encode())
 
 
-def read_log(folder: Path) -> tuple[Question, list[Trial], str]:
+def read_trials(folder: Path) -> tuple[Question, list[Trial], str]:
     """Return the log in *folder*: the question, the trials, and the answer if there is one; raises InvalidInput."""
     path = folder / _NAME
     text = Files().read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)

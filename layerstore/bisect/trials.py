@@ -35,7 +35,7 @@ class Trials:
         self._repo.files.remove_tree(self.folder)
 
 
-def key_of(plan: ExportPlan) -> str:
+def key_of_export(plan: ExportPlan) -> str:
     """Return a name for what a judge would see: equal for equal folders, whichever saves they are from."""
     seen = [(file.path, file.size_bytes, file.literals, file.pieces) for file in plan.files if file.path != SUMMARY]
     return digest(repr(sorted(seen, key=lambda planned: planned[0])).encode()).hex()

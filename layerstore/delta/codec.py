@@ -37,7 +37,7 @@ Parts: TypeAlias = "dict[str, Array]"
 """What changed in a tensor, under the names that it has in a file."""
 
 
-def encode(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[Parts, int]:
+def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: Encoding) -> tuple[Parts, int]:
     """
     Return the parts that make *new* of *old*, the bytes of the tensor *name*, and how many elements changed.
 
@@ -78,7 +78,7 @@ def part_bytes_max(size_bytes: int, *, dtype: str) -> int:
 
 def decode_into(tensor: bytearray, parts: Sequence[bytes], *, dtype: str, encoding: Encoding) -> None:
     """
-    Change the bytes of *tensor* as *parts* say, which are in the order of `encode`.
+    Change the bytes of *tensor* as *parts* say, which are in the order of `encode_tensor`.
 
     Raises:
         SourceCheckpoint: They do not fit it.

@@ -24,7 +24,7 @@ from layerstore.assemble import (
     read_stretch,
 )
 from layerstore.compose import Composition, compose_latest
-from layerstore.delta.codec import Encoding, encode
+from layerstore.delta.codec import Encoding, encode_tensor
 from layerstore.delta.delta_folder import DeltaWriter, is_delta
 from layerstore.dtypes import DTypeName, by_code
 from layerstore.errors import AlreadyExists, LayoutMismatch
@@ -111,7 +111,7 @@ def write_delta(
                 writer.unchanged(name, object_id(was))
                 continue
             changed += 1
-            parts, count = encode(name, was, now, dtype=tensor.dtype, encoding=encoding)
+            parts, count = encode_tensor(name, was, now, dtype=tensor.dtype, encoding=encoding)
             elements_changed += count
             writer.add(name, parts, base=object_id(was), target=object_id(now))
         writer.finish(version=composition.base.step, base_version=base.base.step, name=called, base_name=before)

@@ -32,10 +32,10 @@ POLICIES = {policy.name: policy_named(policy.name, getattr(policy, "small", None
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 """Where DeepSpeed finds ninja, even if the environment is not activated."""
 
-Facts = dict[str, Any]
+DemoFacts = dict[str, Any]
 
 
-def run_demo(folder: Path, *, report: Callable[[str], object] = lambda line: None) -> Facts:
+def run_demo(folder: Path, *, report: Callable[[str], object] = lambda line: None) -> DemoFacts:
     """Train, ingest, compose, resume and compare in the new *folder*; return what ``--json`` prints."""
     missing = [name for name in ("torch", "deepspeed", "transformers") if find_spec(name) is None]
     missing += [name for name in ("ninja", os.environ.get("CXX", "c++")) if not shutil.which(name, path=PATH)]
@@ -63,9 +63,14 @@ def run_demo(folder: Path, *, report: Callable[[str], object] = lambda line: Non
     return facts | {"identical": not facts["problems"], "seconds": time.monotonic() - began}
 
 
-def _run(folder: Path, report: Callable[[str], object]) -> Facts:
+def _run(folder: Path, report: Callable[[str], object]) -> DemoFacts:
     work, saved, times = folder / "work", folder / "work" / "saved", dict[str, float]()
-    facts: Facts = {"resumed_from": BASE, "dir": folder, "store": folder / "store", "report": folder / "report.html"}
+    facts: DemoFacts = {
+        "resumed_from": BASE,
+        "dir": folder,
+        "store": folder / "store",
+        "report": folder / "report.html",
+    }
 
     def begin(part: str, text: str) -> None:
         report(text)
@@ -144,7 +149,7 @@ def _train(folder: Path, out: str, *composites: str, steps: int = STEPS, ranks: 
     return [list(map(float, losses)) for losses in json.loads((folder / "work" / out / "losses.json").read_text())]
 
 
-def _usage(saved_by: str, folder: Path, saves: list[int]) -> Facts:
+def _usage(saved_by: str, folder: Path, saves: list[int]) -> DemoFacts:
     first, *later = saves
     facts = {"saved_by": saved_by, "saves": len(saves), "total_bytes": _size_bytes(folder)}
     return facts | {"first_bytes": first, "later_bytes": sum(later) / len(later)}
@@ -154,7 +159,7 @@ def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _mixture(mixed: Composite, saved: Composite) -> Facts:
+def _mixture(mixed: Composite, saved: Composite) -> DemoFacts:
     same, steps = same_layers(saved, mixed), Counter(choice.step for choice in mixed.layers.values())
     facts = {"policy": mixed.policy, "step": mixed.step, "steps": dict(sorted(steps.items(), reverse=True))}
     return facts | {"oldest_steps": mixed.staleness.oldest.steps, "layers": len(same), "same": sum(same.values())}
@@ -166,7 +171,7 @@ def same_layers(expected: Composite, actual: Composite) -> dict[str, bool]:
     return {layer: versions.get(layer) == choice.version for layer, choice in expected.layers.items()}
 
 
-def same_arrays(expected: Composite, actual: Composite) -> Facts:
+def same_arrays(expected: Composite, actual: Composite) -> DemoFacts:
     """Compare masters and moments of two commits for different numbers of ranks, array by array."""
     pairs = [(expected.tensors(kind), actual.tensors(kind)) for kind in ("master", "optimizer")]
     same = [ours[name].tobytes() == theirs[name].tobytes() for ours, theirs in pairs for name in ours]

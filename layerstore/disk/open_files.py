@@ -166,7 +166,7 @@ def rename_exclusive(source: Path, target: Path) -> bool:
     raise OSError(number, os.strerror(number), os.fspath(target))
 
 
-def reserve(fd: int, size_bytes: int) -> bool:
+def allocate(fd: int, size_bytes: int) -> bool:
     """
     Allocate the file *fd* at full size, so that the kernel need not find blocks page by page.
 
@@ -251,7 +251,7 @@ class NewFile:
         """Set the file's length; unwritten bytes read as zeros."""
         self._hook("truncate", self.path)
         with mapped_errors(self.path, doing="resize"):
-            if not reserve(self.fd, size_bytes):
+            if not allocate(self.fd, size_bytes):
                 os.ftruncate(self.fd, size_bytes)
 
     def make_executable(self) -> None:

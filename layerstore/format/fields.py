@@ -26,8 +26,8 @@ from layerstore.model import STAGES, CommitId, CommitRecord, Kind, LayerVersion,
 from layerstore.states import BufferContent, FlatContent, FragmentContent, ObjectContent
 
 Value = TypeVar("Value")
-Reader = Callable[[Plain], Any]
-Writer = Callable[[Any], Plain]
+FieldReader = Callable[[Plain], Any]
+FieldWriter = Callable[[Any], Plain]
 Check = Callable[[Any], bool]
 
 _PLAIN = frozenset({bool, int, float, str, bytes})
@@ -46,7 +46,7 @@ def to_plain(value: object) -> Plain:
 
 
 @cache
-def _writer_of(kind: Any) -> Writer:
+def _writer_of(kind: Any) -> FieldWriter:
     """Return a function that turns a *kind* into a plain value."""
     if issubclass(kind, StrEnum):
         return str
@@ -62,7 +62,7 @@ def _plain_items(values: tuple[Any, ...]) -> list[Plain]:
     return list(values) if kind in _PLAIN else list(map(_writer_of(kind), values))
 
 
-def _fields_writer(cls: Any) -> Writer:
+def _fields_writer(cls: Any) -> FieldWriter:
     """Return a function that writes a dataclass; plain fields are copied all at once, since a save has a million."""
     fields = sorted(dataclasses.fields(cls), key=lambda field: field.name)
     names = tuple(field.name for field in fields)
@@ -99,7 +99,7 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
 
 
 @cache
-def _reader_of(cls: Any) -> Reader:
+def _reader_of(cls: Any) -> FieldReader:
     """Return a function that reads a *cls*: it only checks plain fields; the others have their own readers."""
     fields = _fields(cls)
     names = frozenset(field.name for field in fields)
@@ -227,7 +227,7 @@ def _mistyped(wanted: type, actual: type) -> str:
     return f"should be {wanted.__name__}, found {actual.__name__}"
 
 
-def _field_reader(field: "dataclasses.Field[Any]") -> Reader:
+def _field_reader(field: "dataclasses.Field[Any]") -> FieldReader:
     if "tree" not in field.metadata:
         return _reader_for(field.type)
     return _read_dict if typing.get_origin(field.type) is dict else _read_tree
@@ -247,7 +247,7 @@ def _read_dict(value: Plain) -> Any:
     return tree
 
 
-def _reader_for(hint: Any) -> Reader:
+def _reader_for(hint: Any) -> FieldReader:
     """Return a function that reads a value of the type *hint*."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
@@ -262,7 +262,7 @@ def _reader_for(hint: Any) -> Reader:
     return _plain_reader(plain_type, _CHECKS.get(hint))
 
 
-def _plain_reader(kind: type, check: Check | None = None) -> Reader:
+def _plain_reader(kind: type, check: Check | None = None) -> FieldReader:
     def read(value: Plain) -> Any:
         if type(value) is not kind:
             raise _Misfit(_mistyped(kind, type(value)))
@@ -273,7 +273,7 @@ def _plain_reader(kind: type, check: Check | None = None) -> Reader:
     return read
 
 
-def _tuple_reader(hint: Any) -> Reader:
+def _tuple_reader(hint: Any) -> FieldReader:
     kind = getattr(hint, "__supertype__", hint)
     read_list = _plain_reader(list)
     if kind in _PLAIN:
@@ -325,7 +325,7 @@ def _alike_reader(cls: Any) -> Callable[[Any], Any]:
     return read_alike
 
 
-def _enum_reader(cls: type[StrEnum]) -> Reader:
+def _enum_reader(cls: type[StrEnum]) -> FieldReader:
     read_text = _plain_reader(str)
 
     def read(value: Plain) -> Any:
@@ -337,7 +337,7 @@ def _enum_reader(cls: type[StrEnum]) -> Reader:
     return read
 
 
-def _union_reader(choices: tuple[Any, ...]) -> Reader:
+def _union_reader(choices: tuple[Any, ...]) -> FieldReader:
     """Return a function that reads one of *choices*; at most one of them is a dataclass."""
     by_type = {dict if dataclasses.is_dataclass(choice) else choice: _reader_for(choice) for choice in choices}
 

@@ -25,13 +25,13 @@ from layerstore.limits import RENAMED_RUNS_MAX
 
 _TRANSFORMERS = f"Transformers {transformers.__version__}"
 
-Run = tuple[str, int, int]
+RunTuple = tuple[str, int, int]
 """Contiguous elements of a parameter: its name, the first element, and their number."""
 
 
 def saved_as(
     config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
-) -> dict[str, tuple[Sequence[int], list[Run]]]:
+) -> dict[str, tuple[Sequence[int], list[RunTuple]]]:
     """
     Return what ``save_pretrained`` would write for a model: each name with its shape and the source of its elements.
 
@@ -77,7 +77,7 @@ def _mappings(model: Any) -> Iterator[list[Any] | None]:
 
 def _written(
     model: Any, mapping: list[Any] | None, tensors: Mapping[str, Any]
-) -> dict[str, tuple[Sequence[int], list[Run]]]:
+) -> dict[str, tuple[Sequence[int], list[RunTuple]]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     model._weight_conversions = mapping  # loading attaches this, and saving looks for it
@@ -107,15 +107,15 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
             self._note(made, _joined([self._blocks(part, dimension % made.dim()) for part in parts]))
         return made
 
-    def runs(self, tensor: Any) -> list[Run]:
+    def runs(self, tensor: Any) -> list[RunTuple]:
         """Return where the elements of *tensor* come from, in its own order."""
         return [run for block in self._blocks(tensor, 0) for run in block]
 
-    def _note(self, made: Any, runs: list[Run]) -> None:
+    def _note(self, made: Any, runs: list[RunTuple]) -> None:
         self._stored[_key(made)] = _merged(runs)
         self._kept.append(made)
 
-    def _blocks(self, tensor: Any, dimension: int) -> list[list[Run]]:
+    def _blocks(self, tensor: Any, dimension: int) -> list[list[RunTuple]]:
         """Return the runs of *tensor*, one list for each index of the dimensions before *dimension*."""
         stored = self._stored.get(_key(tensor))
         if stored is None:
@@ -138,7 +138,7 @@ def _key(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _joined(parts: list[list[list[Run]]]) -> list[Run]:
+def _joined(parts: list[list[list[RunTuple]]]) -> list[RunTuple]:
     """Interleave the blocks of all *parts*, in the order of ``cat``."""
     return [run for blocks in zip(*parts, strict=True) for block in blocks for run in block]
 
@@ -163,7 +163,7 @@ def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return places
 
 
-def _within(runs: Sequence[Run], begin: int, length: int) -> Iterator[Run]:
+def _within(runs: Sequence[RunTuple], begin: int, length: int) -> Iterator[RunTuple]:
     """Yield the parts of the concatenated *runs* that hold *length* elements from *begin*."""
     for name, start, count in runs:
         first, last = max(begin, 0), min(begin + length, count)
@@ -172,8 +172,8 @@ def _within(runs: Sequence[Run], begin: int, length: int) -> Iterator[Run]:
         begin -= count
 
 
-def _merged(runs: Iterable[Run]) -> list[Run]:
-    merged: list[Run] = []
+def _merged(runs: Iterable[RunTuple]) -> list[RunTuple]:
+    merged: list[RunTuple] = []
     for name, start, count in runs:
         if merged and merged[-1][0] == name and merged[-1][1] + merged[-1][2] == start:
             merged[-1] = (name, merged[-1][1], merged[-1][2] + count)

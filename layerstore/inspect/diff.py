@@ -21,13 +21,13 @@ from layerstore.nearest import did_you_mean, nearest
 from layerstore.numbers import Distance, nothing_between
 from layerstore.progress import Progress
 from layerstore.storage import Repository
-from layerstore.tables import frame
+from layerstore.tables import data_frame
 from layerstore.units import size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
+LayerStatus: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
 """``re-sliced``: cut for another world size or stage, so ids say nothing about equality."""
 
 StateStatus: TypeAlias = Literal["identical", "changed", "only in a", "only in b", "not comparable"]
@@ -63,7 +63,7 @@ class DiffSide:
 class KindDiff:
     """One kind of one layer."""
 
-    status: Status
+    status: LayerStatus
     bytes_a: int
     bytes_b: int
     bytes_changed: int
@@ -77,7 +77,7 @@ class LayerDiff:
     _JSON: ClassVar = "layer same=is_same status kinds bytes_changed"
 
     layer: str
-    status: Status
+    status: LayerStatus
     kinds: dict[str, KindDiff]
     """The kinds that at least one side has."""
     distance: Distance | None = None
@@ -131,7 +131,7 @@ class Diff:
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
-        return frame(self._rows())
+        return data_frame(self._rows())
 
     def _rows(self) -> Iterator[dict[str, object]]:
         for layer in self.layers:
@@ -141,7 +141,7 @@ class Diff:
             )
             yield {"layer": layer.layer, "status": layer.status, **sizes, **moved}
 
-    def count(self, status: Status) -> int:
+    def count(self, status: LayerStatus) -> int:
         """Count the layers with this status."""
         return sum(layer.status == status for layer in self.layers)
 
@@ -226,7 +226,7 @@ class ParametersDiff:
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each parameter; raises Unsupported if pandas is not installed."""
-        return frame(self._rows())
+        return data_frame(self._rows())
 
     def _rows(self) -> Iterator[dict[str, object]]:
         for parameter in self.parameters:
@@ -314,7 +314,7 @@ def _no_layer(repo: Repository, layer: str, entries: list[LayerEntry], *, where:
 def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> LayerDiff:
     entry = a or b
     assert entry is not None, "a layer of one of them"
-    status: Status = "changed"
+    status: LayerStatus = "changed"
     if a is None or b is None:
         status = "only in b" if a is None else "only in a"
     elif a.version.id == b.version.id:
@@ -339,7 +339,7 @@ def _of_kind(version: LayerVersion | None, kind: Kind) -> list[StoredObject]:
 
 def _kind(a: list[StoredObject], b: list[StoredObject], *, is_cut_alike: bool) -> KindDiff:
     ids_a, ids_b = ({stored.id for stored in side} for side in (a, b))
-    status: Status = "changed"
+    status: LayerStatus = "changed"
     if ids_a == ids_b:
         status = "same"
     elif not b:

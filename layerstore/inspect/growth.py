@@ -26,7 +26,7 @@ layers. In addition: the gathered weights that are not stored because they are t
 its writer put into the store, as noted at the time.
 """
 
-Parts: TypeAlias = "array[int]"
+PartNumbers: TypeAlias = "array[int]"
 """The numbers of the objects that something consists of."""
 
 
@@ -41,7 +41,7 @@ class Objects:
         self._numbers: dict[bytes, int] = {}
         self._sizes = array("Q")
 
-    def parts(self, refs: Iterable[BlobRef]) -> Parts:
+    def parts(self, refs: Iterable[BlobRef]) -> PartNumbers:
         """Return the numbers of *refs*; new objects get new ones."""
         numbers = array("I")
         for ref in refs:
@@ -51,11 +51,11 @@ class Objects:
             numbers.append(number)
         return numbers
 
-    def size_bytes(self, parts: Parts) -> int:
+    def size_bytes(self, parts: PartNumbers) -> int:
         """Return the size of *parts*."""
         return sum(self._sizes[number] for number in parts)
 
-    def add_new(self, seen: bytearray, parts: Parts) -> int:
+    def add_new(self, seen: bytearray, parts: PartNumbers) -> int:
         """Add *parts* to what was *seen*, a byte for each object; return the size of the new ones."""
         seen.extend(bytes(len(self._sizes) - len(seen)))
         new = 0
@@ -70,7 +70,7 @@ class Objects:
 class _Version:
     """What is kept of a version."""
 
-    parts: Parts = field(default_factory=lambda: array("I"))
+    parts: PartNumbers = field(default_factory=lambda: array("I"))
     """Its blob and its objects."""
     size_bytes: int = 0
     layer_bytes: int = 0
@@ -212,7 +212,7 @@ class WhatIf:
         self.estimated_bytes: list[int] = []
         """The estimated part of it."""
 
-    def add(self, record: CommitRecord, objects: Objects, versions: Iterable[_Version], beside: Parts) -> None:
+    def add(self, record: CommitRecord, objects: Objects, versions: Iterable[_Version], beside: PartNumbers) -> None:
         """Count *record*, with the *objects* of its layers' *versions* and those *beside* them."""
         past = self._past_of(record)
         names = tuple(entry.layer for entry in record.layers)

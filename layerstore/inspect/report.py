@@ -26,7 +26,7 @@ from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
 from layerstore.inspect.report_pins import VERSION_DIGITS, mixture_fields, pins_of
-from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_of
+from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_shown
 from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
 from layerstore.policy import SELECTIVE, Keep, Policy
@@ -84,7 +84,7 @@ def make_report(
     target = None if out is None else checked_file(repo, out, what="a report", begins=BEGINS)
     stats = count_bytes(repo, run=run, progress=progress)
     retention, fates = _retention(repo, run, keep, progress=progress)
-    listed = [view for view in views_of(repo, run) if view.visible or view.damaged]
+    listed = [view for view in views_shown(repo, run) if view.visible or view.damaged]
     shown, pins, facts_bytes = listed[:_RUNS_MAX], names_of_pins(repo), _FACTS_BYTES
     while True:
         progress.start("records", sum(len(view.visible) for view in shown))
@@ -456,10 +456,10 @@ def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int)
     ends = {place for place, attempt in enumerate(attempts) if attempts[place - 1 : place] != [attempt]}
     ends |= {place - 1 for place in ends if place}
     pinned = {place for place, row in enumerate(rows) if row.id in pins}
-    return {rows[place].id for place in chosen(len(rows), room=room, wanted=ends | pinned)} if room else set()
+    return {rows[place].id for place in chosen_columns(len(rows), room=room, wanted=ends | pinned)} if room else set()
 
 
-def chosen(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
+def chosen_columns(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
     """
     Choose which of *count* places to show if there is *room* for that many; return them in order.
 

@@ -14,7 +14,7 @@ from layerstore.json_fields import json_fields
 from layerstore.model import DCP, CodingLoss, Kind, LayerEntry, Origin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
-from layerstore.tables import frame
+from layerstore.tables import data_frame
 from layerstore.units import short_id, size, utc
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class CommitView:
 
     def to_pandas(self) -> "DataFrame":
         """Return a frame with a line for each layer; raises Unsupported if pandas is not installed."""
-        return frame(map(json_fields, self.layers))
+        return data_frame(map(json_fields, self.layers))
 
     @property
     def time(self) -> datetime:

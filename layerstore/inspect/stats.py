@@ -219,7 +219,7 @@ def _holders(repo: Repository, tally: _Tally) -> Iterator[tuple[int, CommitRecor
             stats.runs.append(RunStats(run=run))
         return indexes[run]
 
-    for view in views_of(repo, stats.run):
+    for view in views_shown(repo, stats.run):
         index = index_of(view.run)
         stats.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
         for commit in commits_of(repo, view, stats.left_out):
@@ -238,7 +238,7 @@ def _holders(repo: Repository, tally: _Tally) -> Iterator[tuple[int, CommitRecor
                 yield index, pin.record
 
 
-def views_of(repo: Repository, run: str | None) -> list[RunView]:
+def views_shown(repo: Repository, run: str | None) -> list[RunView]:
     """Return the view of every run, or of *run* alone; raises NotFound if there is no such run."""
     return [repo.catalog.view(name) for name in (repo.catalog.runs() if run is None else [run])]
 

@@ -112,7 +112,7 @@ def execute_compose(
     ):
         work = _Work(composition=composition, folder=partial, options=options, how=how)
         mine, *theirs = _shares(ranks, count=repo.shares.count)
-        with repo.shares.scatter_work(repo, write_share, [(work, part) for part in theirs]) as answers:
+        with repo.shares.scatter_work(repo, write_ranks, [(work, part) for part in theirs]) as answers:
             _assemble(assembly, ranks, mine, own=composition.own_parameters(ranks.versions), is_lead=True)
             assembly.bytes_written += sum(answers())
     return Written(
@@ -148,7 +148,7 @@ class _Work:
 
 
 @contextmanager
-def write_share(repo: Repository, part: tuple[_Work, range]) -> Iterator[int]:
+def write_ranks(repo: Repository, part: tuple[_Work, range]) -> Iterator[int]:
     """Write the files of some ranks for the leading process; yield their size."""
     work, mine = part
     ranks = plan_ranks(repo, work.composition, work.options)

@@ -117,7 +117,7 @@ def _of_shard(version: LayerVersion, shard: int | None) -> LayerVersion:
 NONE_COMPACT = CompactLayers(PRECISIONS["exact"], {})
 
 
-class Encoding:
+class ObjectEncoding:
     """One object that is being coded, slice by slice."""
 
     def __init__(self, source: ObjectSource, how: Compact, objects: ObjectStore) -> None:

@@ -29,7 +29,7 @@ from layerstore.model import (
     StoredTensor,
 )
 from layerstore.source import OpenedSource, open_source
-from layerstore.staging.encode import Compact, Encoding
+from layerstore.staging.encode import Compact, ObjectEncoding
 from layerstore.states import GatheredFile, ObjectContent, RankState, SourceFile
 from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor, replace_tensors
@@ -277,7 +277,7 @@ class Staging:
 
     def compact(self, source: ObjectSource, how: Compact, witness: Witness | None = None) -> StoredObject:
         """Stage the slices of *source* coded; the object that they refer to is claimed."""
-        with closing(Encoding(source, how, self._writer.store)) as encoding, ExitStack() as stack:
+        with closing(ObjectEncoding(source, how, self._writer.store)) as encoding, ExitStack() as stack:
             if encoding.reference is not None and not self._writer.refer(encoding.reference.ref):
                 raise Overtaken(
                     f"object {encoding.reference.id}, which a compact save refers to, is gone; nothing was saved",
@@ -302,7 +302,7 @@ class Staging:
             return stored
 
     def _encoded(
-        self, encoding: Encoding, source: ObjectSource, witness: Witness | None
+        self, encoding: ObjectEncoding, source: ObjectSource, witness: Witness | None
     ) -> Iterator[bytes | memoryview]:
         yield encoding.header
         for number, part in enumerate(source.slices):

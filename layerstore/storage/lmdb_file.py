@@ -39,7 +39,7 @@ _HALVES = PAGE_BYTES // 2
 _NODE_BEGINS_MAX = PAGE_BYTES - _NODE.size
 
 
-class Tree(NamedTuple):
+class TableEntry(NamedTuple):
     """An entry of LMDB's meta page about one of its two tables."""
 
     padding: int
@@ -133,9 +133,9 @@ class _Check:
         if sum(self._is_taken) != self._end - _METAS:
             raise _Unsound("a page is neither used nor free")
 
-    def _meta(self, page: int) -> tuple[int, int, Tree, Tree]:
+    def _meta(self, page: int) -> tuple[int, int, TableEntry, TableEntry]:
         fields = _META_PAGE.unpack_from(self._data, page * PAGE_BYTES)
-        free, main = Tree(*fields[9:17]), Tree(*fields[17:25])
+        free, main = TableEntry(*fields[9:17]), TableEntry(*fields[17:25])
         last_page, txn = fields[25:]
         is_sound = (
             (fields[0], fields[2]) == (page, _META)
@@ -155,7 +155,7 @@ class _Check:
                 raise _Unsound(f"page {page} is used twice, or is not there")
             self._is_taken[page] = 1
 
-    def _walk(self, tree: Tree, *, is_free: bool, lists: list[bytes]) -> None:
+    def _walk(self, tree: TableEntry, *, is_free: bool, lists: list[bytes]) -> None:
         """Check all pages of *tree*; add the values of the table of free pages to *lists*."""
         level = [] if tree.root == _NO_ROOT else [tree.root]
         if tree.depth > _DEPTH_MAX or bool(tree.depth) != bool(level):

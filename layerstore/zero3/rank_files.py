@@ -46,7 +46,7 @@ _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 _EXTRA_STATE = "_extra_state"
 """What modules of torch keep besides parameters and buffers ends with this."""
 
-Groups = list[dict[str, Size]]
+SubGroupShapes = list[dict[str, Size]]
 """The parameters of every sub-group with their shapes, in flat order."""
 
 
@@ -168,7 +168,7 @@ class Common:
     stage: int
     dp_world_size: int
     global_steps: int
-    param_shapes: Groups
+    param_shapes: SubGroupShapes
     optimizer_states: list[tuple[str, int, str]]
     """State, sub-group and element type of every flat buffer."""
     optimizer_steps: list[int | None]
@@ -221,7 +221,7 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
 
 def common_of(rank: RankSource) -> Common:
     """Return the facts that *rank* must share with all others."""
-    groups = cast("Groups", list(rank.sharding.groups))  # `sub_group_shapes` has read them
+    groups = cast("SubGroupShapes", list(rank.sharding.groups))  # `sub_group_shapes` has read them
     return Common(
         stage=rank.stage,
         dp_world_size=rank.model["dp_world_size"].integer(),
@@ -425,7 +425,7 @@ def _check_addresses(rank: RankSource) -> None:
             )
 
 
-def _check_names(rank: RankSource, groups: Groups) -> None:
+def _check_names(rank: RankSource, groups: SubGroupShapes) -> None:
     seen: set[str] = set(rank.frozen_shapes)
     for group in groups:
         twice = sorted(seen & group.keys())
@@ -440,7 +440,7 @@ def _check_names(rank: RankSource, groups: Groups) -> None:
 # -- the parts of the model ------------------------------------------------------------------------------------------
 
 
-def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
+def parameters_of(rank: RankSource, groups: SubGroupShapes) -> dict[str, Parameter]:
     """Return all parameters in the model's order; aliases are fields of their parameter."""
     shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
     frozen = rank.frozen_shapes

@@ -5,7 +5,7 @@ from math import ceil, log2
 
 import pytest
 
-from layerstore.bisect.search import Contradiction, Verdict, bad_together, first_bad, suspect
+from layerstore.bisect.search import Contradiction, TrialVerdict, bad_together, first_bad, suspect
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9, 40])
@@ -14,7 +14,7 @@ def test_the_first_bad_of_a_row_is_found(count: int) -> None:
     for turn in range(1, count):
         asked: list[int] = []
 
-        def judge(index: int, turn: int = turn, asked: list[int] = asked) -> Verdict:
+        def judge(index: int, turn: int = turn, asked: list[int] = asked) -> TrialVerdict:
             asked.append(index)
             return "bad" if index >= turn else "good"
 
@@ -30,11 +30,11 @@ def test_what_cannot_be_judged_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("always", "index"), [("bad", 0), ("good", 6)])
-def test_an_end_that_is_not_what_it_was_said_to_be(always: Verdict, index: int) -> None:
+def test_an_end_that_is_not_what_it_was_said_to_be(always: TrialVerdict, index: int) -> None:
     """It is noticed, and named; a first that is not good before anything else is asked."""
     asked: list[int] = []
 
-    def judge(index: int) -> Verdict:
+    def judge(index: int) -> TrialVerdict:
         asked.append(index)
         return always
 
@@ -50,7 +50,7 @@ def test_one_item_that_suffices_is_found(count: int) -> None:
     for culprit in range(count):
         asked: list[frozenset[int]] = []
 
-        def judge(chosen: frozenset[int], culprit: int = culprit, asked: list[frozenset[int]] = asked) -> Verdict:
+        def judge(chosen: frozenset[int], culprit: int = culprit, asked: list[frozenset[int]] = asked) -> TrialVerdict:
             asked.append(chosen)
             return "bad" if culprit in chosen else "good"
 
@@ -62,7 +62,7 @@ def test_items_that_act_only_together_are_found() -> None:
     """All pairs of ten, and a set of three."""
     for culprits in [*combinations(range(10), 2), (1, 5, 8)]:
 
-        def judge(chosen: frozenset[int], of: frozenset[int] = frozenset(culprits)) -> Verdict:
+        def judge(chosen: frozenset[int], of: frozenset[int] = frozenset(culprits)) -> TrialVerdict:
             return "bad" if of <= chosen else "good"
 
         assert bad_together(tuple(range(10)), judge) == culprits

@@ -19,7 +19,7 @@ from safetensors import safe_open
 import layerstore
 from layerstore import DeltaWritten, Keep, Store
 from layerstore.delta import ENCODINGS, Encoding
-from layerstore.delta.codec import decode_into, encode
+from layerstore.delta.codec import decode_into, encode_tensor
 from layerstore.delta.delta_folder import DeltaWriter, read_delta
 from layerstore.disk import Files, NewFile
 from layerstore.dtypes import DTYPES, DType
@@ -168,7 +168,7 @@ def test_every_element_type_has_a_delta(tmp_path: Path, row: DType, encoding: En
     old, new = (np.zeros(5 * row.bytes, np.uint8) for _ in range(2))
     new[-row.bytes :] = 1
     writer = DeltaWriter(Files(), tmp_path, encoding)
-    parts, count = encode("x", old.data, new.data, dtype=row.code, encoding=encoding)
+    parts, count = encode_tensor("x", old.data, new.data, dtype=row.code, encoding=encoding)
     writer.add("x", parts, base="before", target="after")
     writer.finish(version=2, base_version=1, name="b", base_name="a")
 

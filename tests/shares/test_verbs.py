@@ -89,7 +89,7 @@ def test_a_compose_writes_what_one_process_writes(
     alone = store.compose("r@20", policy="parity").write(tmp_path / "alone", world_size=world_size)
     with raise_on_all(store, job) as shared:
         found = shared.compose("r@20", policy="parity").write(tmp_path / "shared", world_size=world_size)
-    assert job.asked_for == ["write_share"]
+    assert job.asked_for == ["write_ranks"]
     assert digests(tmp_path / "shared") == digests(tmp_path / "alone")
     assert found.bytes_written == alone.bytes_written
 

@@ -221,7 +221,7 @@ class _Walk:
             self._measured[key] = self._measure_children(node, path, depth)
         known = self._measured[key]
         if known is None:
-            raise MalformedPickleError(f"{render(path)} contains itself")
+            raise MalformedPickleError(f"{path_in_words(path)} contains itself")
         if depth + known[0] > PICKLE_DEPTH_MAX:
             raise _too_deep(path)
         return known
@@ -243,11 +243,11 @@ class _Walk:
             return _NODE_BYTES + _LEAF_SIZES[kind](node)
         if isinstance(node, Global | Inert):
             if node.name not in self.found.names:
-                self.found.names[node.name] = render(path)
+                self.found.names[node.name] = path_in_words(path)
         elif kind not in _CONTAINERS:
             kind_name = "storage without a tensor" if isinstance(node, Storage) else kind.__name__
             what = node.what if isinstance(node, Unreadable) else f"a {kind_name}"
-            self.found.unreadable.append((render(path), what))
+            self.found.unreadable.append((path_in_words(path), what))
         return None if kind in _CONTAINERS else _NODE_BYTES
 
 
@@ -305,10 +305,10 @@ def _dict_children(node: Mapping[Any, object]) -> Iterator[tuple[object, object]
 
 
 def _too_deep(path: _Path) -> MalformedPickleError:
-    return MalformedPickleError(f"{render(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
+    return MalformedPickleError(f"{path_in_words(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
 
 
-def render(path: _Path) -> str:
+def path_in_words(path: _Path) -> str:
     """Format a key path for people, such as ``optimizer_state_dict.state[0].exp_avg``."""
     steps: list[str] = []
     while path is not None:
