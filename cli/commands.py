@@ -42,7 +42,7 @@ def about(command: str) -> About:
 
 
 def function_of(command: str) -> Callable[..., None]:
-    """Return what *command* runs."""
+    """Return the function that *command* runs."""
     function: Callable[..., None] = getattr(_file(command), command)
     return function
 

@@ -102,7 +102,7 @@ def read_settings(options: object, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option_row(setting: Setting, text: str) -> tuple[Any, str, str]:
-    """Return the row of *setting*, whose help is the sentence *text*; no value at all is no default to speak of."""
+    """Return the row of *setting*, whose help is the sentence *text*; an empty default is not mentioned."""
     default = "" if setting.default in {"None", "False"} else f" [default: {setting.default}]"
     return setting.kind, setting.metavar, f"{text}.{default}"
 

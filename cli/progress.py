@@ -161,7 +161,7 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
 @contextlib.contextmanager
 def shown_steps(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator[Callable[[str], None]]:
     """
-    Yield what prints a line about the step that begins: work of which nobody knows how much there is.
+    Yield a function that prints a line for each step that begins, for work of unknown length.
 
     Until the next line, the seconds are counted: in place on a terminal, in a log by a line now and then.
     """

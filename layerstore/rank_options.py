@@ -1,4 +1,4 @@
-"""For which ranks a composite is written or loaded, and from what their optimizer goes on."""
+"""For which ranks a composite is written or loaded, and what their optimizer continues from."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ AdamSteps = Annotated[AdamStep, Setting("the optimizer's step counters: the base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """For which ranks a composite is, and from what their optimizer goes on."""
+    """For which ranks a composite is, and what their optimizer continues from."""
 
     world_size: Annotated[int | None, Setting("for how many ranks", metavar="W", default="as many as the base has")] = (
         None

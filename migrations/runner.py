@@ -143,7 +143,7 @@ def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
 
 @contextlib.contextmanager
 def _locked(layout: Layout, files: Files) -> Iterator[None]:
-    """Hold every lock in the store, or raise Locked at once: whoever holds one may go on for days."""
+    """Hold every lock in the store, or raise Locked at once: a holder may keep one for days."""
     files.make_directory(layout.locks)
     names = {"gc.lock", *(name for name in files.names(layout.locks) if name.endswith(".lock"))}
     with contextlib.ExitStack() as stack:
@@ -160,7 +160,6 @@ def _measured(layout: Layout, files: Files, step: Step) -> StepOutcome:
 
 
 def _take(layout: Layout, files: Files, step: Step) -> StepOutcome:
-    """Do the whole step."""
     measured = _measured(layout, files, step)
     files.remove_tree(layout.migrating)  # left by a migration that did not reach the exchange
     try:

@@ -40,7 +40,7 @@ class ExportPlan:
     seconds: float
     """How long planning took, including the question to Transformers."""
     signs: tuple[str, ...]
-    """Files of which every such folder has one."""
+    """Every such folder has one of these files."""
     is_older_form: Callable[[Path], bool]
     """Whether a file is one of an older export that this one takes the place of."""
     model_class: str | None = None

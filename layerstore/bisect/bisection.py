@@ -118,7 +118,7 @@ def _plain(repo: Repository, text: str) -> Resolved:
 
 
 def _prepared(repo: Repository, folder: Path) -> Path:
-    """Return the place of *folder*, which is there from now on; raise if it is somebody else's."""
+    """Make *folder* if needed, and return its path; raise if it holds anything but a bisection."""
     place, store = (Path.cwd() / folder).resolve(), repo.layout.root
     if store in (place, *place.parents) or place in store.parents:
         raise InvalidInput(f"{folder} is the store's own place", hint="choose another place with --dir")

@@ -38,7 +38,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a bisection asks; the same question goes on from its log."""
+    """What a bisection asks; the same question continues from its log."""
 
     good: str
     """As it was typed."""
@@ -84,7 +84,7 @@ class Log:
         files.append(self._path, json.dumps(json_fields(question)).encode())
 
     def add(self, trial: Trial) -> None:
-        """Add *trial*."""
+        """Append *trial*, which the same bisection need not repeat."""
         self.trials.append(trial)
         self._append(json_fields(trial))
 

@@ -89,7 +89,7 @@ class Repaired:
     """The saves whose checkpoints, ingested again, put back what is lost."""
     pins_elsewhere: tuple[PinElsewhere, ...] = ()
     strangers: tuple[str, ...] = ()
-    """Files and folders among records, pins and parts that are none by their name, left as they are; gc stops there."""
+    """Files and folders among records, pins and parts without such a name, left as they are; gc stops there."""
     newer: tuple[str, ...] = ()
     """Files that only a newer layerstore can read, left as they are."""
     reindexed: bool = False

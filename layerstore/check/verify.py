@@ -269,7 +269,7 @@ def _name_dropped(named: _Named, needs: Needs, name: RecordName, record: CommitR
     for blob in record.blobs:
         cost = Cost(holder=called, layers=tuple(filter(None, [layers.get(blob)])), everything=blob not in layers)
         refs = [blob]
-        with contextlib.suppress(LayerstoreError):  # whoever reads the blob reports it
+        with contextlib.suppress(LayerstoreError):  # reported where the blob itself is read
             refs = needs.add_blob(blob)
         for ref in refs:
             named.under_way.add(ref)

@@ -158,7 +158,7 @@ class Composition:
 
     @property
     def base_resolved(self) -> Resolved:
-        """The base alone."""
+        """The base, as a reference to it resolves."""
         return Resolved(record=self.base, commit=self.commit, pin=None, time_ns=self.time_ns)
 
     def as_resolved(self) -> Resolved:

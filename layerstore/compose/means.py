@@ -26,7 +26,7 @@ _EMA_LEAST = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """One of the saves."""
+    """A save that is averaged, and its weight."""
 
     save: Saving
     name: RecordName | None

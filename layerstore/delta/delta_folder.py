@@ -115,7 +115,7 @@ class DeltaTensor:
     """The one before; None if the delta does not say."""
 
     def read(self) -> list[bytes]:
-        """Return its parts."""
+        """Return the bytes of its parts, in the order of `encode_tensor`."""
         parts = []
         for path, offset, size_bytes in self.parts:
             with open_source(path) as source:

@@ -50,7 +50,7 @@ class Contents:
         """
         Return what *entries* are, which come in the model's order.
 
-        Who knows more says so: which keys are *aliases* of which, which parameters are *trained*, with moments or
+        A caller who knows more passes it: which keys are *aliases*, which parameters are *trained*, with moments or
         without, and which keys are *of_optimizer*.
         """
         aliases = _aliases(entries) if aliases is None else aliases

@@ -86,7 +86,7 @@ class Entry:
 
 
 def metadata_bytes(entries: Iterable[Entry]) -> bytes:
-    """Return the file for *entries*, of which several may name the same archives."""
+    """Return the file for *entries*; several of them may name the same archives."""
     described: dict[Tree, Tree] = {}
     paths: dict[Tree, Tree] = {}
     places: list[Tree] = []

@@ -175,7 +175,7 @@ class _Reading:
         self._check_nothing_else(set(names))
 
     def checkpoint(self) -> DcpCheckpoint:
-        """Return it."""
+        """Return the folder as a checkpoint with the layers of its base."""
         base, folder = self._base, self._folder
         states = [self._repo.state(ref) for ref in base.states]
         trained = list(self._states)

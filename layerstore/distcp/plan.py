@@ -1,8 +1,8 @@
 """
 Plan a save of DCP: which rank writes which objects, from the boxes that DCP has handed out.
 
-The slices of a parameter are counted in its own order, whoever writes them. So a mesh whose replicas share the work
-makes the same slices as one that has none, and two ranks may each write a part of what is one shard of a layer.
+The slices of a parameter are counted in its own order, whichever rank writes them. So a mesh whose replicas share the
+work makes the same slices as one without replicas, and two ranks may each write a part of one shard of a layer.
 """
 
 import re

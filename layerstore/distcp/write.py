@@ -32,7 +32,7 @@ from layerstore.storage import Repository
 from layerstore.tree import Storage, Tree, new_tensor
 
 _CHUNK_BYTES = 256 * MIB
-"""A reader takes whole chunks into memory, of which each rank needs a part."""
+"""A reader takes whole chunks into memory, though each rank needs only a part."""
 
 _PAGES_FROM_BYTES = 16 * PAGE_BYTES
 """Archives from this size lie on pages, so that the kernel can copy or share these."""

@@ -362,7 +362,7 @@ def _remove_idle_parts(repo: Repository, plan: GcPlan) -> None:
 
 
 def _remove_records(repo: Repository, plan: GcPlan) -> None:
-    """Remove the records that go, and empty the trash; first retire what they hide, lest it reappear."""
+    """Remove the records that go, and empty the trash; first retire what they hide, or it would reappear."""
     for view, fates in plan.runs:
         if view.hidden:
             for row in view.visible:

@@ -70,7 +70,7 @@ class _Fact:
     waits_for_log: bool
     """Whether the metric may still be in the log of its attempt's next commit, which was not there yet."""
     has_moments: bool | None = None
-    """None if nobody has asked."""
+    """None until it is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Facts:
     What the rules of *keep* ask of records and pins, each read once: they never change.
 
     A collection makes its own, so that what it removes rests on the files as they are. A saver, which asks after each
-    commit whether there is work, goes on with one.
+    commit whether there is work, keeps one.
     """
 
     def __init__(self, repo: Repository, keep: Keep) -> None:
@@ -124,7 +124,7 @@ class Facts:
                 metrics=metrics,
                 waits_for_log=is_tip and best is not None and not metrics,
             )
-        if row_of(commit) != row:  # the record is sound: nobody should be told to give it up
+        if row_of(commit) != row:  # the record is sound, so the hint must not be to give it up
             raise IntegrityError(
                 f"the index tells {row.run}@{row.step} differently than its record does", hint="layerstore reindex"
             )

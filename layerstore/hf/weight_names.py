@@ -83,7 +83,7 @@ class ExportTensors:
             supplier = tensor.layer_name or (None if source is None else source.name)
             fits = self._fits(tensor, supplier)
             if not fits and not prod(tensor.shape):
-                continue  # ZeRO-3 leaves empty tensors for parameters that nobody gathered; ignore them
+                continue  # ZeRO-3 leaves empty tensors for parameters that were not gathered; ignore them
             has_saved = True
             if supplier is None or not fits:
                 others.append(tensor)

@@ -85,7 +85,7 @@ def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) 
     """Return what the log of the attempt's next commit has for the step of *record*."""
     rows = [] if view is None else view.of_attempt(record.attempt)
     after = bisect_right(rows, record.step, key=attrgetter("step"))
-    # A damaged one is reported by whoever reads it for its own sake.
+    # A damaged one is reported where it is read for its own sake.
     with suppress(IntegrityError, NotFound):
         for row in rows[after : after + 1]:
             state = _first_state(repo, repo.catalog.commit(row.name).record)

@@ -28,7 +28,7 @@ class Gathered:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Gathered":
-        """Return those of *checkpoint*."""
+        """Return the parameters and gathered tensors of *checkpoint*."""
         by_supplier: dict[str, tuple[GatheredSource, ...]] = {}
         in_files = (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier)
         for tensor in (*checkpoint.whole, *in_files):
@@ -37,7 +37,7 @@ class Gathered:
         return cls(parameters, by_supplier, checkpoint.whole)
 
     def only(self, names: Collection[str]) -> "Gathered":
-        """Return those of *names*."""
+        """Return what concerns the parameters *names* alone."""
         return Gathered(
             {name: self.parameters[name] for name in names if name in self.parameters},
             {name: self.by_supplier[name] for name in names if name in self.by_supplier},

@@ -72,7 +72,7 @@ class KindDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDiff:
-    """One layer."""
+    """How one layer differs between A and B."""
 
     _JSON: ClassVar = "layer same=is_same status kinds bytes_changed"
 

@@ -200,7 +200,7 @@ class WhatIf:
     Counts what a run would have stored had *policy* made each of its saves, from the first on.
 
     This is exact for the layers that a save wrote: their versions are known. If a layer would have been due where it
-    was not saved, nobody knows that version, so it is estimated: a new one, of the size of that at the save.
+    was not saved, that version is unknown, so it is estimated: a new one, of the size of that at the save.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -25,7 +25,7 @@ from layerstore.zero3 import discover, holds_zero, read_checkpoint, read_pointer
 
 CONFIG = "config.json"
 MADE_UP_VOCABULARY = 128_000
-"""For a model of which only the size is known; about as many as today's tokenizers have."""
+"""For a model whose size alone is known; about as many as today's tokenizers have."""
 
 INSTEAD = "--params 8B --layers 32 does without a config"
 

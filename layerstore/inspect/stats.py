@@ -48,7 +48,7 @@ class Amount:
 
 @dataclass(slots=True, kw_only=True)
 class RunStats:
-    """One run."""
+    """The bytes of one run."""
 
     run: str
     commits: int = 0

@@ -62,7 +62,7 @@ class Drift:
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """Its settings."""
+        """The settings, as a record keeps them."""
         return {"threshold": self.threshold, "budget": self.budget, "stalest": self.stalest, "by": self.by}
 
     def due(self, save: Save) -> frozenset[str]:

@@ -64,7 +64,7 @@ class OwnPolicy(Policy, Protocol):
     """
     A policy of ours, made without arguments; its fields say what its settings are (`Setting`).
 
-    It may have ``small``, its settings for a model of a few blocks, of which the usual ones would take most.
+    It may have ``small``, its settings for a model of a few blocks, where the usual ones would save most of them.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Latest:
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """None."""
+        """Nothing: there is nothing to set."""
         return {}
 
     def due(self, save: Save) -> frozenset[str]:
@@ -119,7 +119,7 @@ class PastSave(Protocol):
 
     @property
     def save_number(self) -> int:
-        """Its number."""
+        """Its number in its run's history, counted from 0."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Filter:
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """Its settings."""
+        """The settings, as a record keeps them."""
         return {
             "first": self.first,
             "last": self.last,

@@ -40,7 +40,7 @@ class Parity:
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """Its settings."""
+        """The settings, as a record keeps them."""
         return {} if self.fresh is None else {"fresh": self.fresh}
 
     def anchored(self, number: int, saved: frozenset[str] | None = None) -> Self:
@@ -52,7 +52,7 @@ class Parity:
         return type(self)(fresh=self.fresh, _shift=(number + (fresh == "odd")) % 2)
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return one half."""
+        """Return the even blocks and the output side, or the odd ones and the input side, by turns."""
         remainder = (save.number + self._shift) % 2
         parts = anatomy(save.layers)
         if not parts.blocks:  # in a model without numbered ones, layers take turns

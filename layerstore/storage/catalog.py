@@ -211,7 +211,7 @@ class Catalog:
         self._refusal: IndexUnusable | None = None
 
     def close(self) -> None:
-        """Release the index."""
+        """Release the index; the next question opens it again."""
         index, self._index = self._index, None
         if index is not None:
             index.close()

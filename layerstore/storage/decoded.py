@@ -119,7 +119,7 @@ class DecodedFile(OpenFile):
     """A coded object that is open for reading as the plain one."""
 
     def __init__(self, coded: CodedObject, file: OpenFile, reference: OpenFile | None) -> None:
-        # Without a descriptor, the kernel cannot copy from it, and whoever tries to reads instead.
+        # Without a descriptor the kernel cannot copy from it, so that it is read instead.
         super().__init__(file.path, -1, frame(coded.stored.tensors).size_bytes)
         self._file = file
         self._reference = reference

@@ -170,7 +170,7 @@ class ObjectStore:
         """Note what *version* says about *objects*: a remote can then verify stretches of them."""
 
     def close(self) -> None:
-        """Cancel pending downloads."""
+        """Do nothing here; a remote cancels its pending downloads."""
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
         """

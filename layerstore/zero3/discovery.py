@@ -73,7 +73,7 @@ class FoundCheckpoint:
     others: tuple[Path, ...]
     """Everything else that belongs to the checkpoint, sorted."""
     stamps: Mapping[Path, tuple[int, int]]
-    """Size and time in ns of all these files; if they change later, somebody is still writing them."""
+    """Size and time in ns of all these files; if they change later, they are still being written."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 

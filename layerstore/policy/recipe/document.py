@@ -72,7 +72,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListNode:
-    """A sequence."""
+    """A YAML sequence."""
 
     items: tuple["Node", ...]
     spot: Spot
