@@ -106,6 +106,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
     others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
+    # Stamped before anything is read: `check_unchanged` compares with this moment.
     return FoundCheckpoint(
         folder=folder,
         tag=tag,
@@ -130,6 +131,7 @@ def check_unchanged(found: FoundCheckpoint) -> None:
 def holds_zero(path: Path) -> bool:
     """Whether `discover` would find a ZeRO checkpoint, complete or not, in the folder *path*."""
     folders = [path]
+    # A tag folder, a save folder or its parent, as `discover` takes them.
     for _ in range(3):
         names = {folder: list_folder(folder) for folder in folders}
         if any(folder_kind(inside) in READABLE for inside in names.values()):

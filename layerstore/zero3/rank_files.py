@@ -358,7 +358,7 @@ def _check_flats(rank: RankSource, common: Common) -> None:
         shapes, actual = groups[flat.group], flat.tensor.elements
         expected = rank.sharding.elements(flat.group, rank.rank)
         if not flat.state and actual == rank.sharding.lean(flat.group, rank.rank):
-            expected = actual
+            expected = actual  # stages 1 and 2 save it without the padding at its end
         if actual == 0 and expected:
             raise Unsupported(
                 f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",

@@ -220,6 +220,7 @@ def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
 
 def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
     for rank in ranks:
+        # Under stages 1 and 2 all ranks have one model file, which is checked once.
         has_own_model = not rank.has_whole_model or rank is ranks[0]
         for file in (rank.model_file, rank.optimizer_file) if has_own_model else (rank.optimizer_file,):
             for number, storage in enumerate(file.storages):
@@ -230,6 +231,7 @@ def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
 
 def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
     """Return the rank's trees without the bytes of layers."""
+    # By identity: tensors may be equal, and the trees keep those that were read.
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }

@@ -184,9 +184,7 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
         "param_shapes": [OrderedMap(group) for group in groups],
         "dp_world_size": 1,
     }
-    frozen_shapes = model.get("frozen_param_shapes")
-    if shapes or (
-        frozen_shapes is not None and frozen_shapes.value is not None
-    ):  # else they were left out, or there are none
+    stated = model.get("frozen_param_shapes")
+    if shapes or (stated is not None and stated.value is not None):  # else they were left out, or there are none
         values |= {"frozen_param_shapes": OrderedMap(shapes), "frozen_param_fragments": OrderedMap(frozen)}
     return changed(model.mapping(), values)
