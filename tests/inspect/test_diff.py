@@ -156,8 +156,8 @@ def test_memory_does_not_grow_with_the_layer(store: Store, tmp_path: Path, world
     assert peak_bytes < 24 * MIB
 
 
-def test_no_number_of_a_damaged_object_is_told(store: Store, tmp_path: Path) -> None:
-    """One flipped bit in a master, and the comparison is an error; without the numbers nobody reads it."""
+def test_a_damaged_object_is_an_error_wherever_its_numbers_are_read(store: Store, tmp_path: Path) -> None:
+    """One flipped bit in a master, of a commit or of its layer; nothing else reads it."""
     for step in (2, 4):
         store.ingest(checkpoint(tmp_path, step=step))
     path = master_object(store, "sft@4", BLOCK_1)
@@ -169,6 +169,9 @@ def test_no_number_of_a_damaged_object_is_told(store: Store, tmp_path: Path) -> 
     assert store.diff("sft@2", "sft@4").count("changed") == 5
     with pytest.raises(IntegrityError, match="is damaged"):
         store.diff("sft@2", "sft@4", stat=True)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        store.diff_layer("sft@2", "sft@4", BLOCK_1)
+    assert store.diff_layer("sft@2", "sft@4", BLOCK_0).totals["master"].status == "changed"
 
 
 def master_object(store: Store, ref: str, layer: str) -> Path:
