@@ -226,12 +226,12 @@ def _what_commits_hold(entries: list["LogEntry"], remotes: dict[str, str]) -> "d
 
 
 def _what_saves_took(took: "Took") -> "dict[Column, Callable[[LogEntry], str]]":
-    def told(cell: "Callable[[SaveTiming], str]") -> "Callable[[LogEntry], str]":
+    def if_timed(cell: "Callable[[SaveTiming], str]") -> "Callable[[LogEntry], str]":
         by_place = {place: cell(timing) for place, timing in took.items()}
         return lambda entry: by_place.get((entry.run, entry.attempt, entry.step), "-")
 
     return {
-        Column("BLOCKED", "right"): told(lambda timing: f"{timing.blocked_seconds * 1e3:.1f} ms"),
-        Column("DURABLE", "right"): told(lambda timing: f"{timing.durable_seconds:.2f} s"),
-        Column("COPIED", "right", drops=3): told(lambda timing: size(timing.copied_bytes)),
+        Column("BLOCKED", "right"): if_timed(lambda timing: f"{timing.blocked_seconds * 1e3:.1f} ms"),
+        Column("DURABLE", "right"): if_timed(lambda timing: f"{timing.durable_seconds:.2f} s"),
+        Column("COPIED", "right", drops=3): if_timed(lambda timing: size(timing.copied_bytes)),
     }

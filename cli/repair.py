@@ -112,10 +112,10 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
 
 def _hint(repaired: "Repaired", *, read_data: bool) -> str:
     """Name the remedies; for a damaged pin, `_print_result` has printed everything that a copy knows."""
-    looked = " --read-data" if read_data else ""
+    option = " --read-data" if read_data else ""
     pins_only = not repaired.lost and all(map(_is_pin, repaired.unreadable))
     is_complete = pins_only and (repaired.pins_elsewhere or not repaired.unreadable)
-    ways = [] if is_complete else [f"layerstore repair{looked} --from COPY"]
+    ways = [] if is_complete else [f"layerstore repair{option} --from COPY"]
     ways += ["give what is unknown back its name, or move it out of the store"] if repaired.strangers else []
     if repaired.reingest:
         ways.append(f"ingest the checkpoint of {some(repaired.reingest, limit=3)} again")

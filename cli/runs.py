@@ -106,12 +106,12 @@ def _print_result(lines: list["RunLine"], names: dict[str, str]) -> None:
 
 def _pushed(line: "RunLine", names: dict[str, str]) -> str:
     """Return the remotes that have the newest save, and up to which step others have the run."""
-    told = []
+    remotes = []
     for pushed in line.pushed:
         if pushed.step is not None:
             name = names.get(pushed.remote, f"…/{pushed.remote.rpartition('/')[2]}")
-            told.append(name if pushed.step == line.step else f"{name} to {pushed.step}")
-    return ", ".join(told) or "no"
+            remotes.append(name if pushed.step == line.step else f"{name} to {pushed.step}")
+    return ", ".join(remotes) or "no"
 
 
 def _metric(line: "RunLine") -> str:

@@ -70,7 +70,7 @@ def verify(
         raise InvalidInput("--seed is for --read-data-subset", hint="layerstore verify --help")
     reads = read_data or read_data_subset is not None
     with opened(store, remote=remote) as opened_store, shown_progress(as_json=as_json) as progress:
-        looked_at = None if ref is None else opened_store.compose(ref).name  # a run means its newest commit
+        reference = None if ref is None else opened_store.compose(ref).name  # a run means its newest commit
         verdict = opened_store.verify(
             ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
         )
@@ -78,7 +78,7 @@ def verify(
     if as_json:
         print_json(json_fields(verdict))
     else:
-        _print_verdict(verdict, looked_at, is_bucket=is_bucket)
+        _print_verdict(verdict, reference, is_bucket=is_bucket)
         if not reads:
             print_note("tensor data was not read; --read-data checks it too")
     if verdict.damaged:
@@ -97,7 +97,7 @@ def _damage_in_words(verdict: "Verdict") -> str:
     return f"damage found in {counted(len(verdict.damaged), 'place')}{affected}; nothing was changed"
 
 
-def _print_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool) -> None:
+def _print_verdict(verdict: "Verdict", reference: str | None, *, is_bucket: bool) -> None:
     for damage in verdict.damaged:
         _print_damage(damage)
     print_each(
@@ -105,7 +105,7 @@ def _print_verdict(verdict: "Verdict", looked_at: str | None, *, is_bucket: bool
     )
     for run, whole in verdict.standing.whole.items():
         print_line(f"{shown(run)}: {f'the newest intact step is {shown(whole)}' if whole else 'no step is intact'}")
-    scope = "" if looked_at is None else f"{shown(looked_at)}: "
+    scope = "" if reference is None else f"{shown(reference)}: "
     checked = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
     (print_note if verdict.ok else print_line)(f"checked {scope}{checked}: {_result(verdict)}")
     if verdict.orphans:
