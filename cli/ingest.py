@@ -268,7 +268,7 @@ def _newest_change(checkpoint: "FoundTag") -> int | None:
             with os.scandir(folder) as entries:
                 newest = max([newest, *(entry.stat().st_mtime_ns for entry in entries)])
     except OSError:
-        return None
+        return None  # removed by the trainer, or not readable now: look again later
     return newest
 
 

@@ -78,6 +78,7 @@ class ReportServer(ThreadingMixIn, TCPServer):
         try:
             return ipaddress.ip_address(name).is_loopback or not self.is_local
         except ValueError:
+            # A name in words, not an address.
             return name in self._names
 
     def handle_error(self, request: Any, client_address: Any) -> None:

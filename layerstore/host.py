@@ -58,6 +58,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 def free_memory_bytes() -> int:
     """Return how much memory is free on this host, or in this container if that is less; 0 if that is unknown."""
     limits = []
+    # Only Linux has these files; without control groups, it lacks the second.
     with suppress(OSError, ValueError):
         match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         limits += [] if match is None else [int(match[1]) * 1024]

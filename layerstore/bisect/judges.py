@@ -87,7 +87,7 @@ def _number(output: str, metric: str) -> float:
     try:
         value = parse_json(last)
     except ValueError:
-        value = last
+        value = last  # float() reads more than JSON has: nan, inf, .5
     if isinstance(value, dict):
         value = value.get(metric)
     try:

@@ -94,6 +94,7 @@ def _shown(path: Path) -> str:
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):
+        # It is elsewhere, or this user has no home.
         return str(path)
 
 

@@ -24,7 +24,7 @@ from layerstore.units import size
 
 ELSEWHERE = "choose another filesystem"
 
-_SYNCS = 3
+_SYNCS = 3  # the fastest counts: others may have waited for another program's data
 _CLOCK_LOOKS = 4
 _SKEW_SECONDS_MAX = 5 * 60.0
 _FREE_BYTES_MIN = 1 << 30
@@ -176,6 +176,7 @@ def clock(files: Files, folder: Path) -> Iterator[Finding]:
     ahead = []
     for _ in range(_CLOCK_LOOKS):
         files.touch(path)
+        # Each is too small, by a tick of the kernel's clock and by the time of the call: the greatest is nearest.
         ahead.append((files.modified_ns(path) or 0) / 1e9 - time.time())
         time.sleep(0.005)
     skew_seconds = abs(max(ahead))

@@ -38,7 +38,7 @@ from layerstore.storage import RecordName, Repository, row_of
 from layerstore.threads import Threads
 from layerstore.units import short_id
 
-_ALL = 2**32
+_ALL = 2**32  # as many values as the first eight digits of an id have
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")
 _SLICE = re.compile(r"(?P<number>[0-9]{1,6})/(?P<of>[0-9]{1,6})")
 _SEED_MAX = 10**9  # short enough to be typed again
@@ -91,7 +91,7 @@ _EVERYTHING = ObjectSample(begin=0, length=_ALL, words="")
 
 # How many objects a thread takes at a time, and how many such shares are queued.
 _SHARE = 64
-_SHARES_MAX = 4 * WORKERS_MAX
+_SHARES_MAX = 4 * WORKERS_MAX  # no worker waits for its next share, and few results wait to be yielded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

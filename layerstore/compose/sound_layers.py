@@ -56,7 +56,7 @@ def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> L
     try:
         like = repo.version_of(damaged)
     except IntegrityError:
-        like = None
+        like = None  # not even its blob can be read: nothing to compare with
     seen = {damaged.version}
     for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
         entry = row.entries([damaged.layer]).get(damaged.layer)

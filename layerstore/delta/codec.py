@@ -31,7 +31,7 @@ _BLOCK_BYTES = 16 * MIB
 _LEVEL = 1
 """Of zstd: higher ones take several times as long for a few percent."""
 
-_INDICES_MAX = 1 << 31
+_INDICES_MAX = 1 << 31  # a file has them as signed 32-bit integers
 
 Parts: TypeAlias = "dict[str, Array]"
 """What changed in a tensor, under the names that it has in a file."""

@@ -147,7 +147,7 @@ def is_delta(path: Path) -> bool:
         fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
         return "delta_encoding" in fields["metadata"]
     except (ValueError, TypeError, KeyError):
-        return False
+        return False  # an index of something else
 
 
 def read_delta(path: Path) -> DeltaFolder:

@@ -25,7 +25,7 @@ class WholeFolder(DcpFolder):
 
     def __init__(self, path: Path, pickles: Pickles, *, follow: bool = False) -> None:
         """
-        Read both files; see `Folder`.
+        Read both files; see `DcpFolder`.
 
         Raises:
             SourceCheckpoint: One is missing, damaged, untrusted, or a link.

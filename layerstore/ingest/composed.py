@@ -30,7 +30,7 @@ class Composed:
 
     def note(self, step: int) -> str | None:
         """Return a note for an ingest of *step*; None if something else was saved there since."""
-        with contextlib.suppress(KeyError, TypeError):
+        with contextlib.suppress(KeyError, TypeError):  # it may be anybody's
             count, layers = len(self.summary["compact"]), len(self.summary["layers"])
             if count and self.summary["step"] == step:
                 return (
@@ -43,6 +43,7 @@ class Composed:
 def composed(repo: Repository, folder: Path) -> Composed | None:
     """Return what the summary in *folder* says; None if it has none."""
     summary = None
+    # A summary that cannot be read is still one: then its layers may be from several saves.
     with contextlib.suppress(LayerstoreError, ValueError):
         data = repo.files.read_if_there(folder / SUMMARY, size_bytes_max=OWN_JSON_BYTES_MAX)
         if data is None:

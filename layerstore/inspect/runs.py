@@ -141,7 +141,7 @@ def _layers(repo: Repository, commit: Commit, pool: Threads) -> tuple[int, list[
             version = repo.version_of(entry)
             is_whole = all(repo.objects.find(stored.ref) for stored in version.named)
         except LayerstoreError:
-            return 0, False
+            return 0, False  # the caller counts it as lost; verify says what is wrong
         return sum(stored.size_bytes for stored in version.objects), is_whole
 
     layers = list(pool.map(size_of, commit.record.layers))

@@ -28,7 +28,7 @@ def duration(text: str) -> timedelta:
     (datetime.timedelta(days=14), datetime.timedelta(seconds=5400))
     """
     match = _DURATION.fullmatch(text)
-    with contextlib.suppress(OverflowError):
+    with contextlib.suppress(OverflowError):  # more than a timedelta can hold
         if match is not None:
             return timedelta(**{_UNITS[match["unit"]]: float(match["count"])})
     raise InvalidInput(f"{text!r} is not a duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
