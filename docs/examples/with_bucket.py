@@ -1,11 +1,9 @@
 """
 Train on a machine that may be gone tomorrow: each save goes to a bucket, and another machine goes on from there.
 
-    deepspeed --num_gpus 2 with_bucket.py --store runs/store --bucket s3://checkpoints/sft --steps 8
+    deepspeed --num_gpus 2 with_bucket.py --store /dev/shm/sft --bucket s3://checkpoints/sft --steps 8
 
-On the other machine the store is cloned first:
-
-    layerstore clone --records s3://checkpoints/sft runs/store
+On the other machine the same line goes on: what its own store lacks is read from the bucket.
 """
 
 import argparse
@@ -38,9 +36,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=DEEPSPEED)
 
-    layerstore.resume(engine, options.store, run="bucket")  # layerstore: nothing at the first launch
+    levels = [options.store, options.bucket]
+    layerstore.resume(engine, levels, run="bucket")  # layerstore: nothing at the first launch
     keep = layerstore.Keep(last=2)  # layerstore: on this machine; the bucket keeps all
-    with layerstore.attach(engine, options.store, run="bucket", push=options.bucket, keep=keep) as saver:  # layerstore
+    with layerstore.attach(engine, levels, run="bucket", keep=keep) as saver:  # layerstore
         for step in range(engine.global_steps + 1, options.steps + 1):
             tokens = batch(step, engine.global_rank).to(engine.device)
             loss = engine(input_ids=tokens, labels=tokens).loss
