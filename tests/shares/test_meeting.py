@@ -15,7 +15,7 @@ def test_a_lead_alone_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setattr(processes, "_MEETING", timedelta(seconds=2))
-    monkeypatch.setattr(processes, "_MEETING_TOLD", timedelta(seconds=0.2))
+    monkeypatch.setattr(processes, "_MEETING_WARNS_AFTER", timedelta(seconds=0.2))
 
     with (
         pytest.warns(processes.JobNotice, match=rf"waiting for the 2 processes of this job at 127.0.0.1:{port}"),
