@@ -1,4 +1,4 @@
-"""Pushers beside collectors of one bucket."""
+"""Pushers, or hosts that save there, and collectors of one bucket, all at once."""
 
 import random
 import sys
@@ -69,3 +69,60 @@ def push_and_collect(
         assert everything.verify(read_data=True).ok
         store.pull(url)
         assert snapshot(everything) == snapshot(store)
+
+
+def save_and_collect(
+    saved: Checkpoints, url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, grace_seconds: float
+) -> None:
+    """
+    Save straight to *url* on two hosts, again and again the same objects, while both collect it.
+
+    A save may be overtaken, and says so; what was reported as saved shows at the end, and is whole.
+    """
+    collect_room, saving = (sys.modules[f"layerstore.remote.{module}"] for module in ("collect", "saving"))
+    graces = {"YOUNG": 1 / 2, "STILL_YOUNG": 2 / 3, "WINDOW": 1 / 8}
+    for name, share in graces.items():
+        monkeypatch.setattr(saving, f"_{name}_SECONDS", grace_seconds * share)
+    for module in (collect_room, saving):
+        monkeypatch.setattr(module, "REMOTE_GRACE_SECONDS", grace_seconds)
+        monkeypatch.setattr(module, "REMOTE_MOMENT_SECONDS", grace_seconds / 12)
+    hosts = []
+    layerstore.init(url).close()
+    for name in ("a", "b"):
+        monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(folder / f"cache-{name}"))
+        hosts.append((name, layerstore.open(url)))
+    began = time.monotonic()
+    removed: list[int] = []
+    newest = dict.fromkeys("ab", 0)
+
+    def is_on() -> bool:
+        graces = (time.monotonic() - began) / grace_seconds
+        return graces < 5 or (graces < 20 and not sum(removed))
+
+    def save(run: str, store: Store) -> None:
+        chance, step = random.Random(run), 0
+        while is_on():
+            step += 1
+            with suppress(Overtaken):
+                store.ingest(saved(step, seed=chance.randrange(3)), run=run)
+                newest[run] = step
+            time.sleep(chance.uniform(0, grace_seconds / 3))
+
+    def collect(store: Store) -> None:
+        while is_on():
+            with suppress(Overtaken, NotFound):
+                removed.append(store.gc(Keep(last=1)).objects.count)
+            time.sleep(grace_seconds / 6)
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(save, *host) for host in hosts] + [pool.submit(collect, store) for _, store in hosts]:
+            done.result()
+    for _, store in hosts:
+        store.close()
+
+    assert sum(removed), "nothing was old enough: the test has lost its point"
+    assert min(newest.values()) > 3
+    monkeypatch.setenv("LAYERSTORE_CACHE_DIR", str(folder / "cache-c"))
+    with layerstore.open(url) as store:
+        assert store.verify(read_data=True).ok
+        assert {run: store.log(run)[0].step for run in store.runs()} == newest

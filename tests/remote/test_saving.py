@@ -34,6 +34,7 @@ from layerstore.parts import Part
 from layerstore.remote import Bucket, RemoteNotice, saving
 from layerstore.remote.bucket import COLLECTIONS_AT_WORK, Chunks
 from layerstore.storage import ObjectWriter
+from tests.remote.at_once import save_and_collect
 from tests.remote.conftest import watch_writes
 from tests.unit.checkpoints import Checkpoints
 
@@ -561,3 +562,12 @@ def test_a_server_that_is_down_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.warns(RemoteNotice), pytest.raises(StorageIO, match=r"cannot read store\.json"):
         layerstore.init("s3://bucket/pre")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*trying again in:layerstore.remote.RemoteNotice")  # moto answers 500 now and then
+def test_saves_and_collections_at_once(
+    saved: Checkpoints, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a day is nine seconds: a collection takes no object that a save has found there."""
+    save_and_collect(saved, url, tmp_path, monkeypatch, grace_seconds=9.0)
