@@ -76,9 +76,9 @@ class Commands(TyperGroup):
     def load(self, name: str) -> "AnyCommand":
         """Import the command *name*; ``--quiet`` may also follow it."""
         if name not in self.commands:
-            one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-            one.command(name, cls=Command)(function_of(name))
-            command = typer.main.get_command(one)
+            single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+            single.command(name, cls=Command)(function_of(name))
+            command = typer.main.get_command(single)
             for param in command.params:
                 param.shell_complete = partial(choices, param)  # type: ignore[method-assign]
                 if isinstance(param, TyperArgument):

@@ -119,10 +119,10 @@ def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
         print_warning(
             f"the metrics of {counted(damaged, 'commit')} cannot be read; layerstore verify says what is damaged"
         )
-    there = list(dict.fromkeys(name for entry in entries for name in entry.metrics or ()))
-    lacking = [name for name in wanted if entries and name not in there]
+    known = list(dict.fromkeys(name for entry in entries for name in entry.metrics or ()))
+    lacking = [name for name in wanted if entries and name not in known]
     if lacking and not page.more and not damaged:
-        raise unknown("metric", lacking[0], there)
+        raise unknown("metric", lacking[0], known)
     return lacking
 
 

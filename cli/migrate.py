@@ -61,25 +61,25 @@ def _list(steps: Sequence["Step"], *, as_json: bool) -> None:
 
 
 def _print_plan(plan: "Migration") -> None:
-    where = shown(plan.path)
-    for taken in plan.steps:
-        step = taken.step
-        if plan.is_unfinished and taken is plan.steps[0]:
-            print_line(f"would finish the migration of {where} from format {step.source} to {step.target}")
+    path = shown(plan.path)
+    for outcome in plan.steps:
+        step = outcome.step
+        if plan.is_unfinished and outcome is plan.steps[0]:
+            print_line(f"would finish the migration of {path} from format {step.source} to {step.target}")
             continue
-        print_line(f"would take {where} from format {step.source} to {step.target}: {shown(step.summary)}")
-        if taken.files is not None:
+        print_line(f"would take {path} from format {step.source} to {step.target}: {shown(step.summary)}")
+        if outcome.files is not None:
             kept = ", ".join(("store.json", *(f"{name}/" for name in (*step.makes, *step.leaves))))
-            print_line(f"  {counted(taken.files, 'file')} to write, {size(taken.size_bytes or 0)}")
+            print_line(f"  {counted(outcome.files, 'file')} to write, {size(outcome.size_bytes or 0)}")
             print_line(f"  what there is of {kept} would go to backups/")
     print_line("nothing was changed")
 
 
 def _print_done(migration: "Migration") -> None:
-    for taken in migration.steps:
-        wrote = "finished" if taken.files is None else f"{counted(taken.files, 'file')} written"
-        print_line(f"format {taken.step.source} to {taken.step.target}: {wrote}")
-        if taken.backup is not None:
-            print_line(f"  what they replace is in {shown(taken.backup)}")
+    for outcome in migration.steps:
+        wrote = "finished" if outcome.files is None else f"{counted(outcome.files, 'file')} written"
+        print_line(f"format {outcome.step.source} to {outcome.step.target}: {wrote}")
+        if outcome.backup is not None:
+            print_line(f"  what they replace is in {shown(outcome.backup)}")
     print_line(f"{shown(migration.path)} is of format {migration.format} now")
     print_line(with_store("check it with layerstore verify; remove the backup once you are sure"))

@@ -113,16 +113,16 @@ def _make(store: "Store", name: str, ref: str, *, as_json: bool) -> None:
     from layerstore.compose import cautions, compose_latest
     from layerstore.history import Resolved
 
-    made = store.pin(name, ref)
+    new_pin = store.pin(name, ref)
     if as_json:
-        print_json(_fields(made))
+        print_json(_fields(new_pin))
     else:
-        for caution in cautions(store.repo, compose_latest(Resolved.of_pin(made))):
+        for caution in cautions(store.repo, compose_latest(Resolved.of_pin(new_pin))):
             print_warning(caution)
-        [name_of_base] = store.names_of([made.record])
-        base = f"{name_of_base} (commit {short_id(made.base)})"
-        mixed_by = _mixed_by(made)
-        print_line(f"{shown(made.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
+        [name_of_base] = store.names_of([new_pin.record])
+        base = f"{name_of_base} (commit {short_id(new_pin.base)})"
+        mixed_by = _mixed_by(new_pin)
+        print_line(f"{shown(new_pin.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
 
 
 def _print_pins(store: "Store", *, as_json: bool) -> None:

@@ -72,9 +72,9 @@ def remote_and_references(store: "Store", words: list[str]) -> tuple[str | None,
     remotes = store.remotes.urls()
     if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
-    meant = nearest(words[0], remotes)
-    if meant and words[0] not in store.runs():
-        raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(meant))
+    similar = nearest(words[0], remotes)
+    if similar and words[0] not in store.runs():
+        raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(similar))
     return None, words
 
 

@@ -46,16 +46,16 @@ def remote(
       layerstore remote list
       layerstore remote remove origin
     """
-    wanted = {"add": 2, "list": 0, "remove": 1}[action]
-    given = [argument for argument in (name, url) if argument is not None]
-    if len(given) != wanted:
+    count = {"add": 2, "list": 0, "remove": 1}[action]
+    arguments = [argument for argument in (name, url) if argument is not None]
+    if len(arguments) != count:
         takes = {"add": "NAME and URL", "list": "nothing else", "remove": "NAME"}[action]
         raise InvalidInput(f"remote {action} takes {takes}", hint="layerstore remote --help")
     with opened(store) as opened_store:
         if action == "list":
             _print_remotes(opened_store, as_json=as_json)
             return
-        recorded = (opened_store.remotes.add if action == "add" else opened_store.remotes.remove)(*given)
+        recorded = (opened_store.remotes.add if action == "add" else opened_store.remotes.remove)(*arguments)
     if as_json:
         print_json({"action": action, "name": name, "url": recorded})
     elif action == "add":

@@ -267,9 +267,9 @@ def _fitted(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
         kept.remove(max(spare, key=lambda index: columns[index].drops))
     excess = sum(widths[index] + _GAP for index in kept) - _GAP - width
     for index in sorted(kept, key=lambda index: least[index] - widths[index]):  # the one with most to give first
-        given = max(0, min(excess, widths[index] - least[index]))
-        widths[index] -= given
-        excess -= given
+        cut = max(0, min(excess, widths[index] - least[index]))
+        widths[index] -= cut
+        excess -= cut
     return kept, [widths[index] for index in kept]
 
 

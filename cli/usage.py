@@ -63,21 +63,21 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
         command = next((f" {word}" for word in words if word in commands), "")
         return f"layerstore{command} --help"
     possible = getattr(problem, "possibilities", None)
-    meant = list(possible) if isinstance(possible, list) else []  # nearest first
+    similar = list(possible) if isinstance(possible, list) else []  # nearest first
     unknown = _NO_COMMAND.fullmatch(problem.message)
     if unknown is not None:
         name = unknown["name"]
         if name in _IN_OUR_WORDS:
             return _IN_OUR_WORDS[name]
-        meant = [ours for ours in commands if name in about(ours).elsewhere] or nearest(name, commands)
+        similar = [ours for ours in commands if name in about(ours).elsewhere] or nearest(name, commands)
     _, is_choice, choices = problem.message.partition(" is not one of ")
     if is_choice:
-        meant = nearest(str((_refused(problem) or {}).get("input")), _QUOTED.findall(choices))
+        similar = nearest(str((_refused(problem) or {}).get("input")), _QUOTED.findall(choices))
     help_ = f"{context.command_path} --help"
     if _EXTRA.match(problem.message) and _arguments(problem) == "REF":
-        one = "name the folder with -o DIR" if _command(problem) == "compose" else "one commit at a time"
-        return f"{one}; {help_}"
-    return did_you_mean(meant, else_=help_)
+        instead = "name the folder with -o DIR" if _command(problem) == "compose" else "one commit at a time"
+        return f"{instead}; {help_}"
+    return did_you_mean(similar, else_=help_)
 
 
 def _command(problem: TyperException) -> str:

@@ -61,24 +61,27 @@ def _checked(function: Any) -> Any:
 
 def show_fields(function: Callable[..., object], options: type) -> None:
     """Make the signature of *function*, which ends in ``**options``, show the fields of the dataclass *options*."""
-    wanted = signature(function)
-    own = [parameter for parameter in wanted.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+    own_signature = signature(function)
+    own = [parameter for parameter in own_signature.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
     fields = signature(options).parameters.values()
-    vars(unwrap(function))["__signature__"] = wanted.replace(parameters=[*own, *fields])
+    vars(unwrap(function))["__signature__"] = own_signature.replace(parameters=[*own, *fields])
 
 
 def check_arguments(function: Any, *positional: object, **named: object) -> None:
     """Raise InvalidInput unless *function* takes these arguments."""
-    (wanted, kinds), where = _taken(function), function.__qualname__.lstrip("_").removesuffix(".__init__")
+    (accepted, kinds), callee = (
+        _signature_and_kinds(function),
+        function.__qualname__.lstrip("_").removesuffix(".__init__"),
+    )
     try:
-        given = wanted.bind(*positional, **named).arguments
+        bound = accepted.bind(*positional, **named).arguments
     except TypeError as exc:
-        raise _unbound(where, wanted, named, exc) from None
-    for name in filter(kinds.__contains__, given):
-        is_many = wanted.parameters[name].kind is Parameter.VAR_POSITIONAL
-        for value in given[name] if is_many else (given[name],):
+        raise _unbound(callee, accepted, named, exc) from None
+    for name in filter(kinds.__contains__, bound):
+        is_many = accepted.parameters[name].kind is Parameter.VAR_POSITIONAL
+        for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
-                raise _misfit(where, name, value, kinds[name])
+                raise _misfit(callee, name, value, kinds[name])
 
 
 def check_fields(value: Any) -> None:
@@ -96,7 +99,7 @@ def _kinds_of_fields(cls: type) -> dict[str, Any]:
 
 
 @cache  # on the first call: reading a signature takes longer than importing it
-def _taken(function: Any) -> tuple[Signature, dict[str, Any]]:
+def _signature_and_kinds(function: Any) -> tuple[Signature, dict[str, Any]]:
     return signature(function), _kinds(unwrap(function))
 
 
@@ -109,9 +112,9 @@ class _Names(dict[str, Any]):
 
 def _kinds(function: Any) -> dict[str, Any]:
     """Return what each parameter of *function* may be; its result may name what takes long to import."""
-    wanted = signature(function).parameters.values()
+    parameters = signature(function).parameters.values()
     named = [
-        parameter for parameter in wanted if parameter.kind is not parameter.VAR_KEYWORD
+        parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
     ]  # those are checked by what they are for
     of_parameters = {
         parameter.name: parameter.annotation for parameter in named if parameter.annotation is not parameter.empty

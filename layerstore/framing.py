@@ -76,8 +76,8 @@ _facts = attrgetter("name", "state", "dtype", "elements")
 
 def canonical_order(tensors: Iterable[AnySlice]) -> list[AnySlice]:
     """Return *tensors* in the order of an object file."""
-    given = list(tensors)
-    return [given[number] for number in _order_of(tuple(map(_facts, given)))]
+    unordered = list(tensors)
+    return [unordered[number] for number in _order_of(tuple(map(_facts, unordered)))]
 
 
 @lru_cache(_ALIKE_MAX)

@@ -41,9 +41,9 @@ def check_host() -> None:
         except metadata.PackageNotFoundError:
             continue  # installed in some other way; if it cannot be imported, Python says so
         if not least <= _numbers(installed) < beyond:
-            wanted = f"{library}>={_dotted(least)},<{_dotted(beyond)}"
+            requirement = f"{library}>={_dotted(least)},<{_dotted(beyond)}"
             raise Unsupported(
-                f"{library} is {installed} here; layerstore needs {wanted}", hint=f'pip install "{wanted}"'
+                f"{library} is {installed} here; layerstore needs {requirement}", hint=f'pip install "{requirement}"'
             )
 
 

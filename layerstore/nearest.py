@@ -33,8 +33,8 @@ def did_you_mean(names: Iterable[str], *, else_: str = "") -> str:
     >>> did_you_mean([], else_="runs here: sft")
     'runs here: sft'
     """
-    meant = list(names)
-    question = f"did you mean {' or '.join(meant)}?" if meant else ""
+    candidates = list(names)
+    question = f"did you mean {' or '.join(candidates)}?" if candidates else ""
     return " ".join(filter(None, [question, else_]))
 
 
@@ -49,7 +49,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> NotFound:
     """Return the error for a *name* that is not among the *known*; its hint has the nearest, or else the first ones."""
     names = list(known)
     near = nearest(str(name), names)
-    some = f"{', '.join(names[:_SHOWN_MAX])}{', …' if len(names) > _SHOWN_MAX else ''}"
+    first = f"{', '.join(names[:_SHOWN_MAX])}{', …' if len(names) > _SHOWN_MAX else ''}"
     return NotFound(
-        f"there is no {what} {str(name)!r} here", hint=did_you_mean(near) or (f"here are {some}" if names else None)
+        f"there is no {what} {str(name)!r} here", hint=did_you_mean(near) or (f"here are {first}" if names else None)
     )

@@ -49,7 +49,7 @@ def data_frame(rows: Iterable[Mapping[str, object]]) -> "DataFrame":
         import pandas
     except ImportError as exc:
         raise Unsupported("to_pandas needs pandas", hint="pip install pandas") from exc
-    made = pandas.json_normalize([dict(row) for row in rows])
-    for column in {"time", "dropped"} & set(made.columns):
-        made[column] = pandas.to_datetime(made[column])
-    return made
+    frame = pandas.json_normalize([dict(row) for row in rows])
+    for column in {"time", "dropped"} & set(frame.columns):
+        frame[column] = pandas.to_datetime(frame[column])
+    return frame

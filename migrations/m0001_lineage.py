@@ -136,11 +136,11 @@ class _Run:
 
     def _read(self, file_name: str) -> dict[str, Body]:
         """Return the payload of the record *file_name*, which must match its name."""
-        called = f"commits/{self._run}/{file_name}"
-        payload = unseal(self._older.read(called), name=called, store_id=self._store_id)
-        body = _checked(payload.get("body"), called)
+        path = f"commits/{self._run}/{file_name}"
+        payload = unseal(self._older.read(path), name=path, store_id=self._store_id)
+        body = _checked(payload.get("body"), path)
         if (body["run"], f"{cast('int', body['step'])}.{id_of(body)}") != (self._run, file_name):
-            raise _damaged(called, "it does not hold the commit that its name says")
+            raise _damaged(path, "it does not hold the commit that its name says")
         return cast("dict[str, Body]", payload)
 
     def _rewritten(self, old: str) -> dict[str, Body]:

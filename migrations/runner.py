@@ -97,8 +97,8 @@ def migrate(path: Path, files: Files | None = None) -> Migration:
     with _locked(layout, files):
         plan = _look(layout, files, path=path)  # another migration may have ended since
         todo = [outcome.step for outcome in plan.steps]
-        taken = [_finish(layout, files, todo.pop(0))] if plan.is_unfinished else []
-        return replace(plan, steps=(*taken, *(_take(layout, files, step) for step in todo)))
+        finished = [_finish(layout, files, todo.pop(0))] if plan.is_unfinished else []
+        return replace(plan, steps=(*finished, *(_take(layout, files, step) for step in todo)))
 
 
 def _look(layout: Layout, files: Files, *, path: Path) -> Migration:
@@ -179,9 +179,9 @@ def _make(layout: Layout, files: Files, step: Step) -> None:
     folders = {new, old, *(new / name for name in step.makes)}
     for folder in folders:
         files.make_directories(folder)
-    made = ((new / name, data) for name, data in step.convert(Older(files, layout.root)))
+    converted = ((new / name, data) for name, data in step.convert(Older(files, layout.root)))
     identities = ((old / "store.json", identity), (new / "store.json", step.identity(identity)))
-    for path, data in itertools.chain(identities, made):
+    for path, data in itertools.chain(identities, converted):
         files.make_directories(path.parent)
         with files.create(path) as file:
             file.write_at(0, data)

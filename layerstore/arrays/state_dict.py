@@ -25,25 +25,25 @@ def make_state_dict(
         InvalidInput: *dtype* is not an element type.
         IntegrityError: An object is damaged or missing.
     """
-    wanted = dtype_code(dtype)
+    wanted_code = dtype_code(dtype)
     masters, weights, buffers = (
         open_tensors(repo, versions, kind=kind, state=None, verify=verify) for kind in ("master", "weights", "buffers")
     )
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     verified: set[BlobRef] | None = set() if verify else None
     for parameter in (own for version in versions for own in version.parameters):
         name = parameter.name
-        code = wanted if wanted is not None and parameter.dtype in FLOATS else parameter.dtype
+        code = wanted_code if wanted_code is not None and parameter.dtype in FLOATS else parameter.dtype
         if slices.is_mean(name):
-            made[name] = _mean(repo, slices, parameter, code, verified=verified)
-            made |= dict.fromkeys(parameter.aliases, made[name])
+            tensors[name] = _mean(repo, slices, parameter, code, verified=verified)
+            tensors |= dict.fromkeys(parameter.aliases, tensors[name])
             continue
         # Stored weights differ from the rounded master, which for any other type is the more precise one.
         is_kept = name in weights and (weights.dtype(name) == code or name not in masters)
         if is_kept or name in masters:
-            made[name] = _tensor(weights if is_kept else masters, name, code)
-            made |= dict.fromkeys(parameter.aliases, made[name])
-    return made | {name: _tensor(buffers, name, buffers.dtype(name)) for name in buffers}
+            tensors[name] = _tensor(weights if is_kept else masters, name, code)
+            tensors |= dict.fromkeys(parameter.aliases, tensors[name])
+    return tensors | {name: _tensor(buffers, name, buffers.dtype(name)) for name in buffers}
 
 
 def _tensor(source: Tensors, name: str, code: str) -> "torch.Tensor":
@@ -68,9 +68,9 @@ def _mean(
                 repo.verify_object(ref)
             verified.update(piece.objects)
         parts += list(read_mean(repo, piece)) if piece.mean_of else [_whole(repo, piece)]
-    made = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)
-    wanted: torch.dtype = getattr(torch, by_code(code).torch_name)
-    return made.reshape(parameter.shape).to(wanted)
+    master = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)
+    target_type: torch.dtype = getattr(torch, by_code(code).torch_name)
+    return master.reshape(parameter.shape).to(target_type)
 
 
 def _whole(repo: Repository, piece: Piece) -> memoryview:

@@ -186,13 +186,15 @@ def open_tensors(
         InvalidInput: There is no such kind, or it has no states.
         NotFound: The optimizer has no such state.
     """
-    wanted = _kind(kind, state)
+    wanted_kind = _kind(kind, state)
     entries: dict[str, _Entry] = {}
     states: set[str] = set()
     for version in versions:
-        shapes = {item.name: item.shape for item in (version.buffers if wanted is Kind.BUFFERS else version.parameters)}
+        shapes = {
+            item.name: item.shape for item in (version.buffers if wanted_kind is Kind.BUFFERS else version.parameters)
+        }
         for stored in version.objects:
-            if stored.kind is not wanted:
+            if stored.kind is not wanted_kind:
                 continue
             for part in slices_in(stored):
                 tensor = part.tensor
@@ -207,11 +209,11 @@ def open_tensors(
     for name, entry in entries.items():
         entry.parts.sort(key=lambda part: part.object.shard)
         stored_elements, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
-        if stored_elements != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
+        if stored_elements != expected * (len(entry.parts) if wanted_kind is Kind.BUFFERS else 1):
             raise LayoutMismatch(
                 f"{name!r} is stored in slices of {stored_elements} elements, its shape asks for {expected}"
             )
-    return Tensors(repo, entries, kind=wanted, verify=verify)
+    return Tensors(repo, entries, kind=wanted_kind, verify=verify)
 
 
 def _kind(kind: str, state: str | None) -> Kind:

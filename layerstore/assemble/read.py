@@ -90,14 +90,14 @@ def fill_pieces(
 def _convert(repo: Repository, piece: Piece, target: memoryview) -> None:
     """Fill *target* with *piece*, which is stored as another type, or is a mean."""
     assert piece.rounding is not None
-    source, wanted = piece.rounding
-    done = 0
+    source, target_dtype = piece.rounding
+    offset = 0
     with repo.open_object(piece.object) as file:
         is_mean = bool(piece.mean_of)
         for data in read_mean(repo, piece) if is_mean else chunks_of(file, piece):
-            converted = convert(data, source="F32" if is_mean else source, target=wanted)
-            target[done : done + len(converted)] = converted
-            done += len(converted)
+            converted = convert(data, source="F32" if is_mean else source, target=target_dtype)
+            target[offset : offset + len(converted)] = converted
+            offset += len(converted)
 
 
 def chunks_of(source: OpenFile, piece: Piece) -> Iterator[memoryview]:

@@ -127,18 +127,18 @@ def _filesystem(root: Path) -> Iterator[Finding]:
     if mount is None:
         yield Finding("filesystem", "note", "its kind is not known: the system has no list of mounts")
         return
-    where = f"{mount.kind}, mounted at {_shown(mount.point)} ({','.join(mount.options)})"
+    mounted = f"{mount.kind}, mounted at {_shown(mount.point)} ({','.join(mount.options)})"
     if mount.kind in _IN_MEMORY:
-        text = f"{where}: it is memory, and gone with the power"
+        text = f"{mounted}: it is memory, and gone with the power"
         yield Finding("filesystem", "problem", text, "keep a store that matters on a disk")
     elif mount.kind == "overlay":
-        yield Finding("filesystem", "note", f"{where}: it may go with its container", "use a mounted volume")
+        yield Finding("filesystem", "note", f"{mounted}: it may go with its container", "use a mounted volume")
     elif mount.is_network:
-        text = f"{where}: a network filesystem: other hosts may see a commit late, never in part, "
+        text = f"{mounted}: a network filesystem: other hosts may see a commit late, never in part, "
         text += "and a collection frees space one collection later"
         yield Finding("filesystem", "note", text, "docs/internals/durability.md says what is asked of it")
     else:
-        yield Finding("filesystem", "ok", where)
+        yield Finding("filesystem", "ok", mounted)
     if mount.kind in _PURGED:
         text = f"many sites remove files from {mount.kind} that were not read for weeks, and a layer that does not "
         text += "change is not read"

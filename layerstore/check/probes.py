@@ -191,8 +191,8 @@ def clock(files: Files, folder: Path) -> Iterator[Finding]:
 def space(files: Files, folder: Path) -> Iterator[Finding]:
     """Check how many bytes and files there is still room for."""
     room = files.room(folder)
-    many = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
-    text = f"{size(room.free_bytes)} of {size(room.total_bytes)} free, {many}; a quota may allow less"
+    files_free = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
+    text = f"{size(room.free_bytes)} of {size(room.total_bytes)} free, {files_free}; a quota may allow less"
     has_few_files = room.free_files is not None and room.free_files < _FREE_FILES_MIN
     if room.free_bytes < _FREE_BYTES_MIN or has_few_files:
         hint = "layerstore gc frees what nothing needs; layerstore stats says what is stored"

@@ -117,17 +117,17 @@ def opened_sources(
     """
     with contextlib.ExitStack() as stack:
         repos = []
-        for called, opened in sources.items():
+        for name, opened in sources.items():
             try:
                 other = opened()
             except NotFound as exc:
                 raise InvalidInput(
-                    f"{called} is neither a store nor a remote of this one, and --from takes these",
+                    f"{name} is neither a store nor a remote of this one, and --from takes these",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
             stack.callback(other.close)
             if other.layout.root == repo.layout.root:
-                raise InvalidInput(f"{called} is the store that is to be repaired", hint="name another one")
+                raise InvalidInput(f"{name} is the store that is to be repaired", hint="name another one")
             repos.append(other)
         yield tuple(repos)
 
@@ -148,19 +148,19 @@ def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data
     """
     repo.prepare_writing()
     with repo.lock_gc() as hold:
-        done = Repaired()
+        total = Repaired()
         for _ in range(_LOOKS_MAX):
             hold.check()
             repaired = _Repair(repo, sources, read_data=read_data, dry_run=False).look(progress)
-            done = replace(
+            total = replace(
                 repaired,
-                moved=(*done.moved, *repaired.moved),
-                fetched=(*done.fetched, *repaired.fetched),
-                reindexed=done.reindexed or repaired.reindexed,
+                moved=(*total.moved, *repaired.moved),
+                fetched=(*total.fetched, *repaired.fetched),
+                reindexed=total.reindexed or repaired.reindexed,
             )
             if not repaired.fetched:
                 break
-        return done
+        return total
 
 
 class _Repair:
@@ -302,9 +302,9 @@ class _Repair:
                 republish(repo, commit)
             except (IntegrityError, Overtaken) as exc:
                 raise IntegrityError(f"{name.run}@{name.step} cannot be put back: {exc}") from exc
-        called = repo.layout.name(path)
+        record_name = repo.layout.name(path)
         size_bytes = len(repo.records.encode(commit))
-        self._fetched[called] = Fetched(kind="record", path=called, source=source.name, size_bytes=size_bytes)
+        self._fetched[record_name] = Fetched(kind="record", path=record_name, source=source.name, size_bytes=size_bytes)
 
     def _fetch_needs(self, record: CommitRecord, source: Repository) -> None:
         """

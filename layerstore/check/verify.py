@@ -200,15 +200,15 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
         progress.start(f"records of {run}", len(names))
         for name, commit in repo.records.each(names):
             path = repo.layout.name(repo.layout.record(name.run, name.step, name.id))
-            called = f"{name.run}@{name.step}"
+            reference = f"{name.run}@{name.step}"
             if isinstance(commit, LayerstoreError):
-                named.note(_lost_record("record", name.id, path, commit, called))
+                named.note(_lost_record("record", name.id, path, commit, reference))
                 continue
             progress.advance(1)
             _name_all(named, commit.record)
             row = indexed.get(name.file_name)
             if row is not None and row != row_of(commit):
-                problem = f"the index tells {called} differently than its record does"
+                problem = f"the index tells {reference} differently than its record does"
                 named.note(Damage(kind="index", id=run, path="manifest", reason=problem))
 
 
@@ -264,10 +264,10 @@ def _read_beside(repo: Repository, named: _Named) -> None:
 
 
 def _name_dropped(named: _Named, needs: Needs, name: RecordName, record: CommitRecord) -> None:
-    called = f"{name.run}@{name.step} (commit {short_id(name.id)}, dropped)"
+    holder = f"{name.run}@{name.step} (commit {short_id(name.id)}, dropped)"
     layers = {entry.version: entry.layer for entry in record.layers}
     for blob in record.blobs:
-        cost = Cost(holder=called, layers=tuple(filter(None, [layers.get(blob)])), everything=blob not in layers)
+        cost = Cost(holder=holder, layers=tuple(filter(None, [layers.get(blob)])), everything=blob not in layers)
         refs = [blob]
         with contextlib.suppress(LayerstoreError):  # reported where the blob itself is read
             refs = needs.add_blob(blob)
@@ -363,12 +363,12 @@ def _read_dropped(repo: Repository, named: _Named, counted: _Counted, reads: Obj
     """Read what only dropped commits need. If something is missing, they cannot come back: that is no loss."""
     others = [named.versions, named.states, named.objects]
     kept = {ref for at in {int(ref.id[:2], 16) for ref in named.dropped} for names in others for ref in names.part(at)}
-    here = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
-    here = [ref for ref in here if _is_there(repo, ref)]
-    counted.objects += len(here)
-    counted.objects_read += len(here)
-    counted.bytes_read += sum(ref.size_bytes for ref in here)
-    for ref, problem in _lost(repo, [here], reads, progress):
+    refs = sorted((ref for ref in named.dropped if ref not in kept and ref in reads), key=lambda ref: ref.id)
+    refs = [ref for ref in refs if _is_there(repo, ref)]
+    counted.objects += len(refs)
+    counted.objects_read += len(refs)
+    counted.bytes_read += sum(ref.size_bytes for ref in refs)
+    for ref, problem in _lost(repo, [refs], reads, progress):
         if _is_there(repo, ref):
             named.note(replace(_lost_object(repo, "object", ref, problem, ()), costs=(named.dropped[ref],)))
 

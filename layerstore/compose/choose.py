@@ -268,10 +268,10 @@ def as_newest_exact(repo: Repository, composition: Composition, requested: Resol
     composition = replace(composition, wants_exact=True)
     if requested.record.is_exact:
         return composition
-    called, taken = references_to(repo, [requested.record, composition.base])
+    requested_name, base_name = references_to(repo, [requested.record, composition.base])
     steps = requested.record.step - composition.base.step
     before = f", {steps} step{'s' if steps > 1 else ''} before" if steps else ""
-    note = f"{requested.pin or called} was not kept bit for bit: {taken} is taken{before}"
+    note = f"{requested.pin or requested_name} was not kept bit for bit: {base_name} is taken{before}"
     return replace(composition, notes=(*composition.notes, note))
 
 

@@ -37,10 +37,10 @@ def inexact(
             names.add(entry.layer)
     if not bits:
         return None
-    some = "" if len(names) == len(layers) else f" of {len(names)} of {len(layers)} layers"
+    extent = "" if len(names) == len(layers) else f" of {len(names)} of {len(layers)} layers"
     what = "this resume is" if moments else "these weights are"
     newest = _newest_exact(repo, base, is_live=is_live)
-    return f"{_kept_in(bits, some)}: {what} not bit for bit{newest}"
+    return f"{_kept_in(bits, extent)}: {what} not bit for bit{newest}"
 
 
 def _bits(version: LayerVersion) -> dict[Kind, int]:

@@ -55,15 +55,15 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
         look=lambda: (outline_of(repo.version_of(entry)) for entry in record.layers),
     )
     plan = recipe.plan(outline)
-    taken = {layer: choice for layer, choice in plan.layers.items() if not choice.is_base}
+    choices = {layer: choice for layer, choice in plan.layers.items() if not choice.is_base}
     back = recipe.base.back
-    if base.pin is not None and any(choice.run is None for choice in taken.values()):
+    if base.pin is not None and any(choice.run is None for choice in choices.values()):
         with recipe.base.spot.located():
             back = _back_of(repo, record)
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
         notes.append(f"run {recipe.run_hint!r} of the recipe is not in the store; using {name!r}")
-    sources = _found(repo, taken, notes, run=record.run, back=back)
+    sources = _found(repo, choices, notes, run=record.run, back=back)
     layers = {entry.layer: entry for entry in record.layers}
     for _, entries in sources:
         layers |= entries

@@ -33,8 +33,8 @@ def without_damaged(repo: Repository, composition: Composition) -> Composition:
         if older is None:
             problem.locate(f"{entry.layer} of {base.run}@{base.step} has no older version that is sound and fits")
             raise problem
-        called, instead = references_to(repo, [entry.origin, older.origin])
-        notes.append(f"{entry.layer} of {called} is damaged: its version of {instead} is used")
+        damaged_name, older_name = references_to(repo, [entry.origin, older.origin])
+        notes.append(f"{entry.layer} of {damaged_name} is damaged: its version of {older_name} is used")
         layers.append(older)
     return replace(composition, layers=tuple(layers), notes=(*composition.notes, *notes))
 

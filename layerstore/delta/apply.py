@@ -42,8 +42,8 @@ class Applied:
     seconds: float
 
     def __repr__(self) -> str:
-        done = f"{self.tensors_changed} of {self.tensors} tensors, {size(self.bytes_written)}, {self.seconds:.1f} s"
-        return f"<Applied {self.base_name} to {self.name} on {self.folder}: {done}>"
+        extent = f"{self.tensors_changed} of {self.tensors} tensors, {size(self.bytes_written)}, {self.seconds:.1f} s"
+        return f"<Applied {self.base_name} to {self.name} on {self.folder}: {extent}>"
 
 
 def apply_delta(delta: Path, folder: Path) -> Applied:

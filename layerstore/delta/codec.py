@@ -57,18 +57,20 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
     values: list[Array] = []
     count = 0
     for start in range(0, len(new), _BLOCK_BYTES):
-        was, now = (_elements(memoryview(data)[start : start + _BLOCK_BYTES], dtype) for data in (old, new))
-        changed = np.flatnonzero(was != now)
+        old_elements, new_elements = (
+            _elements(memoryview(data)[start : start + _BLOCK_BYTES], dtype) for data in (old, new)
+        )
+        changed = np.flatnonzero(old_elements != new_elements)
         count += changed.size
         if encoding == "xor":
-            compressed.append(compressor.compress(np.bitwise_xor(was, now).data))
+            compressed.append(compressor.compress(np.bitwise_xor(old_elements, new_elements).data))
         else:
             indices.append((changed + start // width).astype("<i4"))
-            values.append(now[changed])
+            values.append(new_elements[changed])
     if encoding == "xor":
         return {name: np.frombuffer(b"".join([*compressed, compressor.flush()]), "u1")}, count
-    made = np.concatenate(values).view(by_code(dtype).torch_name)
-    return {name + INDICES: np.concatenate(indices), name + VALUES: made}, count
+    new_values = np.concatenate(values).view(by_code(dtype).torch_name)
+    return {name + INDICES: np.concatenate(indices), name + VALUES: new_values}, count
 
 
 def part_bytes_max(size_bytes: int, *, dtype: str) -> int:

@@ -93,9 +93,9 @@ def write_delta(
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, end, dtype=dtype, max_shard_size=_ONE_FILE) for end in (base, composition)]
-    before, called = _names(repo, base, composition)
+    base_name, target_name = _names(repo, base, composition)
     old, new = (_Weights(repo, plan, verify=how.verify) for plan in plans)
-    _check_alike(old, new, before, called)
+    _check_alike(old, new, base_name, target_name)
     notes = [note for note in plans[1].notes if CONFIG not in note]
     if composition.base.step == base.base.step:
         notes.append(f"both are of step {base.base.step}: a reader that compares versions sees no change")
@@ -105,17 +105,17 @@ def write_delta(
         writer = DeltaWriter(repo.files, folder, encoding, durable=how.durable)
         for name, tensor in new.tensors.items():
             progress.advance(tensor.size_bytes)
-            was = old.read(name)
-            now = was if old.pieces(name) == new.pieces(name) else new.read(name)
-            if was == now:
-                writer.unchanged(name, object_id(was))
+            old_data = old.read(name)
+            new_data = old_data if old.pieces(name) == new.pieces(name) else new.read(name)
+            if old_data == new_data:
+                writer.unchanged(name, object_id(old_data))
                 continue
             changed += 1
-            parts, count = encode_tensor(name, was, now, dtype=tensor.dtype, encoding=encoding)
+            parts, count = encode_tensor(name, old_data, new_data, dtype=tensor.dtype, encoding=encoding)
             elements_changed += count
-            writer.add(name, parts, base=object_id(was), target=object_id(now))
-        writer.finish(version=composition.base.step, base_version=base.base.step, name=called, base_name=before)
-        facts = {"since": before, "encoding": encoding, "elements_changed": elements_changed}
+            writer.add(name, parts, base=object_id(old_data), target=object_id(new_data))
+        writer.finish(version=composition.base.step, base_version=base.base.step, name=target_name, base_name=base_name)
+        facts = {"since": base_name, "encoding": encoding, "elements_changed": elements_changed}
         summary = composition.summary_file(notes, format="hf", dtype=plans[1].dtype, delta=facts)
         writer.write(SUMMARY, summary)
         if how.durable:
@@ -125,7 +125,7 @@ def write_delta(
         step=composition.base.step,
         policy=composition.policy,
         format="delta",
-        since=before,
+        since=base_name,
         encoding=encoding,
         dtype=plans[1].dtype,
         out=target.path,

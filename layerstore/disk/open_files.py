@@ -88,8 +88,8 @@ def _whose(path: Path) -> str | None:
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):  # missing, or behind an unreadable folder
             state = place.lstat()
-            wanted = os.R_OK | os.W_OK | (os.X_OK if stat.S_ISDIR(state.st_mode) else 0)
-            if not os.access(place, wanted):
+            needed_access = os.R_OK | os.W_OK | (os.X_OK if stat.S_ISDIR(state.st_mode) else 0)
+            if not os.access(place, needed_access):
                 return (
                     f"{place} is user {state.st_uid}'s, of group {state.st_gid}, with mode "
                     f"{stat.S_IMODE(state.st_mode):04o}; you are user {os.geteuid()}. A store that several share wants "
@@ -395,8 +395,8 @@ class Syncing:
 
     def each(self, sync: Callable[[Path], None], directories: Iterable[Path]) -> None:
         """*sync* each of *directories*, several at a time."""
-        for done in [self._begun(sync, directory) for directory in directories]:
-            done.result()  # raises if one cannot be synced
+        for future in [self._begun(sync, directory) for directory in directories]:
+            future.result()  # raises if one cannot be synced
 
     def close(self) -> None:
         """Close the pending files without syncing them."""
@@ -414,9 +414,9 @@ class Syncing:
 
     def _wait(self, left_max: int) -> None:
         with self._guard:
-            done = [self._under_way.popleft() for _ in range(len(self._under_way) - left_max)]
+            futures = [self._under_way.popleft() for _ in range(len(self._under_way) - left_max)]
         # Not under the lock: others add files meanwhile.
-        for future in done:
+        for future in futures:
             future.result()
 
     def _sync(self, file: NewFile) -> None:

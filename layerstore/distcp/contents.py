@@ -141,7 +141,7 @@ class _Moments:
         states = {key: split for key in candidates for split in splits(key)}
         prefix = _prefix_of({name for name, _ in states.values()}, tensors.keys() - states.keys())
         moments: dict[str, tuple[str, str]] = {}
-        counters, owned, taken = dict[str, str](), set[str](), set[tuple[str, str]]()
+        counters, owned, assigned = dict[str, str](), set[str](), set[tuple[str, str]]()
         for key, (name, state) in states.items():
             parameter = tensors.get(prefix + name)
             if parameter is None or parameter.key in states:
@@ -150,9 +150,9 @@ class _Moments:
                 owned.add(key)
                 if state == STEP:
                     counters[parameter.key] = key
-            elif tensors[key].shape == parameter.shape and (parameter.key, state) not in taken:
+            elif tensors[key].shape == parameter.shape and (parameter.key, state) not in assigned:
                 owned.add(key)
-                taken.add((parameter.key, state))
+                assigned.add((parameter.key, state))
                 moments[key] = parameter.key, state
         return cls(prefix, moments, counters, owned)
 

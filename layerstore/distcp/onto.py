@@ -70,7 +70,7 @@ class DcpCheckpoint:
     _wanted: Mapping[Path, Wanted]
     _files: Mapping[str, Path]
     """Files of the folder that take the place of the base's, by their path there."""
-    _done: UpdatesSince
+    _updates_since: UpdatesSince
     _base: CommitRecord
     _world_sizes: Mapping[str, int]
     """By layer: how many ranks it is cut for, as in the base."""
@@ -105,7 +105,7 @@ class DcpCheckpoint:
     ) -> tuple[tuple[BlobRef, ...], list[str]]:
         """Stage the ranks' states; return them, and a note if files do not fit the weights any more."""
         states = self.checkpoint.states
-        if self._done.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
+        if self._updates_since.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
             # Nothing has happened since: it is the base's own save.
             for ref in (*self._base.states, *(ref for state in states for ref in objects_of_state(state))):
                 writer.reuse(ref)
@@ -129,7 +129,7 @@ class DcpCheckpoint:
             )
             for name, path in self._files.items()
         }
-        moved = advance(state, self._done, files)
+        moved = advance(state, self._updates_since, files)
         for ref in objects_of_state(moved):
             writer.reuse(ref)  # the base's own: a collection must not take them meanwhile
         return staging.whole_state(moved)
@@ -180,14 +180,14 @@ class _Reading:
         states = [self._repo.state(ref) for ref in base.states]
         trained = list(self._states)
         counts = {name: self._count(name) for name in trained}
-        done = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
+        updates_since = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
         layers = tuple(self._layer(version, counts) for version in self._versions)
         kept = [file for state in states for file in state.files if not is_stale(file.path)]
         files = {file.path: folder.path / file.path for file in kept if self._has_its_own(file)}
         stamps = {path: stamp_of(path) for path in (*folder.files, *folder.metadata, *files.values())}
         found = FoundCheckpoint(
             folder=folder.path,
-            tag=done.tag,
+            tag=updates_since.tag,
             flavour=base.layout.flavour,
             ranks=(),
             others=(),
@@ -197,7 +197,7 @@ class _Reading:
         return DcpCheckpoint(
             checkpoint=Checkpoint(
                 found=found,
-                step=checked_step(base.step + done.updates, folder.path),
+                step=checked_step(base.step + updates_since.updates, folder.path),
                 world_size=base.world_size,
                 stage=base.stage,
                 layers=layers,
@@ -205,12 +205,12 @@ class _Reading:
                 gathered=(),
                 files=(),
                 checks=tuple(folder.checks),
-                notes=tuple(self._notes(done, {file.path for file in kept} - files.keys())),
+                notes=tuple(self._notes(updates_since, {file.path for file in kept} - files.keys())),
                 layer_pattern=base.layout.layer_pattern,
             ),
             _wanted=self._wanted,
             _files=files,
-            _done=done,
+            _updates_since=updates_since,
             _base=base,
             _world_sizes={version.layer: version.world_size for version in self._versions},
         )
@@ -225,15 +225,16 @@ class _Reading:
             return data != file.content
         return (len(data), crc32(data)) != (file.content.size_bytes, file.content.crc32)
 
-    def _notes(self, done: UpdatesSince, paths: set[str]) -> Iterator[str]:
-        if done.updates:
+    def _notes(self, updates_since: UpdatesSince, paths: set[str]) -> Iterator[str]:
+        if updates_since.updates:
             yield (
                 f"everything but weights and moments is of {self._called}, such as random states and the loss scale; "
-                f"steps, and a schedule that DeepSpeed keeps, are counted on by {done.updates}"
+                f"steps, and a schedule that DeepSpeed keeps, are counted on by {updates_since.updates}"
             )
             beside = sorted({path for path in paths if path.rpartition("/")[2] in SCHEDULES})
             if beside:
-                yield f"{beside[0]} is that of {self._called}, {done.updates} steps behind: set the schedule yourself"
+                behind = f"{updates_since.updates} steps behind"
+                yield f"{beside[0]} is that of {self._called}, {behind}: set the schedule yourself"
         rounded = [
             wanted for wanted in self._wanted.values() if wanted.is_rounded and wanted.tensor.dtype != wanted.dtype
         ]

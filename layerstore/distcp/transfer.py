@@ -147,14 +147,14 @@ class _TensorReader:
 
 def _exactly(wanted: Wanted, data: memoryview) -> memoryview:
     """Return *data* in the type that is kept; raise LayoutMismatch if that would lose something."""
-    kept, given = wanted.dtype, wanted.tensor.dtype
-    if kept == given:
+    kept_dtype, source_dtype = wanted.dtype, wanted.tensor.dtype
+    if kept_dtype == source_dtype:
         return data
-    converted = convert(data, source=given, target=kept)
-    if not wanted.is_rounded and not equal_bytes(convert(converted, source=kept, target=given), data):
+    converted = convert(data, source=source_dtype, target=kept_dtype)
+    if not wanted.is_rounded and not equal_bytes(convert(converted, source=kept_dtype, target=source_dtype), data):
         raise LayoutMismatch(
-            f"{wanted.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept)}, and "
-            f"its values here need {dtype_name(given)}",
+            f"{wanted.tensor.key!r} has changed: it is not trained in the base, which keeps {dtype_name(kept_dtype)}, "
+            f"and its values here need {dtype_name(source_dtype)}",
             hint="choose a base in which it is trained, or freeze it",
         )
     return converted

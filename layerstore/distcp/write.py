@@ -120,10 +120,10 @@ class _FilePlanner:
     def entries(self, below: str = "") -> Iterator[Entry]:
         """Yield everything that was planned so far, under all its names; its files are *below* another folder."""
         for tensor, chunks in self._written:
-            there = tuple(replace(chunk, file=below + chunk.file) for chunk in chunks)
+            placed = tuple(replace(chunk, file=below + chunk.file) for chunk in chunks)
             # They lead to one place, so that a reader of everything makes it once.
             for key in tensor.keys:
-                yield Entry(key=key, path=tensor.path, dtype=tensor.dtype, shape=tensor.shape, chunks=there)
+                yield Entry(key=key, path=tensor.path, dtype=tensor.dtype, shape=tensor.shape, chunks=placed)
 
     def data_file(self, number: int, named: Iterable[Named]) -> OutputFile:
         """Plan the file of one layer, or that of all values; values that are one object lie there once."""

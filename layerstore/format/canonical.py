@@ -156,11 +156,11 @@ def _refuse_extension(code: int, data: bytes) -> Plain:
 
 
 def _map_in_order(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    made = dict(pairs)
+    mapping = dict(pairs)
     # Re-encoding reveals a duplicate key.
-    if not _are_texts_in_order(tuple(made)):
+    if not _are_texts_in_order(tuple(mapping)):
         raise ValueError("a map's keys are not texts in order")
-    return made
+    return mapping
 
 
 @lru_cache(maxsize=1024)

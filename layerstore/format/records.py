@@ -75,9 +75,9 @@ _LENGTH = struct.Struct(">Q")
 
 def seal(payload: bytes, *, name: str, store_id: str) -> bytes:
     """Put *payload* into an envelope."""
-    called = name.encode()
-    head = _HEAD.pack(MAGIC, SCHEMA, bytes.fromhex(store_id), len(called))
-    body = head + called + _LENGTH.pack(len(payload)) + payload
+    encoded_name = name.encode()
+    head = _HEAD.pack(MAGIC, SCHEMA, bytes.fromhex(store_id), len(encoded_name))
+    body = head + encoded_name + _LENGTH.pack(len(payload)) + payload
     assert len(body) + DIGEST_BYTES <= RECORD_BYTES_MAX, "records name blobs so that they stay small"
     check_containers(payload, what=name, containers_max=RECORD_CONTAINERS_MAX)  # or nobody could read it again
     return body + digest(body)

@@ -198,18 +198,18 @@ _ByCommit = dict[int | None, Gone]
 
 def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple[_ByCommit, _ByCommit]:
     """Sum up unneeded objects, old and young. Each object is charged to the first commit that names it."""
-    taken = Needs(repo, besides=marks.needs)
+    needs_of_gone = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
             # The commit goes anyway; what cannot be attributed to it because of damage counts as orphans.
             with contextlib.suppress(IntegrityError, NotFound):
-                taken.add_record(repo.catalog.commit(fate.name).record, number=number)
+                needs_of_gone.add_record(repo.catalog.commit(fate.name).record, number=number)
     old, young = (defaultdict[int | None, Gone](Gone) for _ in range(2))
     for unneeded in marks.unneeded():
-        (young if unneeded.is_young else old)[taken.number(unneeded.ref.id)] += Gone(1, unneeded.ref.size_bytes)
+        (young if unneeded.is_young else old)[needs_of_gone.number(unneeded.ref.id)] += Gone(1, unneeded.ref.size_bytes)
     for unneeded in marks.aside(repo.aside.ids()):
         if not unneeded.is_young:
-            old[taken.number(unneeded.ref.id)] += Gone(1, unneeded.ref.size_bytes)
+            old[needs_of_gone.number(unneeded.ref.id)] += Gone(1, unneeded.ref.size_bytes)
     return old, young
 
 
@@ -227,18 +227,18 @@ def chosen(facts: Facts, request: GcRequest, now_ns: int) -> tuple[tuple[RunView
     """
     repo = facts.repo
     views = views_of(repo)
-    wanted = {view.run for view in views} if request.runs is None else set(request.runs)
-    for run in sorted(wanted - {view.run for view in views}):
+    requested_runs = {view.run for view in views} if request.runs is None else set(request.runs)
+    for run in sorted(requested_runs - {view.run for view in views}):
         repo.catalog.view(run)  # raises, and lists the existing runs
     pins = facts.pins()
     runs = []
     for view in views:
-        keep = request.keep if view.run in wanted else None
+        keep = request.keep if view.run in requested_runs else None
         fates = choose(facts, view, keep, pins=pins, now_ns=now_ns, elsewhere=request.elsewhere)
         # What goes has to rest on its record, not on the index.
         times = {fate.commit: facts.of(view.rows[fate.name.id], view).time_ns for fate in fates}
         runs.append((view, tuple(replace(fate, time_ns=times[fate.commit]) for fate in fates)))
-    requested = [(view, fates) for view, fates in runs if view.run in wanted]
+    requested = [(view, fates) for view, fates in runs if view.run in requested_runs]
     _check_metric(repo, request.keep, requested)
     return tuple(runs)
 
@@ -252,10 +252,12 @@ def _check_metric(repo: Repository, keep: Keep, runs: Sequence[tuple[RunView, Se
     known = {name: None for record in newest for name in metrics_if_sound(repo, record) or ()}
     if best.metric in known:
         raise InvalidInput(f"no commit has a finite {best.metric!r}; nothing was changed", hint="choose another metric")
-    there = f"the newest commits have {', '.join(known)}" if known else "the newest commits have no metrics at all"
+    known_metrics = (
+        f"the newest commits have {', '.join(known)}" if known else "the newest commits have no metrics at all"
+    )
     raise InvalidInput(
         f"no commit has the metric {best.metric!r}; nothing was changed",
-        hint=did_you_mean(nearest(best.metric, known), else_=there),
+        hint=did_you_mean(nearest(best.metric, known), else_=known_metrics),
     )
 
 

@@ -89,12 +89,12 @@ class Marks:
                 self._repo.objects.check_there(ref)
             except IntegrityError as exc:
                 if isinstance(holder, Pin):
-                    called, command = f"pin {holder.name!r}", _deletes(holder.name)
+                    holder_name, command = f"pin {holder.name!r}", _deletes(holder.name)
                 else:
-                    called = references_to(self._repo, [holder])[0]
-                    command = f"layerstore drop {typed(called)}"
+                    holder_name = references_to(self._repo, [holder])[0]
+                    command = f"layerstore drop {typed(holder_name)}"
                 raise IntegrityError(
-                    f"{called} stays, but is incomplete: {exc}",
+                    f"{holder_name} stays, but is incomplete: {exc}",
                     hint=f"layerstore repair --from COPY may heal it; {command} gives it up",
                 ) from exc
 
@@ -287,8 +287,8 @@ def named(called: str, *, gives_up: str | None = None, copy_helps: str = "may he
 
 def commit_named(commit: RecordName | RecordRow) -> contextlib.AbstractContextManager[None]:
     """Add to an IntegrityError that it is about *commit*."""
-    called = f"{commit.run}@{commit.step}"
-    return named(called, gives_up=f"layerstore drop {typed(called)}")
+    reference = f"{commit.run}@{commit.step}"
+    return named(reference, gives_up=f"layerstore drop {typed(reference)}")
 
 
 @contextlib.contextmanager

@@ -125,20 +125,23 @@ def _agreed(values: Mapping[str, Any], what: str) -> Any:
     return value
 
 
-def advance(state: RankState, done: UpdatesSince, files: Mapping[str, SourceFile]) -> RankState:
-    """Return *state* after what was *done* since; *files* take the place of its own of the same names."""
+def advance(state: RankState, updates_since: UpdatesSince, files: Mapping[str, SourceFile]) -> RankState:
+    """Return *state* after the updates in *updates_since*; *files* take the place of its own of the same names."""
     model, inner = TreeView.of(state.model), inner_optimizer(state)
     states: dict[Tree, Tree] = {
         group: changed(
-            parameter_state.mapping(), {STEP: counter_like(parameter_state.mapping()[STEP], done.counts[group])}
+            parameter_state.mapping(),
+            {STEP: counter_like(parameter_state.mapping()[STEP], updates_since.counts[group])},
         )
-        if group in done.counts
+        if group in updates_since.counts
         else parameter_state.value
         for group, parameter_state in inner["state"].children()
         if isinstance(group, int)
     }
     groups: list[Tree] = [
-        changed(group.mapping(), dict(done.settings[number].items())) if number in done.settings else group.value
+        changed(group.mapping(), dict(updates_since.settings[number].items()))
+        if number in updates_since.settings
+        else group.value
         for number, (_, group) in enumerate(inner["param_groups"].children())
     ]
     optimizer = with_optimizer(
@@ -147,16 +150,16 @@ def advance(state: RankState, done: UpdatesSince, files: Mapping[str, SourceFile
     tag = _tag(state)
 
     def moved(path: str) -> str:
-        return done.tag + path.removeprefix(tag) if path.startswith(f"{tag}/") else path
+        return updates_since.tag + path.removeprefix(tag) if path.startswith(f"{tag}/") else path
 
     return replace(
         state,
         model=TreeFile(
-            path=moved(state.model.path), tree=changed(model.mapping(), dict(_counters(model, done.updates)))
+            path=moved(state.model.path), tree=changed(model.mapping(), dict(_counters(model, updates_since.updates)))
         ),
         optimizer=TreeFile(path=moved(state.optimizer.path), tree=optimizer),
         files=tuple(
-            files.get(file.path) or replace(_trainer_counted(file, done.updates), path=moved(file.path))
+            files.get(file.path) or replace(_trainer_counted(file, updates_since.updates), path=moved(file.path))
             for file in state.files
             if not is_stale(file.path)
         ),

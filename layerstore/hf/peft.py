@@ -211,7 +211,7 @@ def plan_adapters(
         path = str(PurePosixPath(config.path).with_name(ADAPTER_WEIGHTS))
         stored = _read(repo, by_path[path], slices, adapter) if path in by_path else None
         if stored is not None and stored.tensors:
-            made, output = _as_saved(by_path[path], stored, slices, own=own, dtype=dtype)
+            adapter_file, output = _as_saved(by_path[path], stored, slices, own=own, dtype=dtype)
         else:
             names = _names_by_rule(repo, config, slices.parameters, adapter)
             if not names:
@@ -224,9 +224,9 @@ def plan_adapters(
                 _tensor(name, parameter.name, parameter.shape, parameter.dtype)
                 for name, parameter in parameters.items()
             )
-            made = weights_file(path, (_typed(tensor, dtype) for tensor in tensors))
-            output = made.output(slices)
-        weights.append(made)
+            adapter_file = weights_file(path, (_typed(tensor, dtype) for tensor in tensors))
+            output = adapter_file.output(slices)
+        weights.append(adapter_file)
         outputs.append(output)
     used = {tensor.layer_name for file in weights for tensor in file.tensors}
     trained = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
@@ -237,9 +237,9 @@ def plan_adapters(
             "it",
             hint="compose --format shards keeps it; PEFT keeps whole modules that modules_to_save names",
         )
-    left = len(slices.parameters.keys() - used)
-    note = f"{left} frozen weights are left out: PeftModel.from_pretrained takes them from the base model"
-    return weights, [*outputs, *map(plan_source_file, configs.values())], [note] if left else []
+    unused = len(slices.parameters.keys() - used)
+    note = f"{unused} frozen weights are left out: PeftModel.from_pretrained takes them from the base model"
+    return weights, [*outputs, *map(plan_source_file, configs.values())], [note] if unused else []
 
 
 def _as_saved(
@@ -255,8 +255,8 @@ def _as_saved(
                 f"{alone[0]!r} is in {path} and in no layer: it cannot be written in another type",
                 hint="leave --dtype out",
             )
-        made = weights_file(path, tensors)
-        return made, made.output(slices)
+        retyped = weights_file(path, tensors)
+        return retyped, retyped.output(slices)
     return stored, _patched(file, stored, slices, slices.parameters.keys() - own)
 
 

@@ -62,7 +62,7 @@ def plan_export(
         LayoutMismatch: A layer has no weights to export.
     """
     started = time.monotonic()
-    wanted, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
+    wanted_code, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
     versions = load_versions(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
@@ -70,7 +70,7 @@ def plan_export(
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     model_class = None
     if configs_of(state.files):
-        weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted)
+        weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted_code)
         code = _uniform_dtype(weights)
     else:
         names_outside = TreeView.of(state.model).get("outside")
@@ -80,7 +80,7 @@ def plan_export(
         chosen = ExportTensors(
             parameters={name: parameter for name, parameter in slices.parameters.items() if name not in outside},
             buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
-            dtype=wanted,
+            dtype=wanted_code,
             is_own=own.__contains__,
             ask=partial(ask_transformers, fields),
         )
@@ -92,8 +92,8 @@ def plan_export(
         files = [file.output(slices) for file in weights]
         if len(weights) > 1:
             files.append(literal_file(WEIGHTS_INDEX, index_of(weights)))
-        made, config_notes = _plan_config(config, fields, problem, code)
-        files += made
+        config_files, config_notes = _plan_config(config, fields, problem, code)
+        files += config_files
         notes = [*chosen.notes, *export_notes(state, versions, slices), *config_notes]
         beside = [file for file in beside if file.path != CONFIG]
     notes = [*cautions(repo, composition, moments=False), *notes]
@@ -203,11 +203,11 @@ def _plan_config(
     if fields is None:
         note = f"the base's {CONFIG} is not JSON ({problem}): it is written as it is"
         return [plan_source_file(file)], [note]
-    made = config_with_dtype(fields, code)
-    if made == fields:
+    new_fields = config_with_dtype(fields, code)
+    if new_fields == fields:
         return [plan_source_file(file)], []
     note = f"{CONFIG} is changed to say {by_code(code).torch_name}, as the weights are"
-    return [literal_file(CONFIG, json.dumps(made, indent=2).encode() + b"\n")], [note]
+    return [literal_file(CONFIG, json.dumps(new_fields, indent=2).encode() + b"\n")], [note]
 
 
 def parse_config(data: bytes) -> dict[str, object]:
@@ -230,10 +230,10 @@ def parse_config(data: bytes) -> dict[str, object]:
 def config_with_dtype(fields: dict[str, object], code: str) -> dict[str, object]:
     """Return a config with *fields*, and the configs inside it, for weights of the element type *code*."""
     name = by_code(code).torch_name
-    made = _with_dtype(fields, name)
-    if not {"dtype", "torch_dtype"} & made.keys():
-        made["torch_dtype"] = name  # all versions of Transformers know this key
-    return made
+    new_fields = _with_dtype(fields, name)
+    if not {"dtype", "torch_dtype"} & new_fields.keys():
+        new_fields["torch_dtype"] = name  # all versions of Transformers know this key
+    return new_fields
 
 
 def _with_dtype(fields: dict[str, object], name: str) -> dict[str, object]:

@@ -97,15 +97,15 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in {"clone", "_reshape_copy", "contiguous"}:
-            self._note(made, self.runs(args[0]))
+            self._note(result, self.runs(args[0]))
         elif name in {"cat", "stack"}:
             dimension = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
             parts = [part.unsqueeze(dimension) for part in args[0]] if name == "stack" else args[0]
-            self._note(made, _joined([self._blocks(part, dimension % made.dim()) for part in parts]))
-        return made
+            self._note(result, _joined([self._blocks(part, dimension % result.dim()) for part in parts]))
+        return result
 
     def runs(self, tensor: Any) -> list[RunTuple]:
         """Return where the elements of *tensor* come from, in its own order."""

@@ -288,7 +288,7 @@ def ask_transformers(
 def _answer(question: str) -> dict[str, Any]:
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-m", _PROGRAM],  # -P: import nothing from the working folder
             input=question,
             capture_output=True,
@@ -301,9 +301,9 @@ def _answer(question: str) -> dict[str, Any]:
         raise Unsupported(
             f"Transformers did not say in {RENAMING_SECONDS_MAX:.0f} s how it writes the weights", hint=_INSTEAD
         ) from exc
-    if done.returncode:
-        errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    if process.returncode:
+        errors = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         raise Unsupported(f"Transformers cannot say how it writes the weights: {errors[-1]}", hint=_INSTEAD)
     # The last line, since imported libraries may have printed something before it.
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return answer

@@ -202,8 +202,8 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
     steps = [str(row.step) for row in rows]
     shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
     prefix = f"{view.run}~{reference.back}" if reference.back else view.run
-    meant = [f"{prefix}@{step}" for step in _around(reference.step or 0, [row.step for row in rows])]
-    hint = did_you_mean(meant, else_=f"steps here: {shown}")
+    nearby = [f"{prefix}@{step}" for step in _around(reference.step or 0, [row.step for row in rows])]
+    hint = did_you_mean(nearby, else_=f"steps here: {shown}")
     return NotFound(f"run {view.run!r} has no step {reference.step}", hint=hint)
 
 
@@ -238,13 +238,13 @@ def _reference(view: RunView | None, save: Saving) -> str:
     if view is None or not view.attempts:
         return plain  # nothing is left of the run, so nothing else can be meant
     attempts = view.attempts
-    meant = _attempt_meant(view, attempts[-1], save.step)
-    if meant == save.attempt:
+    plain_attempt = _attempt_meant(view, attempts[-1], save.step)
+    if plain_attempt == save.attempt:
         return plain
     if save.attempt in attempts and _attempt_meant(view, save.attempt, save.step) == save.attempt:
         back = len(attempts) - 1 - attempts.index(save.attempt)
         return f"{save.run}~{back}@{save.step}"
-    return plain if meant is None else f"{plain} of attempt {save.attempt}"
+    return plain if plain_attempt is None else f"{plain} of attempt {save.attempt}"
 
 
 def _attempt_meant(view: RunView, attempt: int, step: int) -> int | None:

@@ -28,8 +28,8 @@ def saved_at(repo: Repository, save: Saving) -> RecordName | None:
 
 def has_shrunk(repo: Repository, view: RunView) -> bool:
     """Whether gc, which takes no lock against writers, has removed a commit of *view* since."""
-    now = repo.catalog.find(view.run)
-    return now is None or not now.rows.keys() >= view.rows.keys()
+    present = repo.catalog.find(view.run)
+    return present is None or not present.rows.keys() >= view.rows.keys()
 
 
 def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:

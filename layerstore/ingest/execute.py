@@ -96,21 +96,21 @@ def _notes(
     options: IngestOptions, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
 ) -> Iterator[str]:
     """Yield notes on where the stored commit differs from what the command suggests, and on rotted objects."""
-    called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
+    reference, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
     tip = None if view is None else next(view.history(record.attempt), None)
     is_whole = saved == len(record.layers)
     if not is_new and WITHOUT_MOMENTS in record.flags:
-        yield f"{called} is stored without its moments, which a collection has dropped; --replace stores them again"
+        yield f"{reference} is stored without its moments, which a collection has dropped; --replace stores them again"
     elif not is_new and not is_whole and record.policy.name != options.policy.name:
         yield (
-            f"{called} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
+            f"{reference} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
             f"stored, the others are older; --replace stores what policy {options.policy.name} asks for"
         )
     elif not is_new and record.precision != options.precision and _has_own_compact(record):
-        yield f"{called} was saved in precision {record.precision}; --replace stores it as {options.precision}"
+        yield f"{reference} was saved in precision {record.precision}; --replace stores it as {options.precision}"
     elif is_new and not is_whole and not options.replace and tip is not None and tip.step > record.step:
         yield (
-            f"{called} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
+            f"{reference} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
             "counted it as the newest save, and steps above it inherit nothing from it"
         )
     if count := len(writer.damaged):
@@ -179,8 +179,8 @@ class _Ingest:
         rival = self._existing_commit()
         replaced_rows = self._replaced(rival)
         is_ambiguous = len(replaced_rows) > 1  # then even a commit with this content is replaced
-        done = None if rival is None or is_ambiguous else self._heal_existing(rival)
-        return done or self._as_new(replaced_rows, known_before=rival is not None)
+        healed = None if rival is None or is_ambiguous else self._heal_existing(rival)
+        return healed or self._as_new(replaced_rows, known_before=rival is not None)
 
     def _replaced(self, rival: RecordRow | None) -> list[RecordRow]:
         """Return the commits to replace: those at the step of *rival*, if that is in the history."""
@@ -324,17 +324,17 @@ class _Ingest:
 
     def _compact(self, place: NextCommit, due: frozenset[str]) -> CompactLayers:
         """Return those of the layers *due* that need not be exact this time, and have something to refer to."""
-        wanted, older = self.options.keyframes, {}
+        keyframes, older = self.options.keyframes, {}
         for layer in self.checkpoint.layers:
             entry = place.inherited.get(layer.layer) if layer.layer in due else None
-            if entry is None or wanted.is_exact(entry.compact):
+            if entry is None or keyframes.is_exact(entry.compact):
                 continue
             version = self.repo.whole_version_of(entry)
-            if version is not None and can_refer(layer, wanted.precision, version):
+            if version is not None and can_refer(layer, keyframes.precision, version):
                 older[layer.layer] = version
             else:
                 self.kept_exactly.append(layer.layer)
-        return CompactLayers(wanted.precision, older)
+        return CompactLayers(keyframes.precision, older)
 
     def _place(self, view: RunView | None, rivals: list[RecordRow]) -> NextCommit:
         return NextCommit.at_step(

@@ -115,10 +115,11 @@ def _check_newest(repo: Repository, base: Resolved, step: int) -> None:
     rows = [] if view is None else list(view.history(view.newest_attempt))
     newest = max((row.step for row in rows), default=0)
     if newest > base.record.step and step not in {row.step for row in rows}:
-        run, called = typed(base.record.run), f"{typed(base.record.run)}@{base.record.step}"
+        run, base_reference = typed(base.record.run), f"{typed(base.record.run)}@{base.record.step}"
         raise Conflict(
-            f"{called} is not the newest save of its run, {run}@{newest} is",
-            hint=f"--onto {run}@{newest} if training went on from there; else --resumed-from {called}, or --run NAME",
+            f"{base_reference} is not the newest save of its run, {run}@{newest} is",
+            hint=f"--onto {run}@{newest} if training went on from there; "
+            f"else --resumed-from {base_reference}, or --run NAME",
         )
 
 

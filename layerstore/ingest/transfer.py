@@ -243,12 +243,12 @@ class _Transfer:
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
         with self.repo.shares.scatter_work(self.repo, stage_share, parts) as answers:
             stored = self.readers.objects(mine)
-            for done in answers():
-                stored += done.objects
-                self.writer.join(done.staged)
-                self.readers.checksums.join(done.known)
-                self.readers.check.join(done.compared)
-                self.readers.staging.losses.update(done.losses)
+            for staged_share in answers():
+                stored += staged_share.objects
+                self.writer.join(staged_share.staged)
+                self.readers.checksums.join(staged_share.known)
+                self.readers.check.join(staged_share.compared)
+                self.readers.staging.losses.update(staged_share.losses)
         return stored
 
     def _known_of(self, sources: Sequence[Planned]) -> _Source:

@@ -176,9 +176,9 @@ def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> None:
                 dtype_a, dtype_b = stretch.a.tensor.dtype, stretch.b.tensor.dtype
                 bytes_a, bytes_b = by_code(dtype_a).bytes, by_code(dtype_b).bytes
                 step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
-                for done in range(0, stretch.elements, step):
-                    count = min(step, stretch.elements - done)
+                for start in range(0, stretch.elements, step):
+                    count = min(step, stretch.elements - start)
                     data_a, data_b = buffer_a[: count * bytes_a], buffer_b[: count * bytes_b]
-                    file_a.read_into(data_a, stretch.a.offset + (stretch.start_a + done) * bytes_a)
-                    file_b.read_into(data_b, stretch.b.offset + (stretch.start_b + done) * bytes_b)
+                    file_a.read_into(data_a, stretch.a.offset + (stretch.start_a + start) * bytes_a)
+                    file_b.read_into(data_b, stretch.b.offset + (stretch.start_b + start) * bytes_b)
                     stretch.tally.add(data_a, data_b, dtype_a=dtype_a, dtype_b=dtype_b)

@@ -166,10 +166,10 @@ def _model_seen(
 ) -> Model:
     """Return the model of *layers*, leaving out frozen parameters whose weights are in none of *tensors*."""
     held = {name for kind, name, _ in tensors if kind in {Kind.MASTER, Kind.WEIGHTS}}
-    there = {
+    held_parameters = {
         layer: [parameter for parameter in parameters if parameter.name in held] for layer, parameters in layers.items()
     }
-    parameters = [parameter for of_layer in there.values() for parameter in of_layer]
+    parameters = [parameter for of_layer in held_parameters.values() for parameter in of_layer]
     types = Counter[str]()
     for parameter in parameters:
         types[parameter.dtype] += prod(parameter.shape)
@@ -178,7 +178,7 @@ def _model_seen(
         source=source,
         layers={
             layer: {parameter.name: prod(parameter.shape) for parameter in of_layer}
-            for layer, of_layer in there.items()
+            for layer, of_layer in held_parameters.items()
         },
         frozen=frozenset(parameter.name for parameter in parameters if parameter.frozen),
         # gc may have dropped a commit's moments; further training creates new ones.

@@ -143,7 +143,7 @@ def _run(
     progress: Progress,
 ) -> dict[str, Any]:
     """Return the facts about one run, showing *room* of its saves; add to *problems* what cannot be read."""
-    growth, wanted, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
+    growth, shown_ids, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
     what_ifs, columns = {policy.name: WhatIf(policy) for policy in SELECTIVE}, list[int]()
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times, precisions = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
@@ -154,7 +154,7 @@ def _run(
         place = commit.record.attempt, commit.record.step
         times[place], precisions[place] = short_time(commit.observed.time_ns), commit.record.kept_precision
         progress.advance(1)
-        if commit.id in wanted:
+        if commit.id in shown_ids:
             shown.append(commit)
             columns.append(commits - 1)
             own_bytes.append(own)
@@ -250,14 +250,14 @@ def _composites(
     composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
     mixtures = {"latest": [mixture_fields(commit.record, commit.record.layers) for commit in shown]}
     for policy in SELECTIVE:
-        taken = [_layers_by(repo, commit, view, policy) for commit in shown]
-        if any(entries is not None for entries in taken):
+        entries_of_saves = [_layers_by(repo, commit, view, policy) for commit in shown]
+        if any(entries is not None for entries in entries_of_saves):
             composites[policy.name] = [
-                None if entries is None else places(entries) if entries else [] for entries in taken
+                None if entries is None else places(entries) if entries else [] for entries in entries_of_saves
             ]
             mixtures[policy.name] = [
                 mixed if entries is None else mixture_fields(commit.record, entries)
-                for commit, entries, mixed in zip(shown, taken, mixtures["latest"], strict=True)
+                for commit, entries, mixed in zip(shown, entries_of_saves, mixtures["latest"], strict=True)
             ]
     own = [origin if origin.run == view.run else None for origin, _ in indexes]
     origins: dict[str, object] = {
@@ -278,10 +278,10 @@ def _composites(
 def _layers_by(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:
     """Return the layers of a composite by *policy*: None if they are the commit's own, empty if there is none."""
     try:
-        taken = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view).layers
+        entries = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view).layers
     except LayerstoreError:
         return []  # `compose` would refuse, and say why
-    return None if taken == commit.record.layers else list(taken)
+    return None if entries == commit.record.layers else list(entries)
 
 
 def _versions(commit: Commit, layers: Iterable[str]) -> str:
@@ -440,13 +440,13 @@ def rooms(views: Sequence[RunView], facts_bytes: int) -> dict[str, int]:
     Large runs get what small ones leave over.
     """
     room: dict[str, int] = {}
-    left = facts_bytes
+    bytes_left = facts_bytes
     size = {view.run: _SAVE_BYTES + _CELL_BYTES * len(_layer_names(view.visible)) for view in views}
     ordered = sorted(views, key=lambda view: len(view.visible) * size[view.run])
     for place, view in enumerate(ordered):
-        share = left // (len(ordered) - place) // size[view.run]
+        share = bytes_left // (len(ordered) - place) // size[view.run]
         room[view.run] = min(share, len(view.visible), _COLUMNS_MAX)
-        left -= room[view.run] * size[view.run]
+        bytes_left -= room[view.run] * size[view.run]
     return room
 
 

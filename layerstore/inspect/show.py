@@ -221,21 +221,21 @@ def _references(repo: Repository, entries: Iterable[LayerEntry]) -> dict[str, st
     """Return what the differences of each layer refer to: the newest exact save in its history that has it."""
     references: dict[str, str] = {}
     for origin, layers in _compact_by_origin(entries):
-        wanted = {
+        unnamed = {
             name: {stored.id for stored in version.references}
             for name, entry in layers.items()
             if (version := repo.version_of(entry)).references
         }
-        references |= {name: f"object {short_id(min(ids))}" for name, ids in wanted.items()}
+        references |= {name: f"object {short_id(min(ids))}" for name, ids in unnamed.items()}
         view = repo.catalog.find(origin.run)
         with suppress(LayerstoreError):  # a damaged record, say: the object's name has to do
-            for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and wanted else ():
-                exact = {name: entry for name, entry in row.entries(wanted).items() if not entry.compact}
+            for row in saves_below(view, attempt=origin.attempt, step=origin.step) if view and unnamed else ():
+                exact = {name: entry for name, entry in row.entries(unnamed).items() if not entry.compact}
                 for name, entry in exact.items():
-                    if wanted[name] <= {stored.id for stored in repo.version_of(entry).objects}:
+                    if unnamed[name] <= {stored.id for stored in repo.version_of(entry).objects}:
                         references[name] = reference_to(repo, entry.origin)
-                        del wanted[name]
-                if not wanted:
+                        del unnamed[name]
+                if not unnamed:
                     break
     return references
 

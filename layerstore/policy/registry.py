@@ -42,15 +42,16 @@ def policy_named(text: str, settings: Mapping[str, object] | None = None) -> Pol
         InvalidInput: There is no such policy, or it has no such setting.
     """
     name, _, listed = text.partition(":")
-    own, given = dict(setting.partition("=")[::2] for setting in listed.split(",") if setting), dict(settings or {})
-    for key in own.keys() & given.keys():
+    in_text = dict(setting.partition("=")[::2] for setting in listed.split(",") if setting)
+    values = dict(settings or {})
+    for key in in_text.keys() & values.keys():
         raise InvalidInput(f"{key} was given twice, in --policy {text} and as --{key}", hint="leave one of them out")
-    given |= own
+    values |= in_text
     make: Callable[..., object] | None = _BY_NAME.get(name) or _installed(name)
     if make is None:
         raise _unknown(name)
     try:
-        policy = make(**_read(name, make, given)) if given else make()
+        policy = make(**_read(name, make, values)) if values else make()
     except TypeError as exc:
         raise InvalidInput(f"policy {name!r} cannot be made: {exc}", hint="look at its settings") from exc
     return _checked(policy)

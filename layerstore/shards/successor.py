@@ -34,7 +34,7 @@ class Successor:
 
     before: CommitRecord
     notes: tuple[str, ...]
-    _done: UpdatesSince
+    _updates_since: UpdatesSince
     _files: Mapping[str, SourceFile]
     """Files of the later commit, in the place of those of the same name."""
     _client_states: Sequence[Mapping[Tree, Tree]]
@@ -42,14 +42,14 @@ class Successor:
 
     def state(self, state: RankState) -> RankState:
         """Return *state*, of a rank of the commit before, as it would be now."""
-        moved = advance(state, self._done, self._files)
+        moved = advance(state, self._updates_since, self._files)
         kept = self._client_states[state.rank if state.rank < len(self._client_states) else 0]
         tree: dict[Tree, Tree] = {
             key: value for key, value in TreeView.of(moved.model).mapping().items() if key in ENGINE_KEYS
         }
         tree |= {key: value for key, value in kept.items() if key not in ENGINE_KEYS}
         # What was drawn since must not be drawn again.
-        files = [file for file in moved.files if not self._done.updates or not self._is_stale(file)]
+        files = [file for file in moved.files if not self._updates_since.updates or not self._is_stale(file)]
         return replace(moved, model=replace(moved.model, tree=tree), files=tuple(files))
 
     def _is_stale(self, file: SourceFile) -> bool:
@@ -87,7 +87,7 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         for key, value in own.values.items()
         if PARAM_GROUPS in key
     }
-    done = since(
+    updates_since = since(
         repo.state(before.states[0]),
         {name: updates_counted(tree) for name, tree in counts.items()},
         group_settings(names, settings),
@@ -98,8 +98,8 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
     files = {file.path: file for state in states for file in state.files}
     return Successor(
         before=before,
-        notes=tuple(_notes(repo.state(before.states[0]), done, files, kept[0], named=named)),
-        _done=done,
+        notes=tuple(_notes(repo.state(before.states[0]), updates_since, files, kept[0], named=named)),
+        _updates_since=updates_since,
         _files=files,
         _client_states=kept,
     )
@@ -111,12 +111,17 @@ def _client_state(own: DcpState) -> Mapping[Tree, Tree]:
 
 
 def _notes(
-    first: RankState, done: UpdatesSince, files: Mapping[str, SourceFile], kept: Mapping[Tree, Tree], *, named: str
+    first: RankState,
+    updates_since: UpdatesSince,
+    files: Mapping[str, SourceFile],
+    kept: Mapping[Tree, Tree],
+    *,
+    named: str,
 ) -> Iterator[str]:
-    yield f"what is DeepSpeed's own is that of {named}, counted on by {done.updates} updates"
+    yield f"what is DeepSpeed's own is that of {named}, counted on by {updates_since.updates} updates"
     stale = [file.path for file in first.files if file.path.rpartition("/")[2] in SCHEDULES and file.path not in files]
-    if stale and done.updates:
-        yield f"{stale[0]} is that of {named}, {done.updates} steps behind: set the schedule yourself"
+    if stale and updates_since.updates:
+        yield f"{stale[0]} is that of {named}, {updates_since.updates} steps behind: set the schedule yourself"
     if taken := sorted(str(key) for key in kept if key in ENGINE_KEYS):
         yield f"client_state[{taken[0]!r}] is left out: DeepSpeed keeps its own under that key"
 

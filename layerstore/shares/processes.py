@@ -84,12 +84,12 @@ class Led(Shares):
                 ]
             )
             try:
-                yield lambda: list(_found(_waited(answers)))
+                yield lambda: list(_found(_result_of(answers)))
             finally:
                 # Also after an error: the others listen for the next question only once they have answered this one.
                 if not answers.done():
                     with suppress(JobLost):  # our own error says more
-                        _waited(answers)
+                        _result_of(answers)
 
     def end(self) -> None:
         """Make the others end."""
@@ -186,7 +186,7 @@ class _Line:
     def __init__(self, number: int, count: int) -> None:
         self._count = count
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        start(threading.Thread(target=self._speak, name="shares", daemon=True))
+        start(threading.Thread(target=self._run_calls, name="shares", daemon=True))
         _name_meeting_point()
 
         def meet() -> "ProcessGroup":
@@ -198,7 +198,7 @@ class _Line:
             return group
 
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        meeting = self._begun(meet)
+        meeting = self._start_call(meet)
         if number == 0 and not wait([meeting], _MEETING_WARNS_AFTER.total_seconds()).done:
             warnings.warn(f"waiting for the {count} processes of this job at {where}", JobNotice, stacklevel=3)
         try:
@@ -219,44 +219,44 @@ class _Line:
             dist.gather_object(None, answers, dst=0, group=self._group)
             return answers[1:]
 
-        return self._begun(exchange)
+        return self._start_call(exchange)
 
     def dismiss(self) -> None:
         """Tell all others to end."""
         import torch.distributed as dist
 
-        self._done(lambda: dist.scatter_object_list([None], [None] * self._count, src=0, group=self._group))
+        self._call_and_wait(lambda: dist.scatter_object_list([None], [None] * self._count, src=0, group=self._group))
 
     def listen(self) -> _Question | None:
         """Return the lead's next question; None at the end."""
         import torch.distributed as dist
 
         received: list[_Question | None] = [None]
-        self._done(lambda: dist.scatter_object_list(received, None, src=0, group=self._group))
+        self._call_and_wait(lambda: dist.scatter_object_list(received, None, src=0, group=self._group))
         return received[0]
 
     def answer(self, answer: _Answered) -> None:
         """Send *answer* to the lead."""
         import torch.distributed as dist
 
-        self._done(lambda: dist.gather_object(answer, dst=0, group=self._group))
+        self._call_and_wait(lambda: dist.gather_object(answer, dst=0, group=self._group))
 
     def close(self) -> None:
         """Close the connections."""
         import torch.distributed as dist
 
-        self._done(dist.destroy_process_group)
+        self._call_and_wait(dist.destroy_process_group)
 
-    def _done(self, call: Callable[[], Result]) -> Result:
-        return _waited(self._begun(call))
+    def _call_and_wait(self, call: Callable[[], Result]) -> Result:
+        return _result_of(self._start_call(call))
 
-    def _begun(self, call: Callable[[], Result]) -> "Future[Result]":
+    def _start_call(self, call: Callable[[], Result]) -> "Future[Result]":
         """Run *call* on the thread; return a future of its result."""
         result: Future[Result] = Future()
         self._calls.put((result, call))
         return result
 
-    def _speak(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             result, call = self._calls.get()
             try:
@@ -265,7 +265,7 @@ class _Line:
                 result.set_exception(exc)
 
 
-def _waited(result: "Future[Result]") -> Result:
+def _result_of(result: "Future[Result]") -> Result:
     try:
         return result.result()
     except RuntimeError as exc:

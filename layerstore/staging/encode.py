@@ -153,26 +153,26 @@ class ObjectEncoding:
                 checksum = crc32(chunk, checksum)
                 yield chunk
         else:
-            scales, done = [], 0
+            scales, offset = [], 0
             for values in _whole_blocks(chunks):
                 decoded = self._room(len(values))
-                coded = self._coded(number, values, done, decoded)
+                coded = self._coded(number, values, offset, decoded)
                 checksum = crc32(decoded, checksum)
-                done += len(values)
+                offset += len(values)
                 scales.append(coded.scales)
                 yield coded.codes
             yield from scales
         self.tensors[number] = replace(tensor, crc32=checksum)
 
-    def _coded(self, number: int, values: memoryview, done: int, decoded: memoryview) -> Coded:
-        """Code *values*, which come after *done* bytes of the slice *number*; fill *decoded*."""
+    def _coded(self, number: int, values: memoryview, offset: int, decoded: memoryview) -> Coded:
+        """Code *values*, which come after *offset* bytes of the slice *number*; fill *decoded*."""
         tensor = self.tensors[number]
         coding, reference = CODINGS[tensor.coding], None
         if coding.needs_reference:
             assert self.reference is not None
             assert self._file is not None
             reference = decoded
-            self._hashing.read_into(self.reference.ref, self._file, reference, self._offsets[number] + done)
+            self._hashing.read_into(self.reference.ref, self._file, reference, self._offsets[number] + offset)
         try:
             coded = coding.encode(values, reference, decoded)
         except NotCodable as exc:

@@ -250,12 +250,12 @@ class RecordStore:
         Raises:
             IntegrityError: It is damaged or gone.
         """
-        called = self._layout.name(self._path(name))
+        envelope_name = self._layout.name(self._path(name))
         identity, entries = unseal_entries(
-            self.read_bytes(name), name=called, store_id=self._store_id, layers=frozenset(layers)
+            self.read_bytes(name), name=envelope_name, store_id=self._store_id, layers=frozenset(layers)
         )
         if identity != (name.run, name.step, name.id):
-            raise _misnamed(called)
+            raise _misnamed(envelope_name)
         return entries
 
     def read_bytes(self, name: RecordName) -> bytes:
@@ -287,10 +287,10 @@ class RecordStore:
 
     def decode(self, data: bytes, name: RecordName) -> Commit:
         """Decode and check the commit in *data*, the bytes of the record *name*."""
-        called = self._layout.name(self._path(name))
-        commit = unseal_commit(data, name=called, store_id=self._store_id)
+        envelope_name = self._layout.name(self._path(name))
+        commit = unseal_commit(data, name=envelope_name, store_id=self._store_id)
         if self.name_of(commit) != name:
-            raise _misnamed(called)
+            raise _misnamed(envelope_name)
         return commit
 
     def name_of(self, commit: Commit) -> RecordName:
@@ -303,8 +303,8 @@ class RecordStore:
 
     def encode(self, commit: Commit) -> bytes:
         """Return the bytes of the record of *commit*."""
-        called = self._layout.name(self._path(self.name_of(commit)))
-        return seal_commit(commit, name=called, store_id=self._store_id)
+        envelope_name = self._layout.name(self._path(self.name_of(commit)))
+        return seal_commit(commit, name=envelope_name, store_id=self._store_id)
 
     def link(self, commit: Commit) -> tuple[int, ...] | None:
         """
@@ -461,8 +461,8 @@ class RecordStore:
         """
         self.check_store()
         target = self._layout.pin(pin.name)
-        called = self._layout.name(target)
-        data = seal_pin(pin, name=called, store_id=self._store_id)
+        envelope_name = self._layout.name(target)
+        data = seal_pin(pin, name=envelope_name, store_id=self._store_id)
         with self._files.temporary(self._layout.tmp, data) as source:
             if not self._files.link_exclusive(source, target):
                 raise AlreadyExists(
@@ -470,7 +470,7 @@ class RecordStore:
                     hint=f"layerstore show {typed(pin.name)}",
                 )
         self._files.sync_directory(target.parent)
-        self._look_again(called)
+        self._look_again(envelope_name)
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*, readable or not."""

@@ -82,14 +82,16 @@ class CodedObject:
 
     def open(self, objects: ObjectStore, stretches: Iterable[Stretch] | None) -> "DecodedFile":
         """Open it for reading *stretches* of the plain object, or all of it."""
-        wanted = None if stretches is None else self.stretches(stretches)
+        needed_stretches = None if stretches is None else self.stretches(stretches)
         with ExitStack() as stack:
             ref = self.stored.ref
-            file = stack.enter_context(objects.open(ref, None if wanted is None else wanted[ref]))
+            file = stack.enter_context(objects.open(ref, None if needed_stretches is None else needed_stretches[ref]))
             reference = None
             if self.reference is not None:
                 ref = self.reference.ref
-                reference = stack.enter_context(objects.open(ref, None if wanted is None else wanted[ref]))
+                reference = stack.enter_context(
+                    objects.open(ref, None if needed_stretches is None else needed_stretches[ref])
+                )
             decoded = DecodedFile(self, file, reference)
             stack.pop_all()
         return decoded

@@ -175,8 +175,8 @@ class _Check:
                 entries += 1
                 begin = at + _NODE.size + len(key)
                 if flags:
-                    begin, taken = self._large(page, begin, value_bytes, flags)
-                    overflows += taken
+                    begin, pages = self._large(page, begin, value_bytes, flags)
+                    overflows += pages
                 elif begin + value_bytes > (page + 1) * PAGE_BYTES:
                     raise _Unsound(f"a value on page {page} reaches outside of it")
                 if is_free:

@@ -57,8 +57,8 @@ class PartStore:
 
     def confirm(self, part: Part) -> None:
         """Make the draft of *part* a part; raises StorageIO if a collection has removed it."""
-        where = part.session, part.save, part.rank
-        self._files.rename(self._draft(*where), self._path(*where))
+        place = part.session, part.save, part.rank
+        self._files.rename(self._draft(*place), self._path(*place))
 
     def _link(self, part: Part, target: Path) -> None:
         if not self.has_session(part.session):

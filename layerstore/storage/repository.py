@@ -107,9 +107,11 @@ class Repository:
     def verify_stretches(self, stretches: Mapping[BlobRef, Iterable[Stretch]], verified: set[BlobRef]) -> None:
         """Verify *stretches* of objects that are not among the *verified*; add those that are sound as a whole."""
         by_object: dict[BlobRef, list[Stretch]] = {}
-        for ref, wanted in stretches.items():
+        for ref, stretches_of_ref in stretches.items():
             coded = self.coded.get(ref)
-            for needed, parts in ({ref: wanted} if coded is None else coded.stretches(wanted)).items():
+            for needed, parts in (
+                {ref: stretches_of_ref} if coded is None else coded.stretches(stretches_of_ref)
+            ).items():
                 by_object.setdefault(needed, []).extend(parts)
         verified |= self.objects.verify_all({ref: parts for ref, parts in by_object.items() if ref not in verified})
 

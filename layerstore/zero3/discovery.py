@@ -93,8 +93,8 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         InvalidInput: *path* holds several and none was chosen.
     """
     # Resolve once, so that a path ending in "..", or a link, does not name the run.
-    given, wanted = real_path(path), tag
-    folder, tag = _resolve(given, wanted)
+    given_path, wanted_tag = real_path(path), tag
+    folder, tag = _resolve(given_path, wanted_tag)
     for inner in (folder / tag, folder / LATEST):
         if inner.is_symlink() and not follow:
             raise linked(inner)
@@ -104,7 +104,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     _refuse_unfinished(folder)
     flavour = flavour_of(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
-    notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
+    notes = [] if wanted_tag is not None or given_path == folder / tag else _other_tags(folder, tag)
     others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
     # Stamped before anything is read: `check_unchanged` compares with this moment.
     return FoundCheckpoint(

@@ -48,9 +48,9 @@ class Pointer:
 def pointer_bytes(pointer: Pointer, path: Path) -> bytes:
     """Return the bytes of the pointer file *path*: a bare pickle for DCP, which reads no archive there."""
     is_metadata = path.name == DCP_METADATA
-    called = path.parent.name if is_metadata else path.name
+    name = path.parent.name if is_metadata else path.name
     words = (
-        f"{called} is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
+        f"{name} is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
     # No device has this name. Only this error of torch has the same text with and without weights_only.

@@ -47,11 +47,11 @@ def read_llmtailor(document: MapNode, *, name: str) -> LLMTailorRecipe:
     slices = _slices(document, notes)
     pre, post = (_weights(document, key) for key in _WEIGHTS)
     used = [part.checkpoint for part in slices] + [entry.checkpoint for entry in pre.entries + post.entries]
-    given = document.get("base_model")
+    base_model = document.get("base_model")
     base = (
         max(used, key=lambda checkpoint: checkpoint.step or 0)
-        if given is None
-        else _checkpoint(given, what="base_model")
+        if base_model is None
+        else _checkpoint(base_model, what="base_model")
     )
     for checkpoint in (*used, base):
         _check_one_run(used[0], checkpoint)
@@ -113,15 +113,15 @@ def _slice(node: Node, notes: list[str]) -> LayerRange:
 
 def _parameters(node: MapNode) -> Iterator[str]:
     """Yield notes on the parameters of *node*; refuse the one that would change tensors."""
-    given = node.get("parameters")
-    if given is None:
+    parameters = node.get("parameters")
+    if parameters is None:
         return
-    if not isinstance(given, MapNode):
-        raise given.spot.error("parameters is not a mapping", hint="remove it: passthrough needs none")
-    yield from _inert(given, [key.text for key, _ in given.entries if key.text != "scale"])
-    scale = given.get("scale")
+    if not isinstance(parameters, MapNode):
+        raise parameters.spot.error("parameters is not a mapping", hint="remove it: passthrough needs none")
+    yield from _inert(parameters, [key.text for key, _ in parameters.entries if key.text != "scale"])
+    scale = parameters.get("scale")
     if scale is not None and not (isinstance(scale, Scalar) and scale.text in {"1", "1.0"}):
-        error = given.key_spot("scale").error
+        error = parameters.key_spot("scale").error
         raise error("'scale' would change weights and leave their masters behind", hint="remove it")
 
 

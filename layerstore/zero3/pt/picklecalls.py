@@ -100,8 +100,8 @@ class Calls:
                     *state,
                 ),
             ) if _is_empty(hooks) and len(state) <= 1:
-                made = replace(data, requires_grad=requires_grad, is_parameter=True)
-                return _with_attributes(made, state[0]) if state else made
+                parameter = replace(data, requires_grad=requires_grad, is_parameter=True)
+                return _with_attributes(parameter, state[0]) if state else parameter
             case names.REBUILD_FROM_TYPE, (Global(function), Global(kind), tuple() as inner, state):
                 if kind not in (names.TENSOR, names.PARAMETER):
                     return Unreadable(f"a tensor of the class {kind}")
@@ -149,10 +149,10 @@ class Calls:
         if record.size_bytes != reference.elements * unit_bytes or record.size_bytes % dtype.bytes:
             expected = f"{reference.elements} elements of {unit_bytes} bytes"
             raise DamagedPickleError(f"the record data/{key} holds {record.size_bytes} bytes instead of {expected}")
-        made = self.storages[key] = Storage(
+        storage = self.storages[key] = Storage(
             dtype=dtype.code, elements=record.size_bytes // dtype.bytes, device=reference.device, content=record
         )
-        return made
+        return storage
 
 
 def _value(name: str, arguments: tuple[object, ...]) -> object:  # noqa: PLR0911  # one line a case

@@ -368,11 +368,11 @@ class _Machine:
         return self.calls.call(function.name, arguments)
 
     def _new(self) -> None:
-        made = self._call()
-        if not isinstance(made, Inert):
+        instance = self._call()
+        if not isinstance(instance, Inert):
             raise self._malformed("NEWOBJ makes an object that torch.save makes with REDUCE")
-        made.made_by_new = True
-        self._push_object(made)
+        instance.made_by_new = True
+        self._push_object(instance)
 
     def _build(self) -> None:
         state = self._pop()

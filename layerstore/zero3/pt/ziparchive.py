@@ -196,10 +196,10 @@ def _widen(path: Path, narrow: tuple[int, int, int], extra: bytes) -> tuple[int,
     if _MAX32 not in narrow:
         return narrow
     wide = _find_extra(extra, _ZIP64_TAG)
-    wanted = narrow.count(_MAX32)
-    if len(wide) < 8 * wanted:
+    count = narrow.count(_MAX32)
+    if len(wide) < 8 * count:
         raise damaged(path, "a ZIP64 field of the zip directory is missing")
-    values = iter(struct.unpack_from(f"<{wanted}Q", wide))
+    values = iter(struct.unpack_from(f"<{count}Q", wide))
     size_bytes, stored_bytes, offset = (next(values) if field == _MAX32 else field for field in narrow)
     return size_bytes, stored_bytes, offset
 

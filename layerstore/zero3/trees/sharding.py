@@ -135,8 +135,8 @@ class PartitionSharding:
         starts = []
         for number, members in enumerate(self._members):
             paddings = self.paddings[number] if self.paddings else [0] * len(members)
-            taken = (elements + padding for (_, elements), padding in zip(members, paddings, strict=True))
-            starts.append(list(accumulate(taken, initial=0)))
+            padded_lengths = (elements + padding for (_, elements), padding in zip(members, paddings, strict=True))
+            starts.append(list(accumulate(padded_lengths, initial=0)))
         return starts
 
     def _starts(self, group: int) -> list[int]:
