@@ -120,7 +120,11 @@ def ingest(
         look = partial(
             _named, tag=ingest_options.tag, follow=ingest_options.follow, is_dcp=ingest_options.onto is not None
         )
-        to_save = (_coming if watch else _found)(checkpoints, as_json) if is_open else look(checkpoints)
+        to_save = (
+            (_arriving_checkpoints if watch else _existing_checkpoints)(checkpoints, as_json)
+            if is_open
+            else look(checkpoints)
+        )
         try:
             for folder, its_tag in to_save:
                 _take(save, folder, its_tag, saved, problems, pin=ingest_options.pin, as_json=as_json)
@@ -226,7 +230,7 @@ def _in_step_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
+def _existing_checkpoints(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
     """Yield every checkpoint below *folders*."""
     survey = layerstore.find_checkpoints(*folders)
     for note in survey.notes:
@@ -237,7 +241,7 @@ def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
         yield tag.folder, tag.tag
 
 
-def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
+def _arriving_checkpoints(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
     """Yield every checkpoint below *folders* once it has stopped changing, and again after a change; never ends."""
     for top in folders:
         if not top.exists():

@@ -49,10 +49,10 @@ def redacted(text: str) -> str:
     >>> redacted("there is no run 'key:secret@bucket'; cannot mount host:/export on /data/run:/x")
     "there is no run '…'; cannot mount host:/export on /data/run:/x"
     """
-    return _IN_TEXT.sub(_shown, text)
+    return _IN_TEXT.sub(_redacted, text)
 
 
-def _shown(match: re.Match[str]) -> str:
+def _redacted(match: re.Match[str]) -> str:
     before = match[1] or ""
     url = match[0][len(before) :].rstrip(_PUNCTUATION)
     return before + shown_url(url) + match[0][len(before) + len(url) :]

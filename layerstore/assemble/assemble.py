@@ -286,7 +286,7 @@ def assembling(
                 if how.durable:
                     file.sync()
         if how.durable:
-            syncing.each(repo.files.sync_directory, (Path(directory) for directory, _, _ in os.walk(folder)))
+            syncing.sync_each(repo.files.sync_directory, (Path(directory) for directory, _, _ in os.walk(folder)))
 
 
 @dataclass(slots=True, kw_only=True)

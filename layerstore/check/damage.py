@@ -115,7 +115,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
                 origins=dict.fromkeys(lost, save) | origins,
             )
         )
-    return dict(zip(_called(repo, holders), holders, strict=True))
+    return dict(zip(_names_of(repo, holders), holders, strict=True))
 
 
 def _all_records(repo: Repository) -> Iterator[Resolved]:
@@ -126,7 +126,7 @@ def _all_records(repo: Repository) -> Iterator[Resolved]:
     yield from map(Resolved.of_pin, repo.records.readable_pins())
 
 
-def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
+def _names_of(repo: Repository, holders: Sequence[Holder]) -> list[str]:
     """Return the references of *holders*, with the commit's id if a reference is ambiguous."""
     names = []
     for holder, reference in zip(holders, references_to(repo, [holder.save for holder in holders]), strict=True):

@@ -69,7 +69,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
     """
     layout = layout_at(path)
     findings = [*_store(path, layout, files), *_filesystem(layout.root), *_hosts(layout)]
-    findings += _found("index", _index(layout, files))
+    findings += _findings_of("index", _index(layout, files))
     findings += _tried_out(layout, files)
     if sys.byteorder != "little":
         text = "its numbers are big-endian, and those of checkpoints are not"
@@ -81,7 +81,7 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
     return Diagnosis(path=str(path), findings=tuple(findings), versions=_versions())
 
 
-def _found(check: str, findings: Iterable[Finding]) -> list[Finding]:
+def _findings_of(check: str, findings: Iterable[Finding]) -> list[Finding]:
     """Return *findings*; if *check* fails, its error is a finding too."""
     try:
         return list(findings)
@@ -89,7 +89,7 @@ def _found(check: str, findings: Iterable[Finding]) -> list[Finding]:
         return [Finding(check, "problem", str(exc), exc.hint)]
 
 
-def _shown(path: Path) -> str:
+def _below_home(path: Path) -> str:
     """Return *path* without the name of the user's home folder: reports are posted."""
     try:
         return f"~/{path.relative_to(Path.home())}"
@@ -119,7 +119,7 @@ def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
             text = f"it uses {', '.join(identity.unknown_flags)}, so it can be read, not written"
             yield Finding("store", "note", text, "use a newer layerstore")
     if Path(os.path.abspath(path)) != layout.root:  # noqa: PTH100  # resolve() would follow links
-        yield Finding("store", "note", f"the path leads through a link to {_shown(layout.root)}")
+        yield Finding("store", "note", f"the path leads through a link to {_below_home(layout.root)}")
 
 
 def _filesystem(root: Path) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def _filesystem(root: Path) -> Iterator[Finding]:
     if mount is None:
         yield Finding("filesystem", "note", "its kind is not known: the system has no list of mounts")
         return
-    mounted = f"{mount.kind}, mounted at {_shown(mount.point)} ({','.join(mount.options)})"
+    mounted = f"{mount.kind}, mounted at {_below_home(mount.point)} ({','.join(mount.options)})"
     if mount.kind in _IN_MEMORY:
         text = f"{mounted}: it is memory, and gone with the power"
         yield Finding("filesystem", "problem", text, "keep a store that matters on a disk")
@@ -180,7 +180,7 @@ def _hosts(layout: Layout) -> Iterator[Finding]:
 def _index(layout: Layout, files: Files) -> Iterator[Finding]:
     folder = index_directory(layout, store_id="STORE-ID")
     mount = mount_of(folder)
-    where = "inside the store" if folder == layout.index else f"at {_shown(folder)}"
+    where = "inside the store" if folder == layout.index else f"at {_below_home(folder)}"
     if os.environ.get(INDEX_DIR_VARIABLE):
         where += f", as {INDEX_DIR_VARIABLE} says"
     where += f", on {'an unknown filesystem' if mount is None else mount.kind}"
@@ -208,7 +208,7 @@ def _tried_out(layout: Layout, files: Files) -> list[Finding]:
     if layout.identity.exists() and layout.tmp.is_dir():
         place = layout.tmp
     if not place.is_dir():
-        return [Finding("writing", "problem", f"{_shown(root)} is not a folder", "choose another path")]
+        return [Finding("writing", "problem", f"{_below_home(root)} is not a folder", "choose another path")]
     if not os.access(place, os.W_OK | os.X_OK):
         text = "you may not write here"
         if files.exists(layout.identity):
@@ -228,7 +228,7 @@ def _tried_out(layout: Layout, files: Files) -> list[Finding]:
                 "clock": probes.clock(files, folder),
                 "space": probes.space(files, folder),
             }
-            return [finding for check, findings in tried.items() for finding in _found(check, findings)]
+            return [finding for check, findings in tried.items() for finding in _findings_of(check, findings)]
     except LayerstoreError as exc:
         return [Finding("writing", "problem", str(exc), exc.hint)]
 

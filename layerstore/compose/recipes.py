@@ -63,7 +63,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
         notes.append(f"run {recipe.run_hint!r} of the recipe is not in the store; using {name!r}")
-    sources = _found(repo, choices, notes, run=record.run, back=back)
+    sources = _sources_of(repo, choices, notes, run=record.run, back=back)
     layers = {entry.layer: entry for entry in record.layers}
     for _, entries in sources:
         layers |= entries
@@ -79,12 +79,14 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     )
 
 
-def _found(repo: Repository, taken: Mapping[str, "Choice"], notes: list[str], *, run: str, back: int) -> list[Found]:
-    """Look up the source of each layer in *taken*, each run and commit once; add older layers to *notes*."""
-    references = {layer: choice.reference(run=run, back=back) for layer, choice in taken.items()}
+def _sources_of(
+    repo: Repository, choices: Mapping[str, "Choice"], notes: list[str], *, run: str, back: int
+) -> list[Found]:
+    """Look up the source of each layer in *choices*, each run and commit once; add older layers to *notes*."""
+    references = {layer: choice.reference(run=run, back=back) for layer, choice in choices.items()}
     pins, view_of = frozenset(repo.records.pin_names()), cache(repo.catalog.view)
     sources: dict[str, Found] = {}
-    for layer, choice in taken.items():
+    for layer, choice in choices.items():
         reference = references[layer]
         with _explained(choice, run):
             if reference not in sources:

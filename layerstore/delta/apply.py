@@ -159,7 +159,7 @@ def _patch(
     # Where the filesystem can share blocks, only the changes are written.
     if not file.clone(source):
         file.set_size(source.size_bytes)
-        for begin, end in _between(source.size_bytes, [held for held, _ in changes]):
+        for begin, end in _unchanged_stretches(source.size_bytes, [held for held, _ in changes]):
             file.copy_from(source, begin, begin, end - begin)
     for held, tensor in changes:
         data = bytearray(source.read_at(held.offset_bytes, held.size_bytes))
@@ -182,7 +182,7 @@ def _wrong(tensor: DeltaTensor) -> SourceCheckpoint:
     )
 
 
-def _between(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tuple[int, int]]:
+def _unchanged_stretches(size_bytes: int, changed: Sequence[GatheredSource]) -> Iterator[tuple[int, int]]:
     """Yield what stays of a file, as begin and end of each stretch."""
     begin = 0
     for tensor in sorted(changed, key=lambda place: place.offset_bytes):

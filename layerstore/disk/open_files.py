@@ -77,13 +77,13 @@ class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since
 
 def _hint(number: int | None, path: Path) -> str | None:
     if number in {errnos.EACCES, errnos.EPERM}:
-        return _whose(path)
+        return _access_problem(path)
     if number == errnos.ELOOP and path.is_symlink():
         return f"remove {typed(str(path))} by hand, and find out who put it there; what is needed is made again"
     return None if number is None else _HINTS.get(number)
 
 
-def _whose(path: Path) -> str | None:
+def _access_problem(path: Path) -> str | None:
     """Return who owns *path*, or the parent folder that this process may not use; None if access is not the problem."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):  # missing, or behind an unreadable folder
@@ -140,7 +140,7 @@ def again_if_stale(
     """Make *operation*, a method that takes a path, retry after a stale handle."""
 
     @functools.wraps(operation)
-    def done(owner: Owner, path: Path, /, *args: Rest.args, **options: Rest.kwargs) -> Answer:
+    def retrying(owner: Owner, path: Path, /, *args: Rest.args, **options: Rest.kwargs) -> Answer:
         try:
             return operation(owner, path, *args, **options)
         except StorageIO as exc:
@@ -148,7 +148,7 @@ def again_if_stale(
                 raise
         return again_while_stale(path, lambda: operation(owner, path, *args, **options))
 
-    return done
+    return retrying
 
 
 def rename_exclusive(source: Path, target: Path) -> bool:
@@ -386,16 +386,16 @@ class Syncing:
         for file in files:
             if self._durable:
                 file.start_writing()
-            self._under_way.append(self._begun(self._sync, file))
+            self._under_way.append(self._submit(self._sync, file))
         self._wait(SYNCING_MAX)
 
     def wait(self) -> None:
         """Return once all files are durable; raises as `add` does."""
         self._wait(0)
 
-    def each(self, sync: Callable[[Path], None], directories: Iterable[Path]) -> None:
+    def sync_each(self, sync: Callable[[Path], None], directories: Iterable[Path]) -> None:
         """*sync* each of *directories*, several at a time."""
-        for future in [self._begun(sync, directory) for directory in directories]:
+        for future in [self._submit(sync, directory) for directory in directories]:
             future.result()  # raises if one cannot be synced
 
     def close(self) -> None:
@@ -403,14 +403,14 @@ class Syncing:
         self._durable = False  # what is queued is then only closed: nobody will name it
         self._pool.shutdown()
 
-    def _begun(self, work: Callable[[Item], None], item: Item) -> Future[None]:
+    def _submit(self, work: Callable[[Item], None], item: Item) -> Future[None]:
         try:
             return self._pool.submit(work, item)
         except (RuntimeError, MemoryError):  # memory is short, or the interpreter exits during a save
             work(item)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
+            future: Future[None] = Future()
+            future.set_result(None)
+            return future
 
     def _wait(self, left_max: int) -> None:
         with self._guard:

@@ -57,7 +57,7 @@ class Stream:
         view = memoryview(data).cast("B")
         while view:
             if self._buffer is None:
-                self._buffer = _taken()
+                self._buffer = _take_buffer()
             count = min(len(view), STREAM_BYTES - self._filled)
             self._buffer[self._filled : self._filled + count] = view[:count]
             self._filled += count
@@ -101,7 +101,7 @@ class Stream:
         self._written, self._filled = self._written + size_bytes, self._filled - size_bytes
 
 
-def _taken() -> mmap.mmap:
+def _take_buffer() -> mmap.mmap:
     # A private map, so that a forked process has its own spare buffers. The disk only reads from it.
     try:
         return _spare.pop()

@@ -64,12 +64,12 @@ class Boxes:
             IntegrityError: An object is damaged or missing.
         """
         with Threads(WORKERS_MAX, thread_name_prefix="read") as pool:
-            run_all(pool, partial(_read_object, self._repo), self._each())
+            run_all(pool, partial(_read_object, self._repo), self._boxes_by_object())
         verified: set[BlobRef] = set()
         for piece, target in self._others:
             fill_pieces(self._repo, [piece], target, verified, begin=piece.offset)
 
-    def _each(self) -> Iterator[tuple[StoredObject, list[_Wanted]]]:
+    def _boxes_by_object(self) -> Iterator[tuple[StoredObject, list[_Wanted]]]:
         for ref, wanted in self._wanted.items():
             yield self._objects[ref], sorted(wanted, key=lambda box: box[0].object_offset)
 

@@ -94,7 +94,7 @@ def metadata_bytes(entries: Iterable[Entry]) -> bytes:
         described[entry.key] = _described(entry)
         paths[entry.key] = entry.path
         places += ((_index(entry, number), _place(chunk)) for number, chunk in enumerate(entry.chunks))
-    whole = _made(
+    whole = _instance(
         _METADATA,
         state_dict_metadata=described,
         planner_data=paths,
@@ -118,20 +118,22 @@ def _described(entry: Entry) -> Inert:
         state=(dtype, layout, requires_grad, contiguous, is_pinned),
         has_state=True,
     )
-    chunks: list[Tree] = [_made(_CHUNK, offsets=Size(chunk.offsets), sizes=Size(chunk.sizes)) for chunk in entry.chunks]
-    return _made(_TENSOR, properties=properties, size=Size(entry.shape), chunks=chunks)
+    chunks: list[Tree] = [
+        _instance(_CHUNK, offsets=Size(chunk.offsets), sizes=Size(chunk.sizes)) for chunk in entry.chunks
+    ]
+    return _instance(_TENSOR, properties=properties, size=Size(entry.shape), chunks=chunks)
 
 
 def _index(entry: Entry, number: int) -> Inert:
     offset = None if entry.dtype is None else Size(entry.chunks[number].offsets)
-    return _made(_INDEX, fqn=entry.key, index=None if entry.dtype is None else number, offset=offset)
+    return _instance(_INDEX, fqn=entry.key, index=None if entry.dtype is None else number, offset=offset)
 
 
 def _place(chunk: Chunk) -> Inert:
-    return _made(_PLACE, relative_path=chunk.file, offset=chunk.offset_bytes, length=chunk.size_bytes)
+    return _instance(_PLACE, relative_path=chunk.file, offset=chunk.offset_bytes, length=chunk.size_bytes)
 
 
-def _made(name: str, **fields: Tree) -> Inert:
+def _instance(name: str, **fields: Tree) -> Inert:
     return Inert(name=name, made_by_new=True, state=dict(fields.items()), has_state=True)
 
 

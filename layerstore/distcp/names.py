@@ -131,17 +131,17 @@ def _of_layers(versions: Iterable[LayerVersion], slices: Slices, optimizer: Opti
         for parameter in version.parameters:
             kind = Kind.MASTER if slices.shards(Kind.MASTER, parameter.name) else Kind.WEIGHTS
             path, keys = _model_names(parameter.name, parameter.aliases)
-            yield _held(slices, version.layer, path, keys, Held(kind=kind, name=parameter.name), parameter)
+            yield _named_tensor(slices, version.layer, path, keys, Held(kind=kind, name=parameter.name), parameter)
             for state in optimizer.sliced.get(parameter.name, ()):
                 path, keys = _optimizer_names("state", unwrapped(parameter.name), state)
                 held = Held(kind=Kind.OPTIMIZER, name=parameter.name, state=state)
-                yield _held(slices, version.layer, path, keys, held, parameter, default="F32")
+                yield _named_tensor(slices, version.layer, path, keys, held, parameter, default="F32")
         for buffer in version.buffers:
             path, keys = _model_names(buffer.name)
-            yield _held(slices, version.layer, path, keys, Held(kind=Kind.BUFFERS, name=buffer.name), buffer)
+            yield _named_tensor(slices, version.layer, path, keys, Held(kind=Kind.BUFFERS, name=buffer.name), buffer)
 
 
-def _held(  # noqa: PLR0917  # all of one tensor
+def _named_tensor(  # noqa: PLR0917  # all of one tensor
     slices: Slices,
     layer: str,
     path: KeyPath,

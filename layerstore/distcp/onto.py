@@ -297,7 +297,7 @@ class _Reading:
         """Return a layer like *version*, cut as that is, with the folder's tensors."""
         objects: dict[tuple[Kind, int, int], list[SliceSource]] = {}
         for parameter in version.parameters:
-            for kind, state in self._kept(parameter):
+            for kind, state in self._kinds_kept(parameter):
                 begin = 0
                 for stored, _, elements in self._slices.stretches(
                     kind, parameter.name, state=state, begin=0, end=prod(parameter.shape)
@@ -325,7 +325,7 @@ class _Reading:
             cut=version.cut,
         )
 
-    def _kept(self, parameter: Parameter) -> Iterator[tuple[Kind, str]]:
+    def _kinds_kept(self, parameter: Parameter) -> Iterator[tuple[Kind, str]]:
         """Yield what is kept of a parameter: its master and its moments, or its weights if it has none."""
         if not self._slices.shards(Kind.MASTER, parameter.name):
             yield Kind.WEIGHTS, ""

@@ -84,7 +84,7 @@ class Led(Shares):
                 ]
             )
             try:
-                yield lambda: list(_found(_result_of(answers)))
+                yield lambda: list(_results_of(_result_of(answers)))
             finally:
                 # Also after an error: the others listen for the next question only once they have answered this one.
                 if not answers.done():
@@ -112,7 +112,7 @@ def _seen_by_all(repo: Repository) -> Iterator[str]:
             repo.parts.close_session(session, is_over=True)
 
 
-def _found(answers: list[_Answered]) -> Iterator[Any]:
+def _results_of(answers: list[_Answered]) -> Iterator[Any]:
     """Yield the others' answers; raise the first error, and pass on warnings."""
     for number, answer in enumerate(answers, 1):
         for kind, words in answer.warned:

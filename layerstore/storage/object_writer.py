@@ -319,7 +319,7 @@ class ObjectWriter:
                 self._files.rename(path, self._layout.object(ref.id))
             else:
                 self._link(path, ref)
-        self._syncing.each(self._files.sync_directory, folders)
+        self._syncing.sync_each(self._files.sync_directory, folders)
 
     def _link(self, source: Path, ref: BlobRef) -> None:
         target = self._layout.object(ref.id)

@@ -125,13 +125,13 @@ class ObjectStore:
         Raises:
             IntegrityError: The file with its name has another size.
         """
-        return self._found(ref, self.places(ref.id))
+        return self._first_present(ref, self.places(ref.id))
 
     def find_at_once(self, ref: BlobRef) -> Path | None:
         """Return the path of *ref* without waiting, None if it is not visible now; raises as `find` does."""
-        return self._found(ref, self._places_now(ref.id))
+        return self._first_present(ref, self._places_now(ref.id))
 
-    def _found(self, ref: BlobRef, places: Iterable[Path]) -> Path | None:
+    def _first_present(self, ref: BlobRef, places: Iterable[Path]) -> Path | None:
         for path in places:
             size_bytes = self._files.size(path)
             if size_bytes is not None:
