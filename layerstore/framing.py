@@ -84,6 +84,7 @@ def canonical_order(tensors: Iterable[AnySlice]) -> list[AnySlice]:
 def _order_of(tensors: _Facts) -> list[int]:
     def place(number: int) -> tuple[bool, str]:
         name, state, dtype, elements = tensors[number]
+        # Whole pages first: each of those tensors then begins on a page, as the payload does.
         return elements * by_code(dtype).bytes % PAGE_BYTES != 0, key_of(name, state)
 
     return sorted(range(len(tensors)), key=place)
@@ -140,6 +141,7 @@ def framed(tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mappi
         begin = end
     assert len(entries) == len(offsets) + (metadata is not None), "keys are unique within a file"
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # The payload begins on a page, so that the kernel can copy or share it.
     padding = -(8 + len(text)) % PAGE_BYTES
     header = (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
     return Frame(

@@ -101,6 +101,7 @@ def bisect(
         try:
             result = _searched(judging, _history(repo, ends[0], ends[1], good, bad), has_layers=has_layers)
         except Conflict:
+            # One of its verdicts is wrong, and it does not say which: the next bisection must judge all anew.
             log.discard()
             raise
         finally:

@@ -76,6 +76,7 @@ def plan_save(
     *paths* lead to each key in the nested state, in the order of that. *aliases*, *trained* and
     *of_optimizer* are for `Contents`.
     """
+    # Ranks pass their items in any order; layers, parameters and values keep that of the state.
     order = {key: number for number, key in enumerate(paths)}
     items = sorted(items, key=lambda item: order.get(item.key, len(order)))
     entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
@@ -138,6 +139,7 @@ def _keys_by_name(contents: Contents) -> dict[str, list[str]]:
 
 def _slices(held: Held, boxes: Sequence[Item]) -> Iterator[tuple[Item, SliceSource]]:
     """Yield the *boxes* of a tensor as slices: as runs of elements if all of them are."""
+    # Two of its runs are enough to know that a box is not one run.
     runs = [[*islice(box_runs(item.shape, item.offsets, item.sizes), 2)] for item in boxes]
     are_runs = all(len(runs_of_box) == 1 for runs_of_box in runs)
     for item, (first, *_) in zip(boxes, runs, strict=True):

@@ -95,6 +95,7 @@ def stage(
         }
         states, notes = stage_states(staging, writer, versions)
         checksums.check(checkpoint.checks, files)
+    # Last: had a trainer written to the folder while it was read, the layers could be of two saves.
     check_unchanged(checkpoint.found)
     return Content(
         versions=versions,
@@ -132,6 +133,7 @@ class _TensorReader:
         for run in wanted.tensor.stretch(offset // item, size_bytes // item):
             position = run.offset_bytes
             for data in self._files.chunks(run.path, position, run.elements * by_code(wanted.tensor.dtype).bytes):
+                # Of the bytes as the file has them: the folder's checksums are of those, not of what is kept.
                 self._checksums.note(run.path, position, len(data), crc32(data))
                 position += len(data)
                 yield _exactly(wanted, data)
@@ -150,6 +152,7 @@ def _exactly(wanted: Wanted, data: memoryview) -> memoryview:
     kept_dtype, source_dtype = wanted.dtype, wanted.tensor.dtype
     if kept_dtype == source_dtype:
         return data
+    # Converting back is the test: a value that the kept type cannot hold comes back as another.
     converted = convert(data, source=source_dtype, target=kept_dtype)
     if not wanted.is_rounded and not equal_bytes(convert(converted, source=kept_dtype, target=source_dtype), data):
         raise LayoutMismatch(

@@ -150,6 +150,7 @@ class Facts:
     def pins(self) -> Pins:
         """Return the pins as they are now; those whose files are as they were are not read again."""
         files, layout = self.repo.files, self.repo.layout
+        # Identities before contents: a pin that is replaced in between is read again next time.
         states = {name: files.identity(layout.pin(name)) for name in pin_names(self.repo)}
         self._pins = {name: known for name, known in self._pins.items() if states.get(name) == known.identity}
         for pin in readable_pins(self.repo, [name for name in states if name not in self._pins]):

@@ -95,6 +95,7 @@ def since(
             if members and all(key in settings.get(name, {}) for name in members)
         }
     steps, tag = TreeView.of(state.model)["global_steps"].integer(), _tag(state)
+    # DeepSpeed's own tag counts the steps; one that the script chose stays as it is.
     is_counted = tag == f"global_step{steps}"
     return UpdatesSince(
         updates=max(updates),
@@ -163,7 +164,7 @@ def advance(state: RankState, updates_since: UpdatesSince, files: Mapping[str, S
             for file in state.files
             if not is_stale(file.path)
         ),
-        gathered=(),
+        gathered=(),  # they were of the base's weights
     )
 
 

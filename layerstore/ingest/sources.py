@@ -43,6 +43,7 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestS
         check_pin_name(repo, options.pin)
     if options.rollback and options.resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
+    # Before the checkpoint is read, which can take minutes: a store that takes no saves refuses at once.
     repo.prepare_saving()
     if options.onto is not None:
         source = _onto(repo, path, options)
@@ -52,6 +53,7 @@ def read_source(repo: Repository, path: Path, options: IngestOptions) -> IngestS
         source = (_standalone if is_distributed else _of_deepspeed)(repo, path, options)
     if not source.checkpoint.layers:
         raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+    # Once the step is known, and still before anything is written.
     if options.pin is not None:
         check_pin_free(repo, options.pin, run=source.run, step=source.checkpoint.step)
     return source

@@ -346,6 +346,7 @@ def _kind(a: list[StoredObject], b: list[StoredObject], *, is_cut_alike: bool) -
         status = "only in a"
     elif not a:
         status = "only in b"
+    # Cut otherwise, the same numbers are in other objects: ids cannot say whether anything changed.
     elif not is_cut_alike or {stored.shards for stored in a} != {stored.shards for stored in b}:
         status = "re-sliced"
     return KindDiff(

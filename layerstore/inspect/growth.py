@@ -136,6 +136,7 @@ class Growth:
             version = self._repo.version(entry.version)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
+            # Noted as empty: it is reported once, and not at each save that inherits it.
             self._versions[key] = _Version()
             return 0
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
@@ -225,6 +226,7 @@ class WhatIf:
                 continue
             past.hold(entry.layer, kind, since=record.step)
             new = objects.add_new(self._seen, version.parts)
+            # Its version here is an older one: what this save would have stored is not known, but all of it is new.
             if is_counted and not entry.saved_by(record):
                 new = version.size_bytes
                 estimated += new

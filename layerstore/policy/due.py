@@ -161,6 +161,7 @@ def _newest_due(
         if position == 0:
             waiting = dict.fromkeys(save.layer_names, 0)
             needs_count = {layer for layer, is_counted in counted.items() if is_counted}
+        # Here it did not exist, or had no update yet: the oldest complete save that was seen has to do.
         for layer in [layer for layer in waiting if layer not in counted or counted[layer] < (layer in needs_count)]:
             newest[layer] = waiting.pop(layer)
         for layer in waiting:

@@ -154,6 +154,7 @@ def _optimizer_state(folder: str, state: RankState, optimizer: OptimizerState) -
     """Plan what all parameters share: the loss scale, the counter and the groups' settings."""
     outer = {key: value for key, value in outer_optimizer(state).mapping().items() if key not in _OF_SLICES}
     members: list[Tree] = list(range(len(optimizer.groups)))
+    # Stage 3 loads optimizer_state_dict, with one group for all; stages 1 and 2 load the groups beside it.
     for_stage_3: dict[Tree, Tree] = {"state": {0: {STEP: _step(state)}}}
     for_stage_3["param_groups"] = [dict([*_shared(optimizer).items(), ("params", members)])]
     groups: list[Tree] = [
