@@ -49,7 +49,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ("line", "expected"),
     [
         ("layerstore ", list(COMMANDS)),
-        ("layerstore re", ["report", "repair", "reindex", "remote"]),
+        ("layerstore re", ["report", "repair", "remote", "reindex"]),
         ("layerstore --js", ["--json"]),
         ("layerstore --store elsewhere lo", ["log"]),
         ("layerstore --show-completion ", ["bash", "zsh", "fish"]),
