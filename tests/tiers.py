@@ -6,6 +6,7 @@ marked ``full``: by itself, or here, where whole files do.
 """
 
 import resource
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ FULL = (
     "unit/test_quality.py",
 )
 
+_FULL = {Path(__file__).parent / part for part in FULL}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let ``-m full`` leave out what is exhaustive: a file's mark is on all of its tests."""
@@ -56,10 +59,22 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is full as a whole, before pytest deselects by marks."""
-    folders = [Path(__file__).parent / part for part in FULL]
     for item in items:
-        if any(item.path.is_relative_to(each) for each in folders):
+        if _is_full(item.path):
             item.add_marker("full")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what the usual run leaves out as a whole, unless it is named: every process would."""
+    if "not full" not in config.option.markexpr or not _is_full(collection_path):
+        return None
+    named = (Path(argument.partition("::")[0]).absolute() for argument in config.args)
+    return None if any(_is_full(path) for path in named) else True
+
+
+@cache
+def _is_full(path: Path) -> bool:
+    return not _FULL.isdisjoint((path, *path.parents))
 
 
 @pytest.hookimpl(trylast=True)

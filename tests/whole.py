@@ -14,14 +14,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import deepspeed
 import torch.distributed as dist
 
 import layerstore
 from tests.deepspeed.scenarios import RESUME_STEP, SAVE_STEPS, SCENARIO_OF
-from tests.deepspeed.training import Engine, built_engine, train_step
 from tests.live.tiny import plainly
+
+if TYPE_CHECKING:
+    from tests.deepspeed.training import Engine
 
 SCENARIO = SCENARIO_OF["grouped_decay"]
 RUN = "live"
@@ -31,6 +33,8 @@ TRAINED, LOADED, RESUMED = "trained", "loaded", "resumed"
 
 def main() -> None:
     """Run what the command line asks for."""
+    import deepspeed  # here and below: the test imports this module for its names, in every process
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -49,6 +53,8 @@ def main() -> None:
 
 def train(out: Path, name: str, *, start: Callable[[Engine], object] | None = None) -> None:
     """Train to the last save, from the beginning or from what *start* loads."""
+    from tests.deepspeed.training import built_engine, train_step
+
     trace = []
     with built_engine(SCENARIO) as engine:
         if start is not None:

@@ -17,8 +17,7 @@ from layerstore.history import resolve
 from layerstore.model import Kind
 from layerstore.store import Store
 from tests.forked import tell
-from tests.live.resuming import flip
-from tests.live.tiny import Engine, Faults, adamw, attempt, build, done, fail, plainly, step, told, train
+from tests.live.tiny import Engine, Faults, adamw, attempt, build, done, fail, flip, plainly, step, told, train
 
 RUNS = {"delta8": "latest", "delta4": "parity"}
 """The policy of the run in each precision."""

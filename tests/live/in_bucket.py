@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import layerstore
 from layerstore import Keep
@@ -94,6 +93,8 @@ def killed(options: Any) -> None:
 
 def _tell_whole(engine: Any) -> None:
     """Tell the digest of every parameter and moment as a whole, however many ranks share it."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
     found = {}
     for name, parameter in engine.module.named_parameters():
         of_moments = (safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq"))

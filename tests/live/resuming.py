@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.history import resolve
 from layerstore.live.resuming import Resumed
 from layerstore.live.saver.saver import Saver
 from tests.deepspeed import client_states, models
@@ -45,7 +44,7 @@ from tests.live.cases import (
     USUAL,
     Resumption,
 )
-from tests.live.tiny import plainly
+from tests.live.tiny import flip, plainly
 from tests.live.training import begin, each_of, end, options
 
 Facts = dict[str, Any]
@@ -159,19 +158,6 @@ def damaged(out: Path, run: str, damage: str) -> Path:
         flip(copy, run, damage, rank=dist.get_world_size() - 1)
     dist.barrier()
     return copy
-
-
-def flip(path: Path, run: str, damage: str, *, rank: int, step: int = 1) -> None:
-    """Flip a byte in the middle of an object of *rank*'s in the commit of *run* at *step*."""
-    with layerstore.open(path) as store:
-        layers = resolve(store.repo, f"{run}@{step}").record.layers
-        kept = [stored for of in layers for stored in store.repo.version_of(of).objects if stored.kind == damage]
-    found = next(stored for stored in kept if stored.shard == rank)
-    file = next((path / "objects").rglob(found.id))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(data)
 
 
 def told(found: Resumed) -> Facts:

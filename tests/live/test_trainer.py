@@ -9,8 +9,14 @@ import pytest
 import layerstore
 from layerstore import Keep
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, NoStore, NotFound
-from layerstore.transformers import LayerstoreCallback
 from tests.generated import generate
+
+
+def callback(store: Any, **settings: Any) -> object:
+    """Return a new callback."""
+    from layerstore.transformers import LayerstoreCallback  # here: every process would import Transformers
+
+    return LayerstoreCallback(store, **settings)
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def test_a_callback_is_checked_when_it_is_made(
 ) -> None:
     """Every mistake that shows in the arguments alone, with the words that attach has for it."""
     with pytest.raises(error, match=words):
-        LayerstoreCallback(store, **{"run": "sft"} | settings)
+        callback(store, **{"run": "sft"} | settings)
 
 
 @pytest.mark.fault(146)
@@ -60,7 +66,7 @@ def test_a_callback_is_checked_when_it_is_made(
 def test_a_misspelt_option_of_a_callback_leads_to_the_nearest(name: str, meant: str, store: Path) -> None:
     """The callback's own, and those of attach."""
     with pytest.raises(InvalidInput, match=name) as caught:
-        LayerstoreCallback(store, run="sft", **{name: 3})  # type: ignore[arg-type]  # the mistake
+        callback(store, run="sft", **{name: 3})
 
     assert str(caught.value.hint).startswith(f"did you mean {meant}?")
 
@@ -72,22 +78,22 @@ def test_a_callback_looks_at_its_store_when_it_is_made(store: Path, tmp_path: Pa
     (other / "thesis").mkdir(parents=True)
 
     with pytest.raises(NoStore, match="there is no store at"):
-        LayerstoreCallback(new, run="sft", create=False)
+        callback(new, run="sft", create=False)
     with pytest.raises(AlreadyExists, match="is not empty: it holds 'thesis'"):
-        LayerstoreCallback(other, run="sft")
+        callback(other, run="sft")
     with pytest.raises(InvalidInput, match="is inside the store"):
-        LayerstoreCallback(store / "new", run="sft")
+        callback(store / "new", run="sft")
     with pytest.raises(InvalidInput, match="is a URL"):
-        LayerstoreCallback(Path("s3://bucket/prefix"), run="sft")
+        callback(Path("s3://bucket/prefix"), run="sft")
     with pytest.raises(InvalidInput, match="a/b"):
-        LayerstoreCallback(new, run="a/b")
+        callback(new, run="a/b")
     with pytest.raises(NotFound, match="no remote 'nosuch': the store is yet to be made"):
-        LayerstoreCallback(new, run="sft", push="nosuch")
+        callback(new, run="sft", push="nosuch")
 
     fifty: Any = np.int64(50)
-    LayerstoreCallback(new, run="sft", every=fifty, keep=Keep(last=3), policy="parity", host_buffer="4GB")
+    callback(new, run="sft", every=fifty, keep=Keep(last=3), policy="parity", host_buffer="4GB")
     with layerstore.open(store) as opened:
-        LayerstoreCallback(opened, run="sft")
-    LayerstoreCallback(f"file://{tmp_path}/bucket", run="sft")
+        callback(opened, run="sft")
+    callback(f"file://{tmp_path}/bucket", run="sft")
     assert not new.exists()
     assert not (tmp_path / "bucket").exists()

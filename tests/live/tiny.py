@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import layerstore
 from layerstore.errors import StorageIO
+from layerstore.history import resolve
 from tests.forked import tell
 
 Engine = Any  # deepspeed ships no types
@@ -67,6 +68,8 @@ def build(
     hidden: int = 64, *, accumulated: int = 1, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw
 ) -> Engine:
     """Return a new engine, the same one every time; so many batches make one update."""
+    import deepspeed  # here: tests import this module for its numbers, in every process
+
     gc.collect()
     logging.basicConfig(format="%(name)s: %(message)s")
     torch.manual_seed(dist.get_rank())
@@ -186,3 +189,16 @@ def attempt(work: Callable[[], object], name: str) -> bool:
         return False
     tell("worked", name=name)
     return True
+
+
+def flip(path: Path, run: str, damage: str, *, rank: int, step: int = 1) -> None:
+    """Flip a byte in the middle of an object of *rank*'s in the commit of *run* at *step*."""
+    with layerstore.open(path) as store:
+        layers = resolve(store.repo, f"{run}@{step}").record.layers
+        kept = [stored for of in layers for stored in store.repo.version_of(of).objects if stored.kind == damage]
+    found = next(stored for stored in kept if stored.shard == rank)
+    file = next((path / "objects").rglob(found.id))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)

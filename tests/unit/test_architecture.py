@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -276,13 +276,17 @@ LONGER = {"layerstore.store": "the front door: a short method for each verb, and
 FUNCTION_LINES_MAX = 70
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Module:
     """One source file of the library."""
 
     name: str
     path: Path
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """What it says; parsed once, and only in the process that looks at it."""
+        return ast.parse(self.path.read_bytes(), filename=str(self.path))
 
     @property
     def room(self) -> str:
@@ -318,12 +322,8 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def load() -> list[Module]:
-    """Parse the whole library."""
-    return [Module(module_name(path), path, ast.parse(path.read_bytes(), filename=str(path))) for path in sources()]
-
-
-MODULES = load()
+MODULES = [Module(module_name(path), path) for path in sources()]
+"""The whole library."""
 NAMES = {module.name for module in MODULES}
 
 

@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -61,8 +62,13 @@ def texts(node: ast.expr) -> list[str]:
     return [HOLE]
 
 
-def messages() -> Iterator[Message]:
-    """Yield every message of the library and its command line."""
+@cache
+def messages() -> list[Message]:
+    """Return every message of the library and its command line."""
+    return sorted(message for message in _messages() if message.has_words)
+
+
+def _messages() -> Iterator[Message]:
     for module in MODULES:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and node.args and _is_said(node.func):
@@ -97,12 +103,9 @@ def matches(pattern: str, text: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split(HOLE))), text, re.DOTALL) is not None
 
 
-MESSAGES = sorted(message for message in messages() if message.has_words)
-
-
 def test_the_walk_finds_the_messages() -> None:
     """An empty walk would pass; these three are said in three ways."""
-    found = {message.text for message in MESSAGES}
+    found = {message.text for message in messages()}
 
     assert len(found) > 300
     assert "there is no store at …" in found
@@ -113,7 +116,7 @@ def test_the_walk_finds_the_messages() -> None:
 def test_every_message_is_explained() -> None:
     """Whoever adds a message adds a row, or lets one of those that are there say a little more."""
     known = patterns()
-    missing = [message for message in MESSAGES if not any(matches(pattern, message.text) for pattern in known)]
+    missing = [message for message in messages() if not any(matches(pattern, message.text) for pattern in known)]
 
     if missing:
         wanted = "\n  ".join(
@@ -128,14 +131,14 @@ def test_every_message_is_explained() -> None:
 
 def test_every_row_explains_a_message() -> None:
     """A message that is no more, or says something else now, takes its row along."""
-    stale = [pattern for pattern in patterns() if not any(matches(pattern, message.text) for message in MESSAGES)]
+    stale = [pattern for pattern in patterns() if not any(matches(pattern, message.text) for message in messages())]
 
     assert stale == []
 
 
 def test_no_row_is_for_anything() -> None:
     """Each has words of its own, and speaks for a few messages, not for any."""
-    texts_said = {message.text for message in MESSAGES}
+    texts_said = {message.text for message in messages()}
     spoken_for = {pattern: sum(matches(pattern, text) for text in texts_said) for pattern in patterns()}
 
     assert [pattern for pattern in spoken_for if not Message(pattern, "").has_words] == []
