@@ -118,7 +118,7 @@ __all__ = [
     "open",
     "resume",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use: the store imports lmdb, its arrays numpy, and ``layerstore --help`` need not wait for those.
 _ROOMS = {

@@ -485,5 +485,5 @@ def test_reindex_counts_what_it_covers(run: Run, store: Path) -> None:
 
 def test_version(run: Run) -> None:
     """For people and for programs."""
-    assert run("--version").out == "layerstore 0.1.0\n"
-    assert run("--version", "--json").fields == {"schema": 1, "version": "0.1.0"}
+    assert run("--version").out == "layerstore 0.2.0\n"
+    assert run("--version", "--json").fields == {"schema": 1, "version": "0.2.0"}

@@ -125,3 +125,16 @@ def test_the_source_distribution_builds_the_same_wheel(source: Path, wheel: zipf
         assert {name: again.read(name) for name in again.namelist()} == {
             name: wheel.read(name) for name in wheel.namelist()
         }
+
+
+def test_a_release_is_built_by_one_command(source: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """The checklist's ``python -m build`` makes both files, and the wheel is the one that pip makes."""
+    pytest.importorskip("build")
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "-o", tmp_path, source], check=True)
+    named = f"layerstore-{layerstore.__version__}"
+
+    assert {path.name for path in tmp_path.iterdir()} == {f"{named}.tar.gz", f"{named}-py3-none-any.whl"}
+    with zipfile.ZipFile(tmp_path / f"{named}-py3-none-any.whl") as built:
+        assert {name: built.read(name) for name in built.namelist()} == {
+            name: wheel.read(name) for name in wheel.namelist()
+        }
