@@ -180,9 +180,9 @@ def compose(
         raise InvalidInput("compose does not know where to write", hint=hint)
     if (out is None or dry_run) and isinstance(into, Delta):
         raise into.unplanned()
-    source = _Source(ref, run, step, exact, policy, recipe, settings, average, without_damaged, pin)
+    request = _Request(ref, run, step, exact, policy, recipe, settings, average, without_damaged, pin)
     with opened(store) as opened_store:
-        composite = source.composite(opened_store)
+        composite = request.composite(opened_store)
         for note in composite.recipe_notes:
             print_warning(note)
         composite.check(max_staleness=max_staleness)
@@ -228,7 +228,7 @@ def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Request:
     """What is to be composed."""
 
     ref: str | None

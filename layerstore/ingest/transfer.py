@@ -133,7 +133,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Itera
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Done:
+class _StagedShare:
     """What another process has staged and seen."""
 
     objects: list[StoredObject]
@@ -144,7 +144,7 @@ class _Done:
 
 
 @contextmanager
-def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> Iterator[_Done]:
+def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> Iterator[_StagedShare]:
     """Stage some objects for the leading process, which publishes them; the unpublished rest is removed."""
     source, objects, reads_reused = part
     with (
@@ -152,7 +152,7 @@ def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> 
         _reading(source, writer, Silent()) as readers,
     ):
         stored = readers.objects(objects)
-        yield _Done(
+        yield _StagedShare(
             objects=stored,
             staged=writer.staged,
             known=readers.checksums.known,
