@@ -466,8 +466,10 @@ def chosen_columns(count: int, *, room: int, wanted: Collection[int] = ()) -> li
     The last one has priority, then the first, then the *wanted* ones up to half of the room, then others, evenly
     spaced.
 
-    >>> chosen(5, room=9), chosen(100, room=5), chosen(100, room=6, wanted=[42]), chosen(100, room=1)
-    ([0, 1, 2, 3, 4], [0, 17, 50, 82, 99], [0, 17, 42, 50, 82, 99], [99])
+    >>> chosen_columns(5, room=9), chosen_columns(100, room=5)
+    ([0, 1, 2, 3, 4], [0, 17, 50, 82, 99])
+    >>> chosen_columns(100, room=6, wanted=[42]), chosen_columns(100, room=1)
+    ([0, 17, 42, 50, 82, 99], [99])
     """
     if count <= room:
         return list(range(count))
