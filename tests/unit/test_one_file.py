@@ -183,8 +183,7 @@ def test_a_policy_is_one_file_and_one_name(say: Said) -> None:
     report = json.loads(say("report", "--json").splitlines()[-1])
     compose, ingest = (" ".join(say(command, "--help").split()) for command in ("compose", "ingest"))
 
-    assert "tides everything from the last flood" in compose
-    assert "latest, exact, parity, filter, drift, tides, filter:every=10" in compose
+    assert "; tides: everything from the last flood. [default: latest]" in compose
     assert "full, parity, filter, drift, tides, filter:every=10" in ingest
     for text in (compose, ingest):
         assert "tides: the layer between. [default: top]" in text
