@@ -122,9 +122,11 @@ def pull(
     return _Pull(repo, remote, progress).run(refs, runs)
 
 
-def send_to_folder(repo: Repository, path: Path, *, run: str) -> None:
+def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
-    Copy what *run* has that is newer than all that the store at *path* has of it; of a new store, the newest commit.
+    Copy what *run* has that is newer than all that the store at *path* has of it.
+
+    If that has nothing of it: everything or, unless it is to be *is_whole*, the newest commit.
 
     Raises:
         Conflict: There is another store.
@@ -137,17 +139,17 @@ def send_to_folder(repo: Repository, path: Path, *, run: str) -> None:
         here = target.records.pin_names()
         pins = [pin for _, pin in repo.records.pins() if isinstance(pin, Pin) and pin.record.run == run]
         pins = [pin for pin in pins if pin.name not in here]
-        _Pull(target, OnDisk(repo), Silent()).fetch(_newer(repo, target, run), pins, {})
+        _Pull(target, OnDisk(repo), Silent()).fetch(_newer_commits(repo, target, run, is_whole=is_whole), pins, {})
     finally:
         target.close()
 
 
-def _newer(repo: Repository, target: Repository, run: str) -> list[Commit]:
-    """Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, the newest."""
+def _newer_commits(repo: Repository, target: Repository, run: str, *, is_whole: bool) -> list[Commit]:
+    """Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, all or the newest."""
     mine, there = repo.catalog.find(run), target.catalog.find(run)
     newest = None if there is None else there.newest
     rows = [] if mine is None else mine.newer_than(newest)
-    return [repo.catalog.commit(row.name) for row in (rows[-1:] if newest is None else rows)]
+    return [repo.catalog.commit(row.name) for row in (rows if is_whole or newest is not None else rows[-1:])]
 
 
 def check_same_store(repo: Repository, identity: StoreIdentity) -> None:
@@ -389,7 +391,7 @@ def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) ->
         if is_whole:
             pull(repo, remote, runs=[run], progress=Silent())
         else:
-            _Pull(repo, remote, Silent()).fetch(_newer(remote.repo, repo, run), [], {})
+            _Pull(repo, remote, Silent()).fetch(_newer_commits(remote.repo, repo, run, is_whole=False), [], {})
     finally:
         repo.close()
 

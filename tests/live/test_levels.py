@@ -15,6 +15,7 @@ from layerstore.live.levels import _check_new, levels_of, make_levels, open_leve
 from layerstore.live.nodes import send_objects
 from layerstore.live.ranks import Exchange, store_if_there
 from layerstore.live.saver import SaverKeywords
+from layerstore.live.saver.collector import _sent
 from tests.forked import Nursery
 from tests.generated import generate
 from tests.live.launched import losses, one
@@ -100,6 +101,20 @@ def test_a_level_that_breaks_stops_no_other(
     near, shared, bucket = map(steps_in, options["levels"])
     assert near == bucket == [*range(STEPS, 0, -1)]
     assert shared[0] == STEPS
+
+
+def test_what_was_saved_before_is_in_the_last_level_too(tmp_path: Path) -> None:
+    """A folder behind a store that has saves already, or that was full for a while, gets all; one between, the newest."""
+    places = [str(tmp_path / name) for name in ("shared", "last")]
+    with layerstore.init(tmp_path / "near") as near:
+        for step in (1, 2, 3):
+            near.ingest(generate(tmp_path / f"{step}", layers=1, hidden=8, vocab=8, step=step), run=RUN)
+        make_levels(near, places)
+
+        answer = _sent(near, near.repo.catalog.view(RUN).visible[-1].name, places)
+
+    assert answer == {"push_error": "", "pushed_step": 3}
+    assert [steps_in(place) for place in places] == [[3], [3, 2, 1]]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

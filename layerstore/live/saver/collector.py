@@ -247,7 +247,7 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
     answer: dict[str, Any] = {"push_error": ""}
     for place in places:
         try:
-            _send(store, newest.run, place)
+            _send(store, newest.run, place, is_last=place == places[-1])
         except LayerstoreError as exc:
             answer.setdefault("error", words_of(exc))
             # A damaged commit or a moved pin is not a reason to keep the newest save from being safe.
@@ -259,11 +259,11 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
     return answer
 
 
-def _send(store: Store, run: str, place: str) -> None:
+def _send(store: Store, run: str, place: str, *, is_last: bool) -> None:
     from layerstore.remote import Bucket, push, send_to_folder
 
     if Path(place).is_absolute():
-        send_to_folder(store.repo, Path(place), run=run)
+        send_to_folder(store.repo, Path(place), run=run, is_whole=is_last)
     else:
         # After each save: to compare all that is there takes a request for each thousand objects.
         bucket = Bucket(store.remotes.url(place), may_make=True)
@@ -295,7 +295,7 @@ def _collected(
             store.push(places[0], runs=[run])
         found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     later = [_remote(store, place) for place in places]
-    # A folder begins with the newest commit, and is trimmed itself: what it has not, the levels behind it may have.
+    # A folder in the middle begins with the newest commit, and is trimmed itself: the levels behind it have the rest.
     for following in later[1:]:
         found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     for number, place in enumerate(places[:-1], 1):
