@@ -20,7 +20,7 @@ from layerstore.dtypes import DTypeName
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, Unsupported
 from layerstore.layers import typed
 from layerstore.layout import folder_of, is_url, layout_at
-from layerstore.model import Commit, Pin, Saving, StrPath
+from layerstore.model import Commit, CommitId, Pin, Saving, StrPath
 from layerstore.precision import PrecisionName
 from layerstore.progress import Progress, Silent
 from layerstore.shares import ALONE, Shares
@@ -513,11 +513,16 @@ class Store:
             confirmed=confirmed,
         )
         if remote is not None:
+            from layerstore.history import note_pushed
             from layerstore.remote import collect
 
             with self._remote(remote) as source:
                 self._check_own(source, "nothing was removed")
-                return collect(source, request, dry_run=dry_run, progress=progress or Silent())
+                outcome = collect(source, request, dry_run=dry_run, progress=progress or Silent())
+                if outcome.removed and not dry_run and self._repo.remote is None:
+                    gone = [CommitId(fate.commit) for fate in outcome.removed]
+                    note_pushed(self._repo, source.bucket.url, (), before=gone)
+                return outcome
         if dry_run:
             return plan_gc(self._repo, request, progress=progress or Silent()).outcome
         return execute_gc(self._repo, request, progress=progress or Silent())

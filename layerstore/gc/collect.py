@@ -8,12 +8,12 @@ moved aside and looked at again, so that writers and readers need not wait (docs
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
+from layerstore.errors import NO_SPACE_ERRNOS, Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.gc.mark import Marks, concluding, named, notes_on_exact
 from layerstore.gc.retention import CommitFate, Facts, choose, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
@@ -371,7 +371,8 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
                 retire(repo, repo.catalog.commit(row.name))
         for fate in fates:
             if fate.loses_moments:
-                trim(repo, fate.name)
+                with _hinting_at_room():
+                    trim(repo, fate.name)
         going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
         # After the records: a row without a record is dropped by the next question, too.
@@ -381,6 +382,17 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
         repo.trash.remove_record(name)
     for path in files:
         repo.trash.remove_damaged(path)
+
+
+@contextlib.contextmanager
+def _hinting_at_room() -> Iterator[None]:
+    """Say what makes room on a full disk, if what replaces a commit without its moments cannot be written."""
+    try:
+        yield
+    except StorageIO as exc:
+        if exc.errno in NO_SPACE_ERRNOS:
+            exc.hint = "gc without --drop-optimizer-older-than writes nothing: run that first, it makes room"
+        raise
 
 
 def _look_again(plan: GcPlan) -> None:

@@ -14,7 +14,7 @@ from typing import cast
 
 from layerstore.compose import Composition, compose_latest
 from layerstore.disk import Files
-from layerstore.errors import Conflict, IntegrityError, NotFound
+from layerstore.errors import Conflict, IntegrityError, NoStore, NotFound
 from layerstore.filenames import (
     DCP_METADATA,
     FSDP_FOLDERS,
@@ -98,7 +98,13 @@ def store_of(pointer: Pointer, saver: Saver | None) -> Store:
     """
     if saver is not None and saver.store.id == pointer.store_id:
         return saver.store
-    store = open_store(pointer.store)
+    try:
+        store = open_store(pointer.store)
+    except NoStore as exc:
+        raise NoStore(
+            f"the pointer leads to {pointer.name} in the store at {pointer.store}, which is not there",
+            hint="if it has moved, make a link to it there, or name it to layerstore.transformers.checkpoint",
+        ) from exc
     if store.id != pointer.store_id:
         raise Conflict(
             f"the pointer leads to {pointer.name}, but {pointer.store} is another store by now",

@@ -15,7 +15,7 @@ from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.filenames import RANDOM_STATE, WEIGHTS_FILE
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.hf import plan_adapter
-from layerstore.history import references_to
+from layerstore.history import METRICS, references_to
 from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
 from layerstore.model import CommitRecord, LayerVersion
 from layerstore.rank_options import AdamStep, RankOptions
@@ -311,8 +311,10 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 # -- what does not carry over, in plain sentences ------------------------------------------------------------------
 
-# What ranks have for themselves: only the first one's file has some of these.
-_OF_THE_RANK = frozenset({"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings"})
+# What ranks have for themselves: only the first one's file has some of these, and its metrics are the commit's.
+_OF_THE_RANK = frozenset(
+    {"shared_params", "single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings", METRICS}
+)
 
 
 def moments_notes(composition: Composition, *, is_fresh: bool) -> Iterator[str]:

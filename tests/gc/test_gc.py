@@ -1,5 +1,6 @@
 """``gc``: what is kept stays whole, what goes is freed to the byte, and new data is safe."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.disk import Files, Hook
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound, StorageIO
 from layerstore.format import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
 from layerstore.model import Kind
@@ -238,6 +239,21 @@ def test_the_best_by_what_the_trainer_logged(store: Store, saved: Checkpoints) -
     with pytest.raises(InvalidInput, match="no commit has the metric 'f1'"):
         collect(store, Keep(best="f1"))
     assert steps(store) == [40, 30, 20]
+
+
+def test_a_full_disk_is_made_room_on_without_trimming(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What replaces a commit without its moments has to be written: a hint says which rules need no room."""
+    saved.into(store, 5, 10, 20)
+
+    def full(*_: object) -> None:
+        raise StorageIO("cannot write: the disk is full", errno=errno.ENOSPC, filename="x")
+
+    monkeypatch.setattr("layerstore.gc.collect.trim", full)
+    with pytest.raises(StorageIO) as caught:
+        collect(store, Keep(last=1, drop_optimizer_older_than=10))
+    assert "without --drop-optimizer-older-than" in str(caught.value.hint)
 
 
 # -- moments -------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_level_that_breaks_stops_no_other(
 
 
 def test_what_was_saved_before_is_in_the_last_level_too(tmp_path: Path) -> None:
-    """A folder behind a store that has saves already, or that was full for a while, gets all; one between, the newest."""
+    """A folder behind a store that has saves gets all of them, and one between the two the newest."""
     places = [str(tmp_path / name) for name in ("shared", "last")]
     with layerstore.init(tmp_path / "near") as near:
         for step in (1, 2, 3):

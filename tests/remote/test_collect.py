@@ -8,6 +8,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Unsupported
+from layerstore.history import pushed_to
 from layerstore.remote import Bucket
 from tests.remote.at_once import push_and_collect
 from tests.remote.conftest import watch_writes
@@ -45,6 +46,7 @@ def test_objects_wait_for_a_day(pushed: Store, bucket: Bucket) -> None:
     assert outcome == planned
     assert (len(outcome.removed), outcome.objects.count, outcome.young.count) == (2, 0, 54)
     assert steps(bucket.url) == [6]
+    assert [entry.step for entry in pushed.log() if entry.commit in pushed_to(pushed.repo)[bucket.url]] == [6]
     assert objects(bucket) == before
 
     outcome = pushed.gc(remote="origin", grace_seconds=0)
