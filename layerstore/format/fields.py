@@ -113,7 +113,7 @@ def _reader_of(cls: Any) -> FieldReader:
         if type(value) is not dict:
             raise _Misfit(f"a {cls.__name__} is not a map")
         if value.keys() != names and (value.keys() | may_lack) != names:
-            odd = ", ".join(sorted(names ^ value.keys()))
+            odd = ", ".join(sorted((names ^ value.keys()) - (may_lack - value.keys())))
             raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
         made: dict[str, Any] = value.copy()
         for name, default in defaults.items():

@@ -260,7 +260,7 @@ CASES = (
 
 def run() -> None:
     """Print the tables of docs/internals/scale.md."""
-    for table in (a_month, a_save, calls_by_name, metadata, packed, seconds):
+    for table in (a_month, a_save, calls_by_name, metadata, packed, seconds, index):
         for line in table():
             print(line, flush=True)
         print()
@@ -377,10 +377,10 @@ def packed() -> Iterator[str]:
 
 
 def seconds() -> Iterator[str]:
-    """Yield what rank 0, a collection and the index take of a processor."""
+    """Yield what rank 0 and a collection take of a processor."""
     yield from _head(
         "", "reading all parts", "their memory", "encoding all versions", "visible after",
-        "a collection's mark", "its memory", "the index, a month", "made afresh", "first plan", "a plan",
+        "a collection's mark", "its memory",
     )  # fmt: skip
     for case in CASES:
         made = _Made(case)
@@ -403,8 +403,14 @@ def seconds() -> Iterator[str]:
             _time(reading_seconds + encoding_seconds + save.of_the_first().total() * CALL_SECONDS),
             _time(of_one * names * kept),
             _size(_bytes_of_a_need() * names * kept),
-            *_index(len(case.files)),
         )
+
+
+def index() -> Iterator[str]:
+    """Yield what the index of a month takes, of which nothing was collected; how many ranks there are is not in it."""
+    yield from _head("", "the index, a month", "made afresh", "first plan", "a plan")
+    for case in CASES:
+        yield _row(case.title, *_index(len(case.files)))
 
 
 # -- what is real --------------------------------------------------------------------------------------------------
@@ -547,7 +553,6 @@ def _held_bytes(work: Callable[[], object]) -> int:
 
 
 def _index(layers: int) -> Iterator[str]:
-    """Yield what the index of a month takes, of which nothing was collected; how many ranks there are is not in it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
         build(path, commits=STEPS // EVERY, layers=layers)

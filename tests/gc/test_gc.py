@@ -252,7 +252,7 @@ def test_a_full_disk_is_made_room_on_without_trimming(
 
     monkeypatch.setattr("layerstore.gc.collect.trim", full)
     with pytest.raises(StorageIO) as caught:
-        collect(store, Keep(last=1, drop_optimizer_older_than=10))
+        collect(store, Keep(last=2, drop_optimizer_older_than=5))
     assert "without --drop-optimizer-older-than" in str(caught.value.hint)
 
 
