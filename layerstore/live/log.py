@@ -30,7 +30,9 @@ _show_lines()
 
 def words_of(exc: BaseException) -> str:
     """Return *exc* and its cause in one line."""
-    words, cause = str(exc), str(exc.__cause__ or "")
+    words, cause = str(exc), exc.__cause__ or ""
+    # Without the number: most messages of ours end in the system's words already.
+    cause = (isinstance(cause, OSError) and cause.strerror) or str(cause)
     if cause not in words:
         words = f"{words}: {cause}"
     return " ".join(words.split()) or type(exc).__name__

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection
 
+from layerstore.errors import NO_SPACE_ERRNOS, StorageIO
 from layerstore.history import NextCommit
 from layerstore.live.log import LOG, words_of
 from layerstore.live.saver.following import Following
@@ -149,6 +150,8 @@ class Background:
             job.failure = words_of(exc)
             self._older.clear()  # or the next shares, planned already, may fail for the same reason
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
+            if isinstance(exc, StorageIO) and exc.errno in NO_SPACE_ERRNOS:
+                LOG.error("layerstore gc makes room there; a saver with keep= removes old saves by itself")
             self._report_failure(job)
         finally:
             try:

@@ -32,6 +32,7 @@ from layerstore.progress import Silent
 from layerstore.storage import RecordName
 from layerstore.store import Store
 from layerstore.threads import start
+from layerstore.units import size
 
 BUCKET_SECONDS = 3600.0
 """How often a store in a bucket is collected at most."""
@@ -194,7 +195,10 @@ class Collector:
         if "is_locked" in answer:
             LOG.info("another collection is under way: the next save tries again")
         elif answer.get("commits_removed"):
-            LOG.info("%d commits collected, %d bytes freed", answer["commits_removed"], answer["bytes_freed"])
+            commits = answer["commits_removed"]
+            # Objects of saves that may still be under way stay for a while.
+            freed = f", {size(answer['bytes_freed'])} freed" if answer["bytes_freed"] else "; their bytes follow"
+            LOG.info("%d commit%s collected%s", commits, "" if commits == 1 else "s", freed)
 
     def _warn(self, why: str) -> None:
         self.error = why
