@@ -144,15 +144,8 @@ def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
     kind: list[Plain] = []
     for entry in entries:
         origin = entry.origin
-        common = (
-            entry.version.size_bytes,
-            entry.optimizer_step,
-            origin.run,
-            origin.attempt,
-            origin.step,
-            origin.save_number,
-            entry.compact,
-        )
+        saved_by = (origin.run, origin.attempt, origin.step, origin.save_number)
+        common = (entry.version.size_bytes, entry.optimizer_step, *saved_by, entry.compact)
         kind.append(kinds.setdefault(common, len(kinds)))
     ids = b"".join(bytes.fromhex(entry.version.id) for entry in entries)
     return pack([ids, kind, [list(common) for common in kinds]])
