@@ -8,7 +8,7 @@ import typer
 import layerstore
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, store_or_nearest
-from layerstore.cli.render import PASTED_WIDTH, counted, print_json, print_line, print_paragraph, shown
+from layerstore.cli.render import PASTED_WIDTH, counted, name_store, print_json, print_line, print_paragraph, shown
 from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_fields
 
@@ -45,9 +45,12 @@ def doctor(
         _print_result(diagnosis)
     if not diagnosis.ok:
         checks = ", ".join(finding.check for finding in diagnosis.problems)
+        full = [finding.hint for finding in diagnosis.problems if finding.check == "space"]
+        if path is not None:
+            name_store(str(path))
         raise LayerstoreError(
             f"promises cannot be kept at {diagnosis.path}: {checks}",
-            hint="docs/internals/durability.md says what is asked of a filesystem",
+            hint=full[0] if full else "docs/internals/durability.md says what is asked of a filesystem",
         )
 
 

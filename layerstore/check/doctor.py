@@ -5,6 +5,7 @@ It tries out once what the promises depend on; that a filesystem also keeps its 
 own tests. It works on a store, even one that cannot be opened, and on a folder that is not a store yet.
 """
 
+import errno as errnos
 import os
 import platform
 import resource
@@ -18,7 +19,7 @@ from typing import ClassVar
 from layerstore.check import probes
 from layerstore.check.probes import Finding
 from layerstore.disk import Files, Mount, host_name, hosts_seen, mount_of
-from layerstore.errors import LayerstoreError, NoStore
+from layerstore.errors import LayerstoreError, NoStore, StorageIO
 from layerstore.layout import Layout, layout_at
 from layerstore.storage import INDEX_DIR_VARIABLE, engine_version, index_directory, index_problem, open_repository
 
@@ -69,8 +70,11 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
     """
     layout = layout_at(path)
     findings = [*_store(path, layout, files), *_filesystem(layout.root), *_hosts(layout)]
-    findings += _findings_of("index", _index(layout, files))
-    findings += _tried_out(layout, files)
+    untried: list[str] = []
+    findings += _findings_of("index", _index(layout, files), untried)
+    findings += _tried_out(layout, files, untried)
+    if untried:
+        findings = [*(finding for finding in findings if finding.check != "space"), _full(layout, untried)]
     if sys.byteorder != "little":
         text = "its numbers are big-endian, and those of checkpoints are not"
         findings.append(Finding("host", "problem", text, "use another host"))
@@ -81,12 +85,28 @@ def diagnose(path: Path, files: Files) -> Diagnosis:
     return Diagnosis(path=str(path), findings=tuple(findings), versions=_versions())
 
 
-def _findings_of(check: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return *findings*; if *check* fails, its error is a finding too."""
+def _findings_of(check: str, findings: Iterable[Finding], untried: list[str]) -> list[Finding]:
+    """Return *findings*; if *check* fails, its error is a finding too, but on a full disk it goes to the *untried*."""
     try:
         return list(findings)
     except LayerstoreError as exc:
+        if _is_full(exc):
+            untried.append(check)
+            return []
         return [Finding(check, "problem", str(exc), exc.hint)]
+
+
+def _is_full(exc: LayerstoreError) -> bool:
+    return isinstance(exc, StorageIO) and exc.errno in {errnos.ENOSPC, errnos.EDQUOT}
+
+
+def _full(layout: Layout, untried: list[str]) -> Finding:
+    """Return the one problem of a full disk, which says nothing about what could not be tried."""
+    hint = "free some space there, or choose another disk"
+    if layout.identity.exists():
+        hint = "layerstore gc --dry-run shows what a gc frees; then layerstore doctor again"
+    text = f"the disk is full, or a quota is used up: {', '.join(untried)} could not be tried"
+    return Finding("space", "problem", text, hint)
 
 
 def _below_home(path: Path) -> str:
@@ -201,7 +221,7 @@ def _index(layout: Layout, files: Files) -> Iterator[Finding]:
         yield Finding("index", "note", f"{where}; it does not work there: {problem}", hint)
 
 
-def _tried_out(layout: Layout, files: Files) -> list[Finding]:
+def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding]:
     """Return the findings of all probes, run in the store's ``tmp/``, else in the nearest existing folder."""
     root = layout.root
     place = next(path for path in (root, *root.parents) if path.exists())
@@ -228,8 +248,11 @@ def _tried_out(layout: Layout, files: Files) -> list[Finding]:
                 "clock": probes.clock(files, folder),
                 "space": probes.space(files, folder),
             }
-            return [finding for check, findings in tried.items() for finding in _findings_of(check, findings)]
+            return [finding for check, findings in tried.items() for finding in _findings_of(check, findings, untried)]
     except LayerstoreError as exc:
+        if _is_full(exc):
+            untried.append("writing")
+            return []
         return [Finding("writing", "problem", str(exc), exc.hint)]
 
 

@@ -275,6 +275,23 @@ def test_a_disk_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monk
     assert tree(tmp_path) == []
 
 
+def test_a_full_disk_is_one_problem(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about links and syncs: they could not be tried. In a store, gc is the next step."""
+    store = tmp_path / "store"
+    layerstore.init(store).close()
+    mounted(monkeypatch, tmp_path, "ext4")
+    monkeypatch.setattr(os, "pwrite", refuse(errno.ENOSPC))
+
+    in_store, elsewhere = run("doctor", store), layerstore.doctor(tmp_path / "new")
+
+    [problem] = elsewhere.problems
+    assert problem.check == "space"
+    assert problem.text.endswith(": hard links, rename, fsync, reflink could not be tried")
+    assert problem.hint == "free some space there, or choose another disk"
+    assert "not fit for a store: 1 problem" in in_store.out
+    assert in_store.err.splitlines()[-1].startswith(f"hint: layerstore --store {store} gc --dry-run shows")
+
+
 @pytest.mark.parametrize(("ahead", "verdict"), [(-310, "note"), (290, "ok"), (310, "note")])
 def test_clocks_that_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, verdict: str) -> None:
     """Five minutes are too much."""
