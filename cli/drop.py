@@ -68,9 +68,8 @@ def _print_result(dropped: "Dropped", *, dry_run: bool, in_bucket: bool) -> None
         print_line(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
     for note in dropped.notes:
         print_warning(note)
-    if not dry_run:
-        back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
-        when = "a day later" if in_bucket else "after 7 days, or at once with --empty-trash"
-        up_to = f"frees up to {size(dropped.size_bytes)} {when}"
-        freed = up_to if dropped.size_bytes else "frees nothing: others need all that it has"
-        print_line(f"gc {freed}; to bring it back: {back}")
+    when = "a day later" if in_bucket else "after 7 days, or at once with --empty-trash"
+    up_to = f"frees up to {size(dropped.size_bytes)} {when}"
+    freed = up_to if dropped.size_bytes else "frees nothing: others need all that it has"
+    back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
+    print_line(f"gc then {freed}" if dry_run else f"gc {freed}; to bring it back: {back}")

@@ -205,10 +205,10 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
     """
-    Return an upper bound of the bytes that only *record*, of *commit*, keeps in its run.
+    Return an upper bound of the bytes that only *record*, of *commit*, keeps.
 
     Objects that other versions name too, as what differences refer to, are looked for in pins and in the commits next
-    to it, also of another attempt: a run has many blobs.
+    to it, also of another attempt: a run has many blobs. Of other runs, whole versions and states count.
     """
     others = Needs(repo)
     for pin in repo.records.readable_pins():
@@ -223,9 +223,23 @@ def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int
             if name in near:
                 others.add_readable(other)
             others.add(other.blobs)
+    others.add(_shared_with_other_runs(repo, record))
     with contextlib.suppress(IntegrityError):  # lost objects free nothing
         return sum(ref.size_bytes for ref in Needs(repo, besides=others).add_record(record))
     return 0
+
+
+def _shared_with_other_runs(repo: Repository, record: CommitRecord) -> Iterator[BlobRef]:
+    """Yield the blobs of *record* that commits of other runs name: forks, retries, the same save under two names."""
+    versions = {bytes.fromhex(entry.version.id): entry.version for entry in record.layers}
+    for run in repo.catalog.runs():
+        view = None if run == record.run else repo.catalog.find(run)
+        for row in () if view is None else view.rows.values():
+            shared = versions.keys() & row.version_ids
+            yield from (versions[version] for version in shared)
+            if shared and row.step == record.step:  # only its record, not the index, names its states
+                with contextlib.suppress(LayerstoreError):
+                    yield from repo.catalog.commit(row.name).record.states
 
 
 def notes_on_exact(repo: Repository, view: RunView, going: Set[str]) -> tuple[str, ...]:

@@ -23,7 +23,9 @@ def test_drop_dry_run_changes_nothing(run: Run, store: Path) -> None:
 
     assert planned.fields["is_tip"] is True
     assert (planned.fields["step"], planned.fields["tip"], planned.fields["dry_run"]) == (4, "sft@2", True)
-    assert run("drop", "sft", "--dry-run", "--store", store).out.startswith("would drop sft@4 ")
+    people = run("drop", "sft", "--dry-run", "--store", store).out
+    assert people.startswith("would drop sft@4 ")
+    assert "gc then frees up to " in people.splitlines()[-1]
     done = run("drop", "sft", "--json", "--store", store)
     assert planned.fields | {"dry_run": False} == done.fields
 

@@ -75,6 +75,17 @@ def test_a_dry_run_says_the_same_and_writes_nothing(three: Store) -> None:
     assert freed == planned.size_bytes
 
 
+def test_what_another_run_needs_is_not_freed(three: Store, saved: Checkpoints) -> None:
+    """The same save under a mistyped name shares all but the record; once that is dropped too, its bytes go."""
+    alone = three.drop("r@4", dry_run=True).size_bytes
+    three.ingest(saved(4), run="typo")
+    shared = three.drop("r@4", dry_run=True).size_bytes
+    three.drop("typo@4")
+
+    assert (shared, three.drop("r@4").size_bytes) == (0, alone)
+    assert alone > 0
+
+
 def test_a_dropped_commit_is_composed_by_its_id(three: Store, tmp_path: Path) -> None:
     """As long as it is in the trash nothing of it is collected."""
     kept, commit = masters(three, "r@4"), three.drop("r@4").commit
