@@ -47,7 +47,7 @@ from layerstore.cli.render import (
     speak_up,
 )
 from layerstore.cli.shares import is_follower, leave, led, work_for_lead
-from layerstore.cli.usage import usage_hint, usage_message
+from layerstore.cli.usage import store_hint, usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 from layerstore.limits import MIB
 from layerstore.units import size_in_bytes
@@ -275,6 +275,7 @@ def _run(words: list[str]) -> Failure | None:
             kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, COMMANDS, words)
         )
     except LayerstoreError as exc:
+        exc.hint = store_hint(exc, words)
         return _failed(exc)
     except BrokenPipeError:
         raise

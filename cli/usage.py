@@ -1,11 +1,17 @@
 """Usage errors in our own words, with a hint."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from typer.exceptions import TyperException
 
-from layerstore.cli.commands import about
+from layerstore.cli.commands import COMMANDS, about
+from layerstore.cli.options import DEFAULT_STORE
+from layerstore.errors import LayerstoreError, NoStore
+from layerstore.layers import typed
+from layerstore.layout import layout_at
 from layerstore.nearest import did_you_mean, nearest
 
 # typer states the name only in this message.
@@ -78,6 +84,31 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
         instead = "name the folder with -o DIR" if _command(problem) == "compose" else "one commit at a time"
         return f"{instead}; {help_}"
     return did_you_mean(similar, else_=help_)
+
+
+def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
+    """Return the hint of *problem*; a better one where a store stands for a REF, or where nobody would make one."""
+    is_missing = isinstance(problem, NoStore)
+    for before, word in itertools.pairwise(["", *words]):
+        is_argument = is_missing and not before.startswith("-")
+        is_refused = f"{word!r} is a path" in str(problem) or f"no run {word!r}" in str(problem)
+        if (is_argument or is_refused) and _is_store(word):
+            named = f"name the store with --store {typed(word)}"
+            return f"{named}; {problem.hint}" if problem.hint and not is_missing else named
+    if str(problem) == f"there is no store at {DEFAULT_STORE}" and _is_store("."):
+        return "this folder is a store itself: --store ."
+    command = next((word for word in words if word in COMMANDS), None)
+    makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}
+    if is_missing and not makes_one and "layerstore init" in (problem.hint or ""):
+        return "name yours with --store or LAYERSTORE_STORE"
+    return problem.hint
+
+
+def _is_store(word: str) -> bool:
+    try:
+        return layout_at(Path(word)).identity.exists()
+    except (LayerstoreError, OSError):  # no path, or one that nobody may follow
+        return False
 
 
 def _command(problem: TyperException) -> str:

@@ -177,7 +177,7 @@ def test_a_store_is_not_made_inside_another(run: Run, store: Path, tmp_path: Pat
 
     assert (inside.code, "is inside the store" in inside.err) == (2, True)
     assert f"name the one inside it: --store {store}" in beside.err
-    assert f"layerstore init {tmp_path / 'new'}, or name yours" in elsewhere.err
+    assert "hint: name yours with --store or LAYERSTORE_STORE" in elsewhere.err
     assert run("verify", "--store", store).code == 0
 
 

@@ -116,21 +116,24 @@ def test_no_commands_summary_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch, w
 
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("words", IN_A_STORE, ids=lambda words: words[0])
-def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[str]) -> None:
-    """Exit code 10, and the hint is the command to type."""
+def test_without_a_store_the_hint_names_or_makes_one(run: Run, words: list[str]) -> None:
+    """Exit code 10; what only reads or maintains a store recommends no empty one."""
+    hint = "name yours with --store or LAYERSTORE_STORE"
+    if commands.about(words[0]).section in {"Save", "Elsewhere"}:
+        hint = "layerstore init .layerstore, or name yours with --store"
     people = run(*words)
     programs = run(*words, "--json")
 
     assert (people.code, programs.code) == (10, 10)
     assert people.err.splitlines() == [
         "error: there is no store at .layerstore",
-        "hint: layerstore init .layerstore, or name yours with --store",
+        f"hint: {hint}",
     ]
     assert programs.error == {
         "kind": "no_store",
         "code": 10,
         "message": "there is no store at .layerstore",
-        "hint": "layerstore init .layerstore, or name yours with --store",
+        "hint": hint,
     }
     assert programs.out == ""
     assert json.loads(programs.err)["schema"] == 1

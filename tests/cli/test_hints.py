@@ -73,6 +73,23 @@ def test_a_folder_is_no_reference(run: Run, store: Path) -> None:
         assert (outcome.code, outcome.err.count("is a path, not a reference to what the store holds")) == (2, 1)
 
 
+def test_a_store_where_a_run_belongs_is_named_with_its_option(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a path or a name, whether there is a store here or not; and so in the store's own folder."""
+    named = f"hint: name the store with --store {store}"
+    without = [run("stats", store), run("repair", "--from", store), run("show", "store")]
+    inside = run("log", store, "--store", store)
+    monkeypatch.chdir(store)
+    here = run("stats")
+
+    assert without[0].err.splitlines()[-1] == named
+    assert "name the store" not in without[1].err
+    assert without[2].err.splitlines()[-1] == "hint: name the store with --store store"
+    assert inside.err.splitlines()[-1].startswith(named)
+    assert here.err.splitlines()[-1] == "hint: this folder is a store itself: --store ."
+
+
 @pytest.mark.parametrize(
     "words", [["show"], ["ls"], ["diff", "sft"], ["pin", "of_id"], ["compose", "--dry-run"], ["drop"], ["verify"]]
 )
