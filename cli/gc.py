@@ -21,8 +21,11 @@ from layerstore.cli.render import (
     print_paragraph,
     print_table,
     print_warning,
+    shown,
+    with_store,
 )
 from layerstore.json_fields import json_fields
+from layerstore.layers import typed
 from layerstore.units import size
 
 if TYPE_CHECKING:
@@ -107,7 +110,7 @@ def gc(
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
-            if not _is_confirmed(plan):
+            if not _is_confirmed(plan, pushed_to=pushed_to):
                 print_line("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
@@ -115,15 +118,15 @@ def gc(
     if as_json:
         print_json(_fields(outcome, dry_run=dry_run))
     else:
-        _print_result(outcome, is_done=not dry_run)
+        _print_result(outcome, is_done=not dry_run, pushed_to=pushed_to)
 
 
-def _is_confirmed(plan: "GcOutcome") -> bool:
+def _is_confirmed(plan: "GcOutcome", *, pushed_to: str | None) -> bool:
     """Show *plan* and ask; anything but a yes means no, including the end of the input."""
     if not (plan.removed or plan.trimmed or plan.trash.count):
         return True
     mark_as_answer()  # the user must see the plan before answering, even with --quiet
-    _print_result(plan, is_done=False)
+    _print_result(plan, is_done=False, pushed_to=pushed_to)
     sys.stdout.write("Remove them for good? [y/N]: ")
     sys.stdout.flush()
     answer = sys.stdin.readline()
@@ -132,8 +135,8 @@ def _is_confirmed(plan: "GcOutcome") -> bool:
     return answer.strip().lower() in {"y", "yes"}
 
 
-def _print_result(outcome: "GcOutcome", *, is_done: bool) -> None:
-    from layerstore.gc import NOT_REQUESTED
+def _print_result(outcome: "GcOutcome", *, is_done: bool, pushed_to: str | None) -> None:
+    from layerstore.gc import NOT_PUSHED, NOT_REQUESTED
 
     # Doomed commits first, because a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
@@ -154,6 +157,11 @@ def _print_result(outcome: "GcOutcome", *, is_done: bool) -> None:
     for_good = " for good" if outcome.removed or outcome.trimmed or outcome.trash.count else ""
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
     print_paragraph(f"{verb} {_parts(outcome)}{for_good}: {freed}", indent=2)
+    unpushed = sum(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
+    if unpushed and pushed_to is not None:
+        stay, them = ("stays", "it") if unpushed == 1 else ("stay", "them")
+        push = with_store(f"layerstore push {typed(pushed_to)}")
+        print_line(f"{counted(unpushed, 'commit')} {stay} because {shown(pushed_to)} lacks {them}: {push}")
     for note in outcome.notes:
         print_warning(note)
     if outcome.young.count:

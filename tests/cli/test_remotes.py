@@ -19,6 +19,20 @@ def url(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return url
 
 
+def test_a_collection_says_how_many_commits_wait_for_a_push(run: Run, store: Path, tmp_path: Path) -> None:
+    """With the push to type; not once the remote has them."""
+    run("--store", store, "remote", "add", "b", f"file://{tmp_path}/b")
+    run("--store", store, "push", "b", "sft@4")
+    run("--store", store, "pin", "--delete", "best")
+    words = ["--store", store, "gc", "--keep-last", "1", "--pushed-to", "b", "--dry-run"]
+    before = run(*words)
+    run("--store", store, "push", "b")
+
+    line = f"1 commit stays because b lacks it: layerstore --store {store} push b"
+    assert before.out.splitlines()[-1] == line
+    assert "lacks" not in run(*words).out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
