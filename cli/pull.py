@@ -22,6 +22,6 @@ def pull(words: Words = None, *, store: StorePath = None, as_json: AsJson = Fals
       layerstore pull origin sft@200
     """
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        name, refs = remote_and_references(opened_store, words or [])
+        name, refs = remote_and_references(opened_store, words or [], from_here=False)
         pulled = opened_store.pull(name, refs=refs, progress=progress)
     print_transferred(pulled, as_json=as_json, verb="fetched", size_bytes=pulled.bytes_received)

@@ -11,6 +11,7 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, print_json, print_line, print_note, shown, some
 from layerstore.errors import NotFound
 from layerstore.json_fields import json_fields
+from layerstore.layers import is_name
 from layerstore.layout import is_url
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.units import size
@@ -54,7 +55,7 @@ def push(
       layerstore push s3://checkpoints/sft
     """
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        name, refs = remote_and_references(opened_store, words or [])
+        name, refs = remote_and_references(opened_store, words or [], from_here=True)
         if follow:
             for pushed in opened_store.follow(name, refs=refs, move_pins=move_pins, progress=progress):
                 print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
@@ -65,16 +66,22 @@ def push(
         print_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
 
 
-def remote_and_references(store: "Store", words: list[str]) -> tuple[str | None, list[str] | None]:
-    """Return the remote and the references that *words* name, for push and pull."""
+def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:
+    """Return the remote and the references that *words* name: *from_here*, this store's, as a pull's are not."""
+    from layerstore.history import begins_id
+
     if not words:
         return None, None
     remotes = store.remotes.urls()
     if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
-    similar = nearest(words[0], remotes)
-    if similar and words[0] not in store.runs():
-        raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(similar))
+    runs = store.runs()
+    known = [*remotes, *runs, *(pin.name for pin in store.pins())]
+    similar = nearest(words[0], known if from_here else remotes)
+    is_plain = is_name(words[0]) and not begins_id(words[0])
+    if words[0] not in known and (remotes and is_plain if from_here else similar):
+        here = f"remotes here: {some([*remotes])}; runs here: {some(runs) or 'none'}"
+        raise NotFound(f"{words[0]!r} is neither a remote nor a run", hint=did_you_mean(similar, else_=here))
     return None, words
 
 

@@ -163,6 +163,8 @@ def checked_url(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:  # its text repeats the URL
         raise InvalidInput(f"{shown!r} is not a remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
+    if not parts.scheme and (folder := _folder_meant(url)) is not None:
+        raise InvalidInput(f"the folder {url} is no URL", hint=f"say {folder.as_uri()}")
     if parts.scheme not in SCHEMES:
         raise InvalidInput(
             f"{shown!r} is not a remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
@@ -178,6 +180,16 @@ def checked_url(url: str) -> str:
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidInput(f"{shown!r} names no folder", hint="file:///ABSOLUTE/PATH")
     return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
+
+
+def _folder_meant(text: str) -> Path | None:
+    """Return the folder that *text* names as a path; None if it may be a key, which no message repeats."""
+    try:
+        path = Path(text).expanduser().resolve()
+        is_new = text.startswith(("/", "./", "../", "~/")) and path.parent != Path("/") and path.parent.is_dir()
+        return path if is_new or path.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, no such user
+        return None
 
 
 def _is_place(parts: SplitResult) -> bool:

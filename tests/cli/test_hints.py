@@ -158,6 +158,11 @@ def test_a_mistyped_remote_is_none_of_the_runs(run: Run, checkpoints: Path, tmp_
 
     assert (outcome.code, outcome.err.splitlines()) == (
         13,
-        ["error: 'orgin' is neither a remote nor a run", "hint: did you mean origin?"],
+        [
+            "error: 'orgin' is neither a remote nor a run",
+            "hint: did you mean origin? remotes here: origin; runs here: sft",
+        ],
     )
-    assert run("push", "sft").code == 0
+    assert run("push", "elsewhere").err.splitlines()[-1] == "hint: remotes here: origin; runs here: sft"
+    assert [run("push", word).code for word in ("sft", "sft@4")] == [0, 0]
+    assert "neither" not in run("pull", "new").err  # it may be a run of the remote

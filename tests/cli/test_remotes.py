@@ -111,6 +111,20 @@ def test_a_store_is_no_remote_of_itself(run: Run, url: str, tmp_path: Path, monk
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_folder_where_a_url_belongs_is_said_as_one(run: Run, store: Path, tmp_path: Path) -> None:
+    """The URL to type; but no word that may be a key."""
+    folder, key = tmp_path / "my bucket", "/wJalrXUtnFEMI"
+    added = run("--store", store, "remote", "add", "b", folder)
+    cloned = run("clone", store, tmp_path / "clone")
+    hidden = run("--store", store, "remote", "add", "b", key)
+
+    assert [outcome.code for outcome in (added, cloned, hidden)] == [2, 2, 2]
+    assert added.err.splitlines()[0] == f"error: the folder {folder} is no URL"
+    assert added.err.splitlines()[1] == f"hint: say file://{tmp_path}/my%20bucket"
+    assert cloned.err.splitlines()[1] == f"hint: say file://{store}"
+    assert key not in hidden.err
+
+
 def test_a_clone_that_was_cut_off_is_pulled_into(run: Run, url: str, tmp_path: Path) -> None:
     """An empty store that has a remote is one."""
     layerstore.init(tmp_path / "clone").remotes.add("origin", url)
