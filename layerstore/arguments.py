@@ -18,6 +18,7 @@ from layerstore.errors import InvalidInput
 from layerstore.nearest import did_you_mean, nearest
 
 Public = TypeVar("Public", bound=Callable[..., object])
+Fields = TypeVar("Fields")
 
 # numpy's numbers are welcome, texts that look like one are not.
 _METHODS = {bool: "__bool__", int: "__index__", float: "__float__"}
@@ -50,6 +51,19 @@ def checked(public: Public) -> Public:
     return public
 
 
+def named_fields(cls: type[Fields]) -> type[Fields]:
+    """Return the dataclass, so that fields that it does not have raise InvalidInput; their values it checks itself."""
+    make = cls.__init__
+
+    @wraps(make)
+    def making(self: Fields, *positional: object, **named: object) -> None:
+        _bound(make, self, *positional, **named)
+        make(self, *positional, **named)
+
+    cls.__init__ = making  # type: ignore[assignment]
+    return cls
+
+
 def _checked(function: Any) -> Any:
     @wraps(function)
     def checking(*positional: object, **named: object) -> object:
@@ -69,19 +83,26 @@ def show_fields(function: Callable[..., object], options: type) -> None:
 
 def check_arguments(function: Any, *positional: object, **named: object) -> None:
     """Raise InvalidInput unless *function* takes these arguments."""
-    (accepted, kinds), callee = (
-        _signature_and_kinds(function),
-        function.__qualname__.lstrip("_").removesuffix(".__init__"),
-    )
-    try:
-        bound = accepted.bind(*positional, **named).arguments
-    except TypeError as exc:
-        raise _unbound(callee, accepted, named, exc) from None
+    accepted, kinds = _signature_and_kinds(function)
+    bound = _bound(function, *positional, **named)
     for name in filter(kinds.__contains__, bound):
         is_many = accepted.parameters[name].kind is Parameter.VAR_POSITIONAL
         for value in bound[name] if is_many else (bound[name],):
             if not _fits(value, kinds[name]):
-                raise _misfit(callee, name, value, kinds[name])
+                raise _misfit(_callee(function), name, value, kinds[name])
+
+
+def _bound(function: Any, *positional: object, **named: object) -> dict[str, Any]:
+    accepted, _ = _signature_and_kinds(function)
+    try:
+        return accepted.bind(*positional, **named).arguments
+    except TypeError as exc:
+        raise _unbound(_callee(function), accepted, named, exc) from None
+
+
+def _callee(function: Any) -> str:
+    name: str = function.__qualname__.lstrip("_").removesuffix(".__init__")
+    return name
 
 
 def check_fields(value: Any) -> None:
@@ -154,7 +175,7 @@ def _in_words(kind: Any) -> str:
 
 
 def _unbound(where: str, wanted: Signature, named: Mapping[str, object], problem: TypeError) -> InvalidInput:
-    known = [name for name in wanted.parameters if name != "self"]
+    known = [name for name in wanted.parameters if name != "self" and not name.startswith("_")]
     meant = [near for name in named if name not in known for near in nearest(name, known)[:1]]
     return InvalidInput(
         f"{where}: {problem}", hint=did_you_mean(meant, else_=f"it takes {', '.join(known) or 'nothing'}")

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from layerstore.arguments import check_fields
+from layerstore.arguments import check_fields, named_fields
 from layerstore.errors import InvalidInput
 from layerstore.policy.due import Save
 from layerstore.setting import Setting
@@ -19,6 +19,7 @@ from layerstore.tree import Tree
 from layerstore.units import size_in_bytes
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Drift:
     """

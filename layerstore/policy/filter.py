@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
-from layerstore.arguments import check_fields
+from layerstore.arguments import check_fields, named_fields
 from layerstore.errors import InvalidInput
 from layerstore.layers import anatomy, norms
 from layerstore.policy.due import Save
@@ -24,6 +24,7 @@ def _fraction(text: str) -> Fraction:
         raise InvalidInput(f"filter has no share {text!r}", hint="write it like 1/2 or 0.25") from exc
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Filter:
     """

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, Self
 
+from layerstore.arguments import named_fields
 from layerstore.errors import InvalidInput
 
 Direction = Literal["min", "max"]
@@ -34,6 +35,7 @@ def duration(text: str) -> timedelta:
     raise InvalidInput(f"{text!r} is not a duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
     """The commits with the best values of a metric that training measured at their step."""
@@ -124,6 +126,7 @@ class Candidate:
     """What training measured at its step."""
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """

@@ -4,13 +4,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
-from layerstore.arguments import check_fields
+from layerstore.arguments import check_fields, named_fields
 from layerstore.layers import anatomy, block_index
 from layerstore.policy.due import Save
 from layerstore.setting import Setting
 from layerstore.tree import Tree
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Parity:
     """

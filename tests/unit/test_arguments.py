@@ -94,6 +94,8 @@ def test_the_usual_mistakes_say_what_is_possible(owners: Owners) -> None:
         (store.compose().state_dict, {"dtype": 16}, "dtype is 16, but must be 'bf16' or ", ""),
         (store.gc, {"dryrun": True}, "an unexpected keyword argument 'dryrun'", "did you mean dry_run?"),
         (store.pin, {}, "missing a required argument: 'name'", "it takes name, ref"),
+        (layerstore.Keep, {"lst": 3}, "Keep: got an unexpected keyword argument 'lst'", "did you mean last?"),
+        (layerstore.Parity, {"frsh": "even"}, "Parity: got an unexpected", "did you mean fresh? it takes fresh"),
         (layerstore.open, {"path": 3}, "open: path is 3, but must be text or a path", ""),
         (layerstore.Store, {"path": 3}, "open: path is 3, but must be text or a path", ""),
         (store.remotes.add, {"name": "origin", "url": 3}, "Remotes.add: url is 3, but must be text", ""),
