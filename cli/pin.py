@@ -11,6 +11,7 @@ from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
     Column,
     age,
+    mark_as_answer,
     print_json,
     print_line,
     print_note,
@@ -44,7 +45,7 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """
-    Give a commit a name of its own.
+    Give a commit a name of its own; without arguments, list all pins.
 
     A pin stays readable whatever happens to the commit that it was made from.
     The times in the list are those of the commits.
@@ -69,12 +70,12 @@ def pin(
             hint=f"layerstore pin {typed(name)} RUN@STEP; layerstore show {typed(name)} shows an existing pin",
         )
     chosen = [name is not None, list_, delete is not None]
-    if sum(chosen) != 1:
+    if not any(chosen):
+        mark_as_answer()
+    if sum(chosen) > 1:
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
     with opened(store) as opened_store:
-        if list_:
-            _print_pins(opened_store, as_json=as_json)
-        elif delete is not None:
+        if delete is not None:
             mixed_by = (
                 "" if remote else "".join(_mixed_by(other) for other in opened_store.pins() if other.name == delete)
             )
@@ -82,6 +83,8 @@ def pin(
         elif name is not None and ref is not None:
             _check_order(opened_store, name, ref)
             _make(opened_store, name, ref, as_json=as_json)
+        else:
+            _print_pins(opened_store, as_json=as_json)
 
 
 def _print_deleted(name: str, shows: bool | None, *, mixed_by: str, as_json: bool) -> None:
