@@ -88,15 +88,21 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
     """Log that training begins from nothing: a warning if the *store* has other runs, so that *run* may be mistyped."""
     if not isinstance(store, Store):
         LOG.info("there is no store at %s yet: training begins from nothing", store)
-    elif not store.runs():
+    elif not store.runs() and not _was_dropped(store, run):
         LOG.info("%s has no commit yet: training begins from nothing", store.repo.name)
     else:
         LOG.warning("run %r has no commit yet: training begins from nothing; %s%s", run, runs_here(store, run), refusal)
 
 
 def runs_here(store: Store, run: str) -> str:
-    """Return the hint for a *run* that *store* does not have: the nearest runs, and those that there are."""
+    """Return the hint for a *run* that *store* does not have: it was dropped, or other runs have such names."""
+    if _was_dropped(store, run):
+        return f"what it had was dropped: layerstore log {run} --dropped, then undrop"
     runs = store.runs()
     more = f" and {len(runs) - _RUNS_SHOWN_MAX} more" if len(runs) > _RUNS_SHOWN_MAX else ""
     here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}" if runs else "there is no other run"
     return did_you_mean(nearest(run, runs), else_=here)
+
+
+def _was_dropped(store: Store, run: str) -> bool:
+    return any(name.run == run for name in store.repo.trash.records())

@@ -215,3 +215,16 @@ def test_all_ranks_refuse_what_one_of_them_does(ranks: Nursery, tmp_path: Path, 
     with Store(tmp_path / "store") as store:
         assert [entry.step for entry in store.log("sft")] == [1]
         assert store.repo.records.runs() == ["sft"]
+
+
+def test_a_run_that_was_dropped_is_not_taken_for_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resume begins from nothing, and says where the commits are."""
+    model, optimizers = new()
+    with layerstore.attach(model, optimizers, tmp_path / "store", run="sft") as saver:
+        train(model, optimizers, 0, 1)
+        saver.save()
+    with layerstore.open(tmp_path / "store") as store:
+        store.drop("sft@1")
+
+    assert layerstore.resume(model, optimizers, tmp_path / "store", run="sft") is None
+    assert "what it had was dropped: layerstore log sft --dropped, then undrop" in caplog.text
