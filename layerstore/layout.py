@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # building the model's classes would take too long for shell 
     from layerstore.model import CommitId, ObjectId, StrPath
 
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
+MARK_PREFIX = ".layerstore-"
+"""Of files that ranks make for a moment where a store may be made, to find out which of them see the same folder."""
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
 
 

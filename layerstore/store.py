@@ -513,15 +513,14 @@ class Store:
             confirmed=confirmed,
         )
         if remote is not None:
-            from layerstore.history import note_pushed
+            from layerstore.history import note_removed
             from layerstore.remote import collect
 
             with self._remote(remote) as source:
                 self._check_own(source, "nothing was removed")
                 outcome = collect(source, request, dry_run=dry_run, progress=progress or Silent())
                 if outcome.removed and not dry_run and self._repo.remote is None:
-                    gone = [CommitId(fate.commit) for fate in outcome.removed]
-                    note_pushed(self._repo, source.bucket.url, (), before=gone)
+                    note_removed(self._repo, source.bucket.url, [CommitId(fate.commit) for fate in outcome.removed])
                 return outcome
         if dry_run:
             return plan_gc(self._repo, request, progress=progress or Silent()).outcome

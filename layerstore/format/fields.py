@@ -23,6 +23,7 @@ from layerstore.layers import is_inside, is_name
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import NUMBER_MAX
 from layerstore.model import STAGES, CommitId, CommitRecord, Kind, LayerVersion, ObjectId, StoredObject, StoredTensor
+from layerstore.parts import PackedObject
 from layerstore.states import BufferContent, FlatContent, FragmentContent, ObjectContent
 
 Value = TypeVar("Value")
@@ -196,7 +197,7 @@ def _is_within(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _of_object(stored: StoredObject) -> str | None:
+def _of_object(stored: StoredObject | PackedObject) -> str | None:
     return None if stored.shard < stored.shards else f"it is slice {stored.shard} of {stored.shards}"
 
 
@@ -209,6 +210,7 @@ _CONTRADICTIONS: dict[type, Callable[[Any], str | None]] = {
     CommitRecord: _of_record,
     LayerVersion: _of_version,
     StoredObject: _of_object,
+    PackedObject: _of_object,
     ObjectContent: _of_content,
 }
 """What returns a contradiction between the fields of a value, None if they fit each other."""

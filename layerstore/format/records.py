@@ -21,8 +21,7 @@ As in PNG, the line-ending bytes in the magic reveal a transfer in text mode.
 
 import struct
 from collections.abc import Collection, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from layerstore.coding import CODINGS
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
@@ -252,9 +251,6 @@ def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
 VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"
 STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
 
-_VERSION_FIELDS = {field.name for field in fields(LayerVersion)}
-_OBJECT_FIELDS = {field.name for field in fields(StoredObject)}
-
 Blob = TypeVar("Blob", LayerVersion, RankState)
 
 
@@ -263,7 +259,8 @@ def encode_blob(
     objects: Sequence[PackedObject] = (),
     references: Sequence[PackedObject] = (),
 ) -> bytes:
-    """Return the bytes of *blob*; a version without any gets its *objects* and *references* packed, by many ranks."""
+    """Return the bytes of *blob*. Of a version, *objects* and *references* may be packed; it has none itself then."""
+    assert not (objects or references) or (isinstance(blob, LayerVersion) and objects and not blob.named)
     if objects:
         whole = {name: pack_in_order(value) for name, value in cast("dict[str, Plain]", to_plain(blob)).items()}
         named = {"objects": objects, "references": references} if references else {"objects": objects}
@@ -297,11 +294,7 @@ def _pack_whole(packed: PackedObject) -> bytes:
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
     """Decode the layer version named *ref*; raises IntegrityError if the bytes do not match."""
     version = _decode(data, ref, VERSION_MAGIC, LayerVersion)
-    if version.cut not in CUTS:
-        raise Unsupported(
-            f"version {ref.id} is cut into slices by {version.cut!r}, which this layerstore does not know",
-            hint="use a newer layerstore",
-        )
+    _check_cut(version, ref)
     codings = {tensor.coding for stored in version.named for tensor in stored.tensors} - {""}
     for name in sorted(codings - CODINGS.keys()):
         raise Unsupported(
@@ -313,25 +306,35 @@ def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
     return version
 
 
+def _check_cut(version: LayerVersion, ref: BlobRef) -> None:
+    if version.cut not in CUTS:
+        raise Unsupported(
+            f"version {ref.id} is cut into slices by {version.cut!r}, which this layerstore does not know",
+            hint="use a newer layerstore",
+        )
+
+
 def named_in_version(data: bytes, *, ref: BlobRef) -> list[BlobRef]:
     """
     Return the objects that it takes to read the version named *ref*; raises as `decode_version` does.
 
-    A collection asks this of every version, and needs no tensor of them.
+    A collection asks this of every version: their tensors, which are nearly all of them, are not looked at.
     """
     _check_blob(data, ref, VERSION_MAGIC, LayerVersion)
-    version = unpack(data[len(VERSION_MAGIC) :], what=f"object {ref.id}", is_canonical=True)
-    if isinstance(version, dict) and version.keys() <= _VERSION_FIELDS:
-        rows = [row for name in ("objects", "references") for row in _items(version.get(name))]
-        if rows and all(type(row) is dict and row.keys() <= _OBJECT_FIELDS for row in rows):
-            named = ({name: row.get(name) for name in ("id", "size_bytes")} for row in rows)
-            return [from_plain(BlobRef, each, what=f"object {ref.id}") for each in named]
-    # What a newer layerstore has added may name more: this says so.
-    return [stored.ref for stored in decode_version(data, ref=ref).named]
+    plain = unpack(data[len(VERSION_MAGIC) :], what=f"object {ref.id}")
+    for row in [row for name in ("objects", "references") for row in _items(plain, name)]:
+        if isinstance(row, dict) and _items(row, "tensors"):
+            row["tensors"] = []
+    version = from_plain(LayerVersion, plain, what=f"object {ref.id}")
+    _check_cut(version, ref)
+    if {stored.reference for stored in version.objects} - {""} != {stored.id for stored in version.references}:
+        decode_version(data, ref=ref)  # says what is wrong
+    return [stored.ref for stored in version.named]
 
 
-def _items(value: Plain) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _items(plain: Plain, name: str) -> list[Plain]:
+    items = plain.get(name) if isinstance(plain, dict) else None
+    return items if isinstance(items, list) else []
 
 
 def _misfit_of_coded(version: LayerVersion) -> str | None:

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from layerstore.errors import IntegrityError, NotFound
-from layerstore.format import STATE_MAGIC, decode_state, named_in_version
+from layerstore.format import STATE_MAGIC, decode_state, decode_version, named_in_version
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.parts import Part
 from layerstore.states import ObjectContent, RankState
@@ -73,6 +73,14 @@ def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
         return objects_of_state(decode_state(data, ref=blob))
+    return [stored.ref for stored in decode_version(data, ref=blob).named]
+
+
+def _marked_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
+    """Do as `named_by` does, without a look at a version's tensors: every version that is kept is asked."""
+    data = repo.objects.read(blob)
+    if data.startswith(STATE_MAGIC):
+        return objects_of_state(decode_state(data, ref=blob))
     return named_in_version(data, ref=blob)
 
 
@@ -128,7 +136,7 @@ class Needs:
         if ref.id in self or self._is_left_out(ref):
             return []
         # The blob itself comes last, so that an unreadable one is tried again.
-        inner = self.add(named_by(self._repo, ref), number=number)
+        inner = self.add(_marked_by(self._repo, ref), number=number)
         return [*inner, *self.add([ref], number=number)]
 
     def add_part(self, part: Part) -> None:

@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Collection, Mapping
 
+from layerstore.errors import Locked, StorageIO
 from layerstore.json_text import parse_json
 from layerstore.layout import OBJECT_ID
 from layerstore.limits import PUSHED_BYTES_MAX
@@ -56,3 +57,12 @@ def note_pushed(
         return json.dumps({remote: sorted(names) for remote, names in sorted({**pushed, url: has}.items())}).encode()
 
     repo.rewrite(repo.layout.pushed, noted)
+
+
+def note_removed(repo: Repository, url: str, commits: Collection[CommitId]) -> None:
+    """Note that the remote at *url* no longer has *commits*; warn if this store cannot be written to."""
+    try:
+        if url in pushed_to(repo):
+            note_pushed(repo, url, (), before=commits)
+    except (StorageIO, Locked) as exc:
+        warnings.warn(f"what the remote has is not noted here: {exc}", PushedNotice, stacklevel=2)

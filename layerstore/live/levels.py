@@ -41,7 +41,7 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     Return the levels that *store* names, which are several if it is a list.
 
     Raises:
-        InvalidInput: They are not places, or one comes twice, or a bucket comes first.
+        InvalidInput: They are not places, one comes twice or is inside another, or a bucket comes first.
     """
     if isinstance(store, Store | str | PathLike):
         return Levels(store)

@@ -17,7 +17,7 @@ from layerstore.errors import IntegrityError, NotFound
 from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.hashing import object_id
 from layerstore.history import named_by
-from layerstore.layout import is_url, layout_at, url_of
+from layerstore.layout import MARK_PREFIX, is_url, layout_at, url_of
 from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.live.binding import wait_for_saves
 from layerstore.live.log import LOG, words_of
@@ -36,7 +36,7 @@ def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
     with exchange.raise_on_all():
         there = next(place for place in places if files.is_directory(place))
     # The folder may be yet to be made: its own path tells it from others in the folder that is there.
-    prefix = f".layerstore-{token}-{object_id(str(folder.absolute()).encode())}."
+    prefix = f"{MARK_PREFIX}{token}-{object_id(str(folder.absolute()).encode())}."
     with _marked(exchange, files, there / f"{prefix}{exchange.rank}"):
         with exchange.raise_on_all():
             # A name that was never asked for is looked up anew, also on NFS.
@@ -47,9 +47,9 @@ def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
 @contextmanager
 def _marked(exchange: Exchange, files: Files, mine: Path) -> Iterator[None]:
     """Make the file *mine* on every rank, for a while."""
-    with exchange.raise_on_all():
-        files.create(mine).close()
     try:
+        with exchange.raise_on_all():
+            files.create(mine).close()
         yield
     finally:
         files.discard(mine)
@@ -150,10 +150,11 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
     view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
     if view is None:
         return
-    lost = view.newer_than(newest(store, run))
+    lost = {row.id for row in view.newer_than(newest(store, run))}
     for row in view.visible:
-        if there is None or row.id not in there.rows:
-            if row in lost:
+        # One that is damaged there stays: this may be the only sound copy.
+        if there is None or (row.id not in there.rows and row.name not in there.damaged):
+            if row.id in lost:
                 LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
             forget_record(near.repo, row.name)
 

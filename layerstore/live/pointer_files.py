@@ -101,6 +101,8 @@ def store_of(pointer: Pointer, saver: Saver | None) -> Store:
     try:
         store = open_store(pointer.store)
     except NoStore as exc:
+        if type(exc) is not NoStore:
+            raise  # a bucket is missing
         raise NoStore(
             f"the pointer leads to {pointer.name} in the store at {pointer.store}, which is not there",
             hint="if it has moved, make a link to it there, or name it to layerstore.transformers.checkpoint",

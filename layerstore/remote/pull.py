@@ -10,14 +10,14 @@ says where the rest is. New saves in such a store are complete.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from layerstore.disk import Files
-from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.format import StoreIdentity
 from layerstore.hashing import NameHasher
 from layerstore.history import named_by, references_to, resolve
@@ -139,17 +139,28 @@ def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = T
         here = target.records.pin_names()
         pins = [pin for _, pin in repo.records.pins() if isinstance(pin, Pin) and pin.record.run == run]
         pins = [pin for pin in pins if pin.name not in here]
-        _Pull(target, OnDisk(repo), Silent()).fetch(_newer_commits(repo, target, run, is_whole=is_whole), pins, {})
+        left: Left = {}
+        commits = _newer_commits(repo, target, run, left, is_whole=is_whole)
+        _Pull(target, OnDisk(repo), Silent()).fetch(commits, pins, left)
     finally:
         target.close()
 
 
-def _newer_commits(repo: Repository, target: Repository, run: str, *, is_whole: bool) -> list[Commit]:
-    """Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, all or the newest."""
+def _newer_commits(repo: Repository, target: Repository, run: str, left: Left, *, is_whole: bool) -> list[Commit]:
+    """
+    Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, all or the newest.
+
+    Damaged ones are added to *left*.
+    """
     mine, there = repo.catalog.find(run), target.catalog.find(run)
     newest = None if there is None else there.newest
     rows = [] if mine is None else mine.newer_than(newest)
-    return [repo.catalog.commit(row.name) for row in (rows if is_whole or newest is not None else rows[-1:])]
+    commits = []
+    for row in rows if is_whole or newest is not None else rows[-1:]:
+        # A collection may take an old one meanwhile.
+        with _deferring_errors(left, f"{run}@{row.step}"), suppress(NotFound):
+            commits.append(repo.catalog.commit(row.name))
+    return commits
 
 
 def check_same_store(repo: Repository, identity: StoreIdentity) -> None:
@@ -391,7 +402,9 @@ def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) ->
         if is_whole:
             pull(repo, remote, runs=[run], progress=Silent())
         else:
-            _Pull(repo, remote, Silent()).fetch(_newer_commits(remote.repo, repo, run, is_whole=False), [], {})
+            left: Left = {}
+            commits = _newer_commits(remote.repo, repo, run, left, is_whole=False)
+            _Pull(repo, remote, Silent()).fetch(commits, [], left)
     finally:
         repo.close()
 

@@ -33,8 +33,7 @@ def stage_version(
 
     *references* are those of older versions that they may refer to.
     """
-    packed = (map(pack_object, each) for each in (objects, references))
-    return join_version(writer, layer, *packed, world_size=world_size)
+    return join_version(writer, layer, map(pack_object, objects), map(pack_object, references), world_size=world_size)
 
 
 def join_version(

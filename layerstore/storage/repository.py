@@ -14,7 +14,7 @@ from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, Layer
 from layerstore.format import StoreIdentity, decode_state, decode_version
 from layerstore.hashing import digest
 from layerstore.layers import typed
-from layerstore.layout import Layout, layout_at
+from layerstore.layout import MARK_PREFIX, Layout, layout_at
 from layerstore.limits import OWN_JSON_BYTES_MAX
 from layerstore.model import BlobRef, LayerEntry, LayerVersion
 from layerstore.shares import ALONE, Shares
@@ -257,8 +257,9 @@ def check_free(path: Path, files: Files) -> Layout:
     for above in layout.root.parents:
         if _is_store(above, files):
             raise InvalidInput(f"{path} is inside the store {above}", hint="choose a path elsewhere")
-    strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.index)})
-    if strangers:
+    expected = {folder.name for folder in (*layout.folders, layout.index)}
+    strangers = sorted(set(files.names(layout.root)) - expected)
+    if strangers := [name for name in strangers if not name.startswith(MARK_PREFIX)]:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
     return layout
 

@@ -26,7 +26,8 @@ from layerstore.format import (
     unseal_pin,
 )
 from layerstore.format.records import seal
-from layerstore.model import CommitRecord, Fork, LayerVersion
+from layerstore.model import CommitRecord, Fork, LayerVersion, StoredObject
+from layerstore.parts import PackedObject
 from layerstore.states import RankState
 from tests.unit import samples
 from tests.unit.samples import STORE_ID
@@ -242,23 +243,58 @@ def test_what_a_version_names_is_known_without_its_tensors(version: LayerVersion
     assert [stored.ref for stored in version.named] == named_in_version(data, ref=ref_of(data))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"newer": 1}, "unknown or missing fields: newer"),
-        ({"objects": None}, "objects"),
+        ({"objects": None}, "objects: should be list, found NoneType"),
         ({"objects": [7]}, "is not a map"),
-        ({"objects": [{"id": "../../etc/passwd", "size_bytes": 1}]}, "cannot be '../../etc/passwd'"),
-        ({"objects": [{"id": "0" * 32, "size_bytes": 1, "newer": 1}]}, "unknown or missing fields"),
+        ({"references": {}}, "references: should be list, found dict"),
+        ({"objects": [{"id": "0" * 32, "size_bytes": 1}]}, "unknown or missing fields: chunks, kind, shard"),
+        ({"cut": "elsewhere"}, "cut into slices by 'elsewhere'"),
     ],
 )
 def test_a_version_that_may_name_more_is_refused(change: dict[str, Any], reason: str) -> None:
     """What a collection cannot read might be needed."""
-    plain = cast("dict[str, Any]", to_plain(samples.version())) | change
+    plain = cast("dict[str, Any]", to_plain(samples.coded_version())) | change
+
+    for read in (decode_version, named_in_version):
+        data = b"\x89LSV\r\n\x1a\n" + pack(plain)
+        with pytest.raises((IntegrityError, Unsupported), match=reason):
+            read(data, ref=ref_of(data))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("changes", [{"id": "../../etc/passwd"}, {"shard": 9}, {"newer": 1}, {"reference": "0" * 32}])
+def test_an_object_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    """By a collection as by a reader: what it refers to would go."""
+    plain = cast("dict[str, Any]", to_plain(samples.coded_version()))
+    plain["objects"][0] |= changes
     data = b"\x89LSV\r\n\x1a\n" + pack(plain)
 
-    with pytest.raises(IntegrityError, match=reason):
-        named_in_version(data, ref=ref_of(data))
+    for read in (decode_version, named_in_version):
+        with pytest.raises(IntegrityError):
+            read(data, ref=ref_of(data))
+
+
+def test_a_key_that_comes_twice_is_refused_by_collections_too() -> None:
+    """The second list of objects would hide the first."""
+    data = encode_blob(samples.version())
+    twice = data.replace(b"\xa7objects", b"\xa7objects\x90\xa7objects").replace(
+        bytes([data[8]]), bytes([data[8] + 1]), 1
+    )
+
+    for read in (decode_version, named_in_version):
+        with pytest.raises(IntegrityError):
+            read(twice, ref=ref_of(twice))
+
+
+def test_a_packed_object_has_every_field_of_an_object() -> None:
+    """A field of the one that the other lacked would be lost on the way into a commit."""
+    fields = [{field.name for field in dataclasses.fields(each)} for each in (StoredObject, PackedObject)]
+
+    assert fields[0] == fields[1]
 
 
 def test_a_state_is_read_back() -> None:

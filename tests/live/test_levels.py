@@ -10,6 +10,7 @@ import pytest
 
 import layerstore
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, StorageIO
+from layerstore.layout import MARK_PREFIX
 from layerstore.live.attaching import options_for
 from layerstore.live.levels import _check_new, levels_of, make_levels, open_levels
 from layerstore.live.nodes import send_objects
@@ -113,8 +114,18 @@ def test_what_was_saved_before_is_in_the_last_level_too(tmp_path: Path) -> None:
 
         answer = _sent(near, near.repo.catalog.view(RUN).visible[-1].name, places)
 
+        [record] = (near.path / "commits" / RUN).glob("2.*")
+        data = bytearray(record.read_bytes())
+        record.chmod(0o644)
+        record.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+        new = str(tmp_path / "new")
+        make_levels(near, [new])
+        damaged = _sent(near, near.repo.catalog.view(RUN).visible[-1].name, [new])
+
     assert answer == {"push_error": "", "pushed_step": 3}
     assert [steps_in(place) for place in places] == [[3], [3, 2, 1]]
+    assert (damaged["push_error"], damaged["pushed_step"], steps_in(new)) == ("", 3, [3, 1])
+    assert "is damaged" in damaged["error"]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -144,6 +155,9 @@ def test_a_place_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes" / "today").touch()
 
     assert store_if_there(tmp_path / "new") is None
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "mounted" / f"{MARK_PREFIX}0.1").touch()  # another rank is about to remove it, or was killed
+    assert store_if_there(tmp_path / "mounted") is None
     with pytest.raises(AlreadyExists, match="is not empty: it holds 'today'"):
         store_if_there(tmp_path / "notes")
     with pytest.raises(AlreadyExists, match="is there and is not a folder"):

@@ -21,6 +21,8 @@ def store_if_there(store: Store | StrPath) -> Store | None:
     Raises:
         NoStore: The bucket is missing.
         AlreadyExists: A store could not be made there either: the path is a file, or a folder with something else.
+        InvalidInput: Nor here: it is inside another store.
+        IntegrityError: There was one, whose ``store.json`` is lost.
     """
     try:
         return as_store(store)
@@ -30,9 +32,12 @@ def store_if_there(store: Store | StrPath) -> Store | None:
     assert not isinstance(store, Store), "it is open"
     if not is_url(str(store)):
         files, path = Files(), Path(store)
-        if files.exists(layout_at(path).identity):  # another job has made it meanwhile
-            return as_store(store)
-        check_free(path, files)
+        try:
+            check_free(path, files)
+        except AlreadyExists:
+            if files.exists(layout_at(path).identity):  # another job has made it meanwhile
+                return as_store(store)
+            raise
     return None
 
 
