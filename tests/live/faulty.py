@@ -183,7 +183,7 @@ def collected(options: Any) -> None:
 
     Objects of a collected commit are too young to go in earnest: here nobody else writes.
     """
-    vars(collector)["GRACE_SECONDS"] = 0
+    grace, vars(collector)["GRACE_SECONDS"] = collector.GRACE_SECONDS, 0
     engine = build()
     with layerstore.attach(engine, options["store"], run=RUN, policy="parity", keep=Keep(last=KEPT, every=3)) as saver:
         train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
@@ -207,6 +207,8 @@ def collected(options: Any) -> None:
 
     engine = build(OTHER)
     remote = {"push": options["bucket"], "durable": "remote"}
+    # Saves go on beside these collections: without a grace, one may take what a save has yet to name.
+    vars(collector)["GRACE_SECONDS"] = grace
     with layerstore.attach(
         engine, options["store"], run=PUSHED_RUN, policy="parity", keep=Keep(last=1), **remote
     ) as saver:

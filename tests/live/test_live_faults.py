@@ -249,7 +249,7 @@ def test_a_run_is_pushed_while_it_trains(collected: tuple[Launch, Store]) -> Non
     launch, store = collected
     url = f"file://{store.path.parent}/bucket"
     [told] = [event for event in launch.events("status") if event["name"] == PUSHED_RUN and event["rank"] == 0]
-    assert (told["pushed_step"], told["collection_error"]) == (4, "")
+    assert (told["errors"], told["pushed_step"], told["collection_error"]) == ([], 4, "")
     assert [(entry.step, entry.pushed) for entry in store.log(PUSHED_RUN)] == [(4, (url,))]
     with layerstore.open(url) as remote:
         assert [entry.step for entry in remote.log()] == [4, 3, 2, 1]
