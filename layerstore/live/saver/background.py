@@ -150,7 +150,7 @@ class Background:
             job.failure = words_of(exc)
             self._older.clear()  # or the next shares, planned already, may fail for the same reason
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
-            if self._committing is not None and isinstance(exc, StorageIO) and exc.errno in NO_SPACE_ERRNOS:
+            if isinstance(exc, StorageIO) and exc.errno in NO_SPACE_ERRNOS and self._committing is not None:
                 LOG.error("layerstore gc makes room there; a saver with keep= removes old saves by itself")
             self._report_failure(job)
         finally:
