@@ -63,9 +63,11 @@ def objects_of_state(state: RankState) -> list[BlobRef]:
     return [content.object for content in contents if isinstance(content, ObjectContent)]
 
 
-def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
+def named_by(repo: Repository, blob: BlobRef, *, reads_tensors: bool = True) -> list[BlobRef]:
     """
     Return the objects that *blob*, a version or a rank's state, needs.
+
+    Of a version, *reads_tensors* says whether its tensors, which are nearly all of it, are checked as well.
 
     Raises:
         IntegrityError: It is damaged, missing, or another kind of object.
@@ -73,14 +75,8 @@ def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
         return objects_of_state(decode_state(data, ref=blob))
-    return [stored.ref for stored in decode_version(data, ref=blob).named]
-
-
-def _marked_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
-    """Do as `named_by` does, without a look at a version's tensors: every version that is kept is asked."""
-    data = repo.objects.read(blob)
-    if data.startswith(STATE_MAGIC):
-        return objects_of_state(decode_state(data, ref=blob))
+    if reads_tensors:
+        return [stored.ref for stored in decode_version(data, ref=blob).named]
     return named_in_version(data, ref=blob)
 
 
@@ -136,7 +132,8 @@ class Needs:
         if ref.id in self or self._is_left_out(ref):
             return []
         # The blob itself comes last, so that an unreadable one is tried again.
-        inner = self.add(_marked_by(self._repo, ref), number=number)
+        # No tensors: a collection asks every version that is kept.
+        inner = self.add(named_by(self._repo, ref, reads_tensors=False), number=number)
         return [*inner, *self.add([ref], number=number)]
 
     def add_part(self, part: Part) -> None:

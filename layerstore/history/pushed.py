@@ -46,7 +46,7 @@ def note_pushed(
     """
     Note that the remote at *url* has *commits*, and no longer those that were noted *before* the push.
 
-    What another push has noted meanwhile stays.
+    What another push has noted meanwhile stays. A store that cannot be written to gets a warning and no note.
     """
 
     def noted() -> bytes | None:
@@ -56,13 +56,13 @@ def note_pushed(
             return None
         return json.dumps({remote: sorted(names) for remote, names in sorted({**pushed, url: has}.items())}).encode()
 
-    repo.rewrite(repo.layout.pushed, noted)
+    try:
+        repo.rewrite(repo.layout.pushed, noted)
+    except (StorageIO, Locked) as exc:  # a read-only store, say
+        warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=3)
 
 
 def note_removed(repo: Repository, url: str, commits: Collection[CommitId]) -> None:
-    """Note that the remote at *url* no longer has *commits*; warn if this store cannot be written to."""
-    try:
-        if url in pushed_to(repo):
-            note_pushed(repo, url, (), before=commits)
-    except (StorageIO, Locked) as exc:
-        warnings.warn(f"what the remote has is not noted here: {exc}", PushedNotice, stacklevel=2)
+    """Note that the remote at *url* no longer has *commits*, if anything was noted of it."""
+    if url in pushed_to(repo):
+        note_pushed(repo, url, (), before=commits)

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Event
 
 from layerstore.disk import hours_on
-from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked, NotFound, StorageIO
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NotFound, StorageIO
 from layerstore.format import unseal_pin
 from layerstore.hashing import NameHasher
 from layerstore.history import Needs, PushedNotice, Resolved, named_by, note_pushed, pushed_to, references_to
@@ -239,11 +239,8 @@ class _Push:
             while waiting:
                 sent.update(path for path, _ in self._send(pool, waiting))
         names = [name for path, name in paths.items() if path in sent]
-        try:
-            has = {name.id for name in (*there.difference(commits), *names)}
-            note_pushed(self._repo, self._bucket.url, has, before=before)
-        except (StorageIO, Locked) as exc:  # a read-only store, say
-            warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=2)
+        has = {name.id for name in (*there.difference(commits), *names)}
+        note_pushed(self._repo, self._bucket.url, has, before=before)
         pushed = Pushed(
             url=self._bucket.url,
             commits=tuple(references_to(self._repo, [commits[name] for name in names])),
