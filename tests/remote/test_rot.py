@@ -18,6 +18,7 @@ from layerstore.remote.fetch import FetchedObjects
 from layerstore.shards import RankLoad
 from layerstore.storage import objects
 from layerstore.zero3.pt import layout_pt
+from tests.faults.harness import seeded
 from tests.unit.checkpoints import Checkpoints, digests
 
 Way = Callable[[Store, Path], object]
@@ -170,3 +171,60 @@ def test_what_was_just_fetched_is_not_read_twice(
         assert not tensors & {*read}
         remote.compose("r").write(tmp_path / "second")
     assert sorted(tensors & {*read}) == sorted(name for name in read if name in tensors) == sorted(tensors)
+
+
+# What a host that comes new to the bucket reads of it, and nothing here has verified before.
+READ_THERE = {"store.json": 6, "commits/*/*": 20, "pins/*": 12, "objects/*/*": 40, "trash/commits/*/*": 10}
+"""Files of a bucket, and how many flips of them a run tries."""
+
+
+@pytest.fixture
+def saved_there(saved: Checkpoints, tmp_path: Path) -> Path:
+    """Return the folder of a bucket that was saved to: exact and compact saves, a pin, a dropped commit."""
+    with layerstore.init(f"file://{tmp_path}/remote") as store:
+        saved.into(store, 2, 4, precision="delta8")
+        store.pin("best", "r@4")
+        store.ingest(saved(2), run="other")  # objects that no record names are nobody's to read
+        store.drop("other@2")
+    return tmp_path / "remote"
+
+
+@pytest.mark.fault(108, 113)
+@pytest.mark.parametrize("files", READ_THERE)
+def test_a_flipped_bit_in_a_bucket_is_never_handed_out(saved_there: Path, files: str, tmp_path: Path) -> None:
+    """A new host is refused it, or told by name; everything else is what it was."""
+    chance = seeded(f"flips of {files} in a bucket")
+    places = [(path, place) for path in sorted(saved_there.glob(files)) for place in range(path.stat().st_size)]
+    expected = _answers(saved_there, tmp_path / "sound")
+    assert not [answer for answer in expected.values() if isinstance(answer, type)]
+    for number, (path, place) in enumerate(chance.sample(places, READ_THERE[files])):
+        data = path.read_bytes()
+        bit = 1 << chance.randrange(8)
+        path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+        found = _answers(saved_there, tmp_path / str(number))
+        path.write_bytes(data)
+        wrong = {asked for asked in found if found[asked] not in (expected[asked], IntegrityError)}
+        # Verify says that it is damaged; what was dropped, and cannot come back, is listed no more.
+        assert wrong <= ({"verify"} if found["dropped"] else {"verify", "dropped"}), (path, place, bit, wrong)
+        assert wrong or IntegrityError in found.values(), (path, place, bit)
+
+
+def _answers(bucket: Path, cache: Path) -> dict[str, object]:
+    """Return what a host with nothing in its *cache* is told; the class of the error, if it is refused."""
+    asked: dict[str, Callable[[Store], object]] = {
+        "verify": lambda store: store.verify(read_data=True).ok,
+        "newest": lambda store: WAYS["tensors"](store, cache),
+        "exact": lambda store: {name: of.tobytes() for name, of in store.compose("r@2").tensors().items()},
+        "pin": lambda store: store.compose("best").commit,
+        "dropped": lambda store: [each.commit.id for each in store.dropped()],
+    }
+    found: dict[str, object] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LAYERSTORE_CACHE_DIR", str(cache))
+        for name, ask in asked.items():
+            try:
+                with layerstore.open(f"file://{bucket}") as store:
+                    found[name] = ask(store)
+            except IntegrityError:
+                found[name] = IntegrityError
+    return found
