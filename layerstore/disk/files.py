@@ -492,6 +492,7 @@ def mount_of(path: Path) -> Mount | None:
     for line in mounts:
         fields, _, tail = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
+        # >=, not >: of two filesystems at one point, the later one hides the earlier.
         if point in above and above[point] >= depth:
             kind, *_, how = tail.split()
             options = fields.split()[5]

@@ -86,8 +86,10 @@ def _flocked(path: Path, stack: contextlib.ExitStack) -> int | None:
     with contextlib.ExitStack() as attempt:
         fd = open_lock_file(path)
         attempt.callback(os.close, fd)
+        # None, a filesystem without flock, counts as locked: the work may then be done twice, which harms nothing.
         if try_flock(fd, path) is False:
             return None
+        # Registered after os.close, so it runs first: the number may be another file's once it is closed.
         attempt.callback(_unlock, fd, os.getpid())
         if not _is_at(fd, path):  # somebody removed the file, and a new file is the lock
             return None

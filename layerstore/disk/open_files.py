@@ -64,6 +64,7 @@ class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         """Raise the better error."""
+        # StorageIO is an OSError, too: one from an inner operation already names what failed.
         if exc is None or not isinstance(exc, OSError) or isinstance(exc, StorageIO):
             return
         path = self._path
@@ -180,7 +181,8 @@ def allocate(fd: int, size_bytes: int) -> bool:
 Hook = Callable[[str, Path], None]
 """Called with the operation's name and path before each change on disk."""
 
-# The kernel or filesystem cannot copy between these two files: copy through a buffer instead.
+# The kernel or filesystem cannot copy between these two files: copy through a buffer instead. EBADF: one of them is
+# decoded as it is read, and has no descriptor.
 _COPY_UNSUPPORTED = {errnos.EXDEV, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.EINVAL, errnos.EBADF, errnos.EPERM}
 
 
@@ -336,6 +338,7 @@ class OpenFile:
                     return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ, trackfd=False)
                 return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ)
             except ValueError as exc:
+                # Python's mmap refuses to map beyond the end of the file.
                 raise self.cut_short(self.size_bytes) from exc
 
     def cut_short(self, expected_bytes: int) -> IntegrityError:

@@ -70,7 +70,7 @@ class Stream:
     def finish(self) -> None:
         """Write the rest; a small file goes through the cache entirely."""
         if self._is_direct:
-            # Only whole pages may bypass the cache.
+            # Only whole pages may bypass the cache: the rest of the last page is written once O_DIRECT is off.
             self._flush(self._filled - self._filled % PAGE_BYTES)
             self._is_direct = not bypass_cache(self.file.fd, False)
         self._flush(self._filled)

@@ -264,7 +264,7 @@ class RecordStore:
         data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
         for is_listed in self._files.again(path) if data is None and self.is_listed(name) else ():
             data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
-            if data is not None or not is_listed:
+            if data is not None or not is_listed:  # no longer listed: it was removed, not late
                 break
         if data is None:
             raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path))

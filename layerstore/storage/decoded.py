@@ -59,6 +59,7 @@ class CodedObject:
     def layouts(self) -> "list[_Layout]":
         """Where its tensors are, in order."""
         plain = frame(self.stored.tensors)
+        # What it refers to has the same slices, uncoded, so its file is as large as ours would be.
         if self.reference is not None and self.reference.size_bytes != plain.size_bytes:
             raise IntegrityError(f"object {self.reference.id} is listed with a size that its tensors do not have")
         file, first = coded_frame(self.stored.tensors, reference=self.stored.reference)
@@ -148,11 +149,13 @@ class DecodedFile(OpenFile):
         start = offset - layout.begin - first * _ITEM_BYTES
         size_bytes = (last - first) * _ITEM_BYTES
         parts = [self._file.read_at(begin, end - begin) for begin, end in layout.stretches(first, last)]
+        # A reader may ask for a part of a block, but scales hold for whole ones: decode those, and copy the part out.
         is_whole = len(view) == size_bytes
         out = view if is_whole else memoryview(bytearray(size_bytes))
         coding = CODINGS[layout.tensor.coding]
         if coding.needs_reference:
             assert self._reference is not None, "a version names what its differences refer to"
+            # Into the output: decoding adds the differences in place.
             self._reference.read_into(out, layout.begin + first * _ITEM_BYTES)
         coding.decode(parts, out if coding.needs_reference else None, out)
         if not is_whole:

@@ -44,6 +44,7 @@ _LAYERS = b"layers/"
 _RUN = b"run/"
 # Sorts last, so that the rows of a long run are appended, which fills LMDB's pages.
 _STEP = b"step/"
+# Big-endian: LMDB compares keys byte by byte, and a run's rows are to lie in the order of steps.
 _ROW_KEY = struct.Struct(f">{len(_STEP)}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
 # Attempt, save number, digest of the model (layers' names and lineage), count of superseded commits.
 _ROW_HEAD = struct.Struct(f">QQ{DIGEST_BYTES}sI")

@@ -121,6 +121,7 @@ class _Check:
 
     def run(self) -> None:
         """Raise _Unsound if anything is wrong."""
+        # Of the two meta pages, that of the later transaction counts.
         last_page, _, free, main = max(map(self._meta, range(_METAS)), key=lambda meta: meta[1])
         if not _METAS - 1 <= last_page < self._end:
             raise _Unsound("it was cut short")
@@ -130,6 +131,7 @@ class _Check:
         self._walk(main, is_free=False, lists=[])
         for listed in lists:
             self._take(_pages_listed(listed))
+        # If no tree reaches a page that is not free, what once led to it was overwritten.
         if sum(self._is_taken) != self._end - _METAS:
             raise _Unsound("a page is neither used nor free")
 
@@ -142,6 +144,7 @@ class _Check:
             and fields[5:7] == (_MAGIC, _VERSION)
             and (free.padding, free.flags) == (PAGE_BYTES, _FREE_FLAGS)
             and (main.padding, main.flags) == (0, _MAIN_FLAGS)
+            # LMDB writes the two in turn.
             and (not txn or txn % _METAS == page)
         )
         if not is_sound:
@@ -212,7 +215,7 @@ class _Check:
             if place > 1 and key <= before:  # the first node has no key
                 raise _Unsound(f"the keys on page {page} are out of order")
             before = key
-            yield low | high << 32
+            yield low | high << 32  # a branch has no flags: LMDB keeps the upper part of the page's number there
 
     def _large(self, page: int, at: int, value_bytes: int, flags: int) -> tuple[int, int]:
         """Return where the large value of the node before *at* starts, and how many pages it fills."""
@@ -221,6 +224,7 @@ class _Check:
         (first,) = _NUMBER.unpack_from(self._data, at)
         count = (_HEADER.size + value_bytes - 1) // PAGE_BYTES + 1
         self._take(range(first, first + count))
+        # An overflow page states how many there are where other pages have their bounds.
         stated = self._lower[first] | self._upper[first] << 16
         if (self._numbers[first], self._flags[first], stated) != (first, _OVERFLOW, count):
             raise _Unsound(f"page {first} is not what it is used as")

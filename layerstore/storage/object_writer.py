@@ -181,6 +181,7 @@ class ObjectWriter:
         home = self._layout.object(ref.id)
         if not self._files.touch(home):
             aside = self._layout.aside / ref.id
+            # Touched before it is linked: a collection reads the time once more before it unlinks what lies aside.
             if not self._files.touch(aside):
                 return False
             self._files.make_directory(home.parent)
@@ -312,6 +313,8 @@ class ObjectWriter:
         self._files.sync_directory(self._layout.objects)
         # In the order of staging: a blob, which promises that what it names is there, comes after that.
         for ref, path in self._staged.values():
+            # What was written long ago would be old, and so a collection's, the moment it is linked. When other
+            # processes wrote theirs is unknown.
             if hours_on() > self._written_at.get(ref.id, 0) + _FRESH_SECONDS:
                 self._files.touch(path)
             if ref.id in self._damaged:

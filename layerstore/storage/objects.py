@@ -248,6 +248,7 @@ class ObjectStore:
         with self.open(ref) as file:
             if verify:
                 check_hash(ref, hashed(file))
+            # The open file, not its name: what is mapped is what was hashed.
             return file.map()
 
     def on_disk(self, object_id: ObjectId) -> tuple[Hashable, int] | None:

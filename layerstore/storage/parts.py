@@ -144,6 +144,7 @@ class PartStore:
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of a save that was committed or given up."""
         for rank in range(world_size):
+            # What cannot be removed is collected once the session has been idle for a day.
             self._files.discard(self._path(session, save, rank))
 
     def close_session(self, session: str, *, is_over: bool) -> None:

@@ -140,7 +140,8 @@ class Trash:
 
     def _move(self, source: Path, target: Path) -> bool:
         self._make(target.parent)
-        self._files.touch(source)  # the time in the trash counts from now
+        # Before the rename: with its old time, a collection could take it from the trash at once.
+        self._files.touch(source)
         try:
             self._files.rename(source, target)
         except StorageIO as exc:
