@@ -247,6 +247,7 @@ class _Repair:
             self._take_away(home, damage)
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
+        # What lies aside is no loss: readers look there, too.
         return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
     def _only_refers(self, blob: BlobRef, object_id: str) -> bool:
@@ -269,6 +270,7 @@ class _Repair:
         if not self._dry_run:
             with Transaction(self._repo) as tx:
                 tx.objects.copy(ref, source.objects)
+                # No record of its own: one that is here, or is put back next, names it.
                 tx.objects.publish()
         self._fetched[path] = Fetched(kind=kind, path=path, source=source.name, size_bytes=ref.size_bytes)
 
@@ -314,6 +316,7 @@ class _Repair:
             IntegrityError: It is missing or damaged in *source* too.
         """
         for blob in record.blobs:
+            # The blob last: at its place, it promises that what it names is there.
             for ref in (*named_by(source, blob), blob):
                 if self._is_there(ref):
                     continue

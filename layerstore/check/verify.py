@@ -346,6 +346,7 @@ def _check_objects(
         lost = list(_lost(repo, map(checked, range(0, NumberedRefs.PARTS, count)), reads, progress))
         for of_another in answers():
             lost += of_another
+    # By id: threads and processes answer in any order.
     for ref, problem in sorted(lost, key=lambda lost_object: lost_object[0].id):
         numbers = _refs(named, int(ref.id[:2], 16))[ref]
         blobs = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
@@ -355,6 +356,7 @@ def _check_objects(
         counted.objects += len(refs)
         if whole:
             ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
+            # What was saved since the records were read counts as well: the number is only shown.
             counted.orphans += sum(name not in ids for name in repo.objects.ids_in(f"{at:02x}"))
     return counted
 

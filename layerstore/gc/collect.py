@@ -141,6 +141,7 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
+    # First of all: what is written while we look is younger than this.
     # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     facts = Facts(repo, request.keep)
@@ -293,6 +294,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
     repo.prepare_writing()
     with repo.lock_gc() as hold:
         _check_no_migration(repo)
+        # Anew, under the lock: a plan that a user has seen is only compared with it.
         plan = plan_gc(repo, request, progress=progress)
         check_confirmed(plan.fates, plan.outcome.trash, request)
         # Nothing is gone yet: a lock that was lost ends it here.
@@ -316,6 +318,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
             if full is None:
                 break
             if not gone.count:
+                # Nothing could be unlinked either, so no round makes room for the next.
                 raise full
         _tidy(repo, plan)
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
@@ -402,4 +405,5 @@ def _look_again(plan: GcPlan) -> None:
 
 def _tidy(repo: Repository, plan: GcPlan) -> None:
     for path, _ in repo.aside.leftovers(before_ns=plan.marks.dead_before_ns):
+        # Not synced: what a power cut brings back goes with the next collection.
         repo.files.unlink(path)

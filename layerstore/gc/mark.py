@@ -64,6 +64,7 @@ class Marks:
         """
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
+        # Each time anew: unlike a record, a pin's name may mean another commit by now.
         for pin in readable_pins(self._repo):
             with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
@@ -155,6 +156,7 @@ class Marks:
 
     def _loose(self) -> Iterator[UnneededObject]:
         for object_id in self._repo.objects.ids():
+            # What only a young blob protects is yielded, as young: it is not needed yet.
             if self.needs.number(object_id) == _NAMED:
                 continue
             if unneeded := self.look_at(object_id, self._repo.layout.object(object_id)):

@@ -127,6 +127,7 @@ def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
         ref = replace(ref, size_bytes=at_home)  # an ingest has written it again; what lies aside may be damaged
     is_home = ObjectWriter(repo.layout, repo.files, repo.objects).put_back(ref)
     if is_home and is_aside:
+        # Last: a reader must find it under one of the two names at any moment.
         repo.files.unlink(aside)
     return is_home
 

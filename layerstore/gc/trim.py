@@ -49,6 +49,7 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
         data = encode_blob(bare)
         versions[ref_of(data)] = data
         objects += [stored.ref for stored in bare.named]
+        # Where only moments were coded, what is left is kept bit for bit.
         still = 0 if bare.is_exact else entry.compact
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None, compact=still))
     trimmed = replace(

@@ -44,6 +44,7 @@ def _reference(source: ObjectSource, older: LayerVersion) -> StoredObject | None
     """Return the exact masters in *older*, or those that it refers to, of the very slices of *source*."""
     masters = (candidate for candidate in older.objects if candidate.kind is Kind.MASTER)
     for stored in (*older.references, *masters):
+        # Where the older version is compact itself, the exact masters are those that it refers to.
         if (stored.shard, stored.shards) == (source.shard, source.shards) and _are_alike(stored, source.slices):
             return stored
     return None
@@ -59,6 +60,7 @@ def can_refer(layer: LayerSource, precision: Precision, older: LayerVersion) -> 
 def _are_alike(stored: StoredObject, slices: Sequence[SliceSource]) -> bool:
     of_source = [(part.key, part.dtype, part.elements, part.box) for part in slices]
     return (
+        # Never a difference to a difference: errors would add up, and one damaged save would cost all later ones.
         not stored.is_coded
         and [(tensor.key, tensor.dtype, tensor.elements, tensor.box) for tensor in stored.tensors] == of_source
     )
@@ -96,6 +98,7 @@ def referable(
     for layer, entry in place.inherited.items():
         with suppress(LayerstoreError):  # damaged: the layer is kept exactly
             version = repo.whole_version_of(entry)
+            # Another number of ranks has cut its slices elsewhere, so that none would be alike.
             if version is not None and version.world_size != world_size:
                 others.append(layer)
             elif version is not None:
@@ -131,6 +134,7 @@ class ObjectEncoding:
         self._frame, _ = coded_frame(self.tensors, reference=self._name)
         self._offsets = frame(self.tensors).offsets
         self._objects = objects
+        # Read anyway, so hashed on the way: nobody could decode a difference to bytes that have rotted.
         self._hashing = Hashing([self.reference.ref] if self.reference else [])
         self._file = objects.open(self.reference.ref) if self.reference else None
         self._decoded = memoryview(b"")
@@ -157,10 +161,12 @@ class ObjectEncoding:
             for values in _whole_blocks(chunks):
                 decoded = self._room(len(values))
                 coded = self._coded(number, values, offset, decoded)
+                # Of what a reader will get, which coding has made other than what was in memory.
                 checksum = crc32(decoded, checksum)
                 offset += len(values)
                 scales.append(coded.scales)
                 yield coded.codes
+            # Held back: in the file, the scales of a slice follow all of its codes, and it is written front to back.
             yield from scales
         self.tensors[number] = replace(tensor, crc32=checksum)
 
@@ -225,6 +231,7 @@ def _whole_blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
     for chunk in chunks:
         data = memoryview(left + bytes(chunk)) if left else chunk
         end = len(data) - len(data) % block_bytes
+        # A copy: a chunk is valid only until the next one is asked for.
         left = bytes(data[end:])
         if end:
             yield data[:end]

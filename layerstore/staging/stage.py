@@ -382,6 +382,7 @@ class Staging:
             return self._staged_at_once(framing, slices, witness)
         if not self._reads_once and self._likely_known.get(kind, self._known_before):
             inspected = self._inspect(slices, witness)
+            # If the guess was wrong, it is read again; its bytes must then hash alike, or the source has changed.
             is_known = self._writer.spares_writing(inspected.ref)
             if not is_known:
                 self._writer.stage(inspected.ref, self._content(slices))
@@ -397,6 +398,7 @@ class Staging:
         """Stage a small object as one piece of memory."""
         if not hasattr(self._local, "memory"):
             self._local.memory = memoryview(bytearray(SMALL_OBJECT_BYTES))
+        # One buffer for each thread, reused for every object: `put` has written it once it returns.
         data: memoryview = self._local.memory[: framing.size_bytes]
         data[: len(framing.header)] = framing.header
         places = [

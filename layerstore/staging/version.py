@@ -45,6 +45,7 @@ def join_version(
     world_size: int,
 ) -> BlobRef:
     """Do as `stage_version` does, with what several ranks have packed."""
+    # One order, whoever staged them: a version is named by the hash of its blob.
     objects = sorted(objects, key=lambda packed: (_KINDS.index(packed.kind), packed.shards, packed.shard))
     referred = {packed.reference for packed in objects}
     version = LayerVersion(
@@ -55,6 +56,7 @@ def join_version(
         objects=(),
         cut=layer.cut,
     )
+    # No others: whatever a version names is kept for as long as the version.
     older = sorted((packed for packed in references if packed.id in referred), key=attrgetter("shard"))
     data = encode_blob(version, objects, older)
     ref = ref_of(data)
