@@ -289,6 +289,7 @@ def compose_by_policy(
     past = SaveHistory(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
+    # A base that the policy itself saved supplies what it saved: its number alone does not tell (ADR 35).
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
     picks = replay_policy(
         phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy)
@@ -326,6 +327,7 @@ def load_versions(repo: Repository, composition: Composition, *, states: bool = 
         bases = own[entry.layer]
         if bases.version == entry.version:
             continue
+        # `entries` has the layers first, then what is averaged.
         version = versions[number] if number < len(versions) else repo.version_of(entry)
         try:
             # A mean takes masters alone.

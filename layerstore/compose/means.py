@@ -79,6 +79,7 @@ def average(
         for save in saves:
             entry = save.entries[layer]
             parts[entry.version] = entry, parts.get(entry.version, (entry, 0.0))[1] + save.weight
+        # Else all saves share the base's version, and its mean is itself: it is copied instead of computed.
         if parts.keys() != {own[layer].version}:
             means[layer] = tuple(parts.values())
     if not means:

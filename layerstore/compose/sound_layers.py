@@ -62,8 +62,10 @@ def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> L
         entry = row.entries([damaged.layer]).get(damaged.layer)
         if entry is None or entry.version in seen:
             continue
+        # Saves that inherit a version name it again, and reading it takes long.
         seen.add(entry.version)
         if _problem(repo, entry) is None and (like is None or difference(like, repo.version_of(entry)) is None):
+            # The row is only the index's word: the record has to say the same.
             repo.catalog.check(row.name, [entry])
             return entry
     return None

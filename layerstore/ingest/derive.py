@@ -31,6 +31,7 @@ class Gathered:
         """Return the parameters and gathered tensors of *checkpoint*."""
         by_supplier: dict[str, tuple[GatheredSource, ...]] = {}
         in_files = (tensor for file in checkpoint.gathered for tensor in file.tensors if tensor.supplier)
+        # Those of the model's file first, which `weights_to_store` relies on.
         for tensor in (*checkpoint.whole, *in_files):
             by_supplier[tensor.supplier] = (*by_supplier.get(tensor.supplier, ()), tensor)
         parameters = {parameter.name: parameter for layer in checkpoint.layers for parameter in layer.parameters}
@@ -81,6 +82,7 @@ class GatheredCheck:
 
     def is_derived(self, tensor: GatheredSource) -> bool:
         """Whether every element of *tensor* can be derived."""
+        # Counted, since slices come in any order, from several threads and processes.
         return tensor not in self._unlike and self._alike.get(tensor, 0) == tensor.elements
 
     @property
@@ -106,6 +108,7 @@ class GatheredCheck:
     def witness(self, source: ObjectSource) -> Witness | None:
         """Return a callback that compares the slices of *source* with gathered tensors; None if there are none."""
         is_of_rank_0 = source.shard == 0  # rank 0 gathered
+        # Gathered weights never have moments, and of buffers that differ they have the first rank's.
         if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None
 

@@ -88,6 +88,7 @@ def ingest(repo: Repository, path: Path, options: IngestOptions, *, progress: Pr
                 if view is None or not has_shrunk(repo, view):
                     raise
     if options.pin is not None:
+        # By its id: the run's name may mean a newer commit by now.
         make_pin(repo, options.pin, resolve(repo, ingested.commit))
     return ingested
 
@@ -196,6 +197,7 @@ class _Ingest:
         rows = [row for row in self.view.visible if row.step == self.checkpoint.step]
         rows.sort(key=lambda row: row.attempt, reverse=True)
         if self.options.opens_attempt:
+            # A command that opens an attempt may be a repeat: what it saved then is the first commit of an attempt.
             return next((row for row in rows if self.view.of_attempt(row.attempt)[0].id == row.id), None)
         return next((row for row in rows if self._is_meant(row)), next(iter(rows), None))
 
@@ -210,6 +212,7 @@ class _Ingest:
         """Restore what the store has lost of *rival*, if the content is the same; return None if it is not."""
         options = self.options
         old = self.repo.catalog.commit(rival.name)
+        # Staged as it was saved then, by its policy and at its place: whatever is equal gets the same id.
         place, trimmed = NextCommit.of(old.record), WITHOUT_MOMENTS in old.record.flags
         as_saved = (old.record.policy.name, old.record.precision)
         if options.replace and (trimmed or as_saved != (options.policy.name, options.precision)):
@@ -225,6 +228,7 @@ class _Ingest:
             record = self._record(
                 place, old.record.policy, content, due, precision=old.record.precision, compact=counts
             )
+            # The same content. It is committed again, which puts back what the store has lost or damaged of it.
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
@@ -278,6 +282,7 @@ class _Ingest:
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not options.trust_store))
             compact = self._compact(place, due)
             content = self._staged(tx, due, compact, known_before=known_before)
+            # By what was coded in fact: of a layer that was to be compact, nothing may have been there to code.
             counts = compact_counts(place.inherited, {loss.layer for loss in content.losses})
             record = self._record(place, use, content, due, precision=options.precision, compact=counts)
             # Only now is the commit's id known: a damaged record of that name is this very save.
@@ -349,6 +354,7 @@ class _Ingest:
     def _opens_the_same(self, rival: RecordRow) -> bool:
         """Whether this command would have opened *rival*'s attempt if it did not exist."""
         assert self.view is not None, "the rival is of the view"
+        # The run as it was when that attempt was opened: later ones came after it.
         rows = {key: row for key, row in self.view.rows.items() if row.attempt < rival.attempt}
         try:
             return self._place(replaced(self.view, rows=rows), []).lineage == rival.lineage

@@ -158,7 +158,9 @@ def layers_due(
         }
         moved = movements(repo, layers, place.inherited)
         save = replace(save, movements=moved.relative, weighted_movements=moved.weighted, sizes=sizes)
+    # 0: at an ingest, the half that `fresh` names is that of the first save.
     due = due_layers(anchored(policy, 0), save)
+    # Whatever the policy says: what cannot be inherited has to be stored.
     due |= {
         layer.layer
         for layer in layers

@@ -67,6 +67,7 @@ def _of_deepspeed(repo: Repository, path: Path, options: IngestOptions) -> Inges
         )
     pattern = compile_pattern(options.layer_pattern)
     found = discover(path, tag=options.tag, follow=options.follow)
+    # Before it is read as a shard, which would only name what it lacks.
     refuse_pointer(found.ranks[0].model)
     run = _checked_run(repo, found.run_name if options.run is None else options.run)
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=options.allowed_globals)

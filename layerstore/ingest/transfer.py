@@ -118,6 +118,7 @@ def _reading(source: _Source, writer: ObjectWriter, progress: Progress) -> Itera
     with (
         closing(SourceReader()) as reader,
         closing(SourceReader()) as gathered,
+        # Last, so that it ends first: its threads read through both readers.
         Threads(WORKERS_MAX) as pool,
     ):
         checksums = Checksums()
@@ -238,6 +239,7 @@ class _Transfer:
     def _objects(self, sources: list[Planned], progress: Progress) -> list[StoredObject]:
         """Stage *sources*, split among the processes."""
         sizes = [source.size_bytes for source, _ in sources]
+        # Neighbours stay together, and answers come in the order of the parts: what is stored is matched by position.
         mine, *theirs = (sources[share.start : share.stop] for share in cut(sizes, count=self.repo.shares.count))
         progress.start("ingest", sum(sizes[: len(mine)]))
         parts = [(self._known_of(part), part, self.writer.reads_reused) for part in theirs]
