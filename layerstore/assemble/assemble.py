@@ -279,6 +279,7 @@ def assembling(
         yield assembly
         stack.pop_all()  # these files have to be synced before they are closed
         assembly.close()
+        # Only once all others are on disk: by these files, others tell a complete folder.
         for path, data in (last or {}).items():
             assembly.bytes_written += len(data)
             with repo.files.create(folder / path) as file:
@@ -352,6 +353,7 @@ class Assembly:
         for check in checks:
             begin, end = (bisect_left(starts, at) for at in (check.offset, check.offset + check.size_bytes))
             covered = [parts[start] for start in starts[begin:end]]
+            # Nothing is covered where the weights were stored and copied instead of rounded.
             if covered and combine_crc32((part.crc32, part.size_bytes) for part in covered) != check.crc32:
                 raise IntegrityError(
                     f"{path}: {check.name!r}, rounded from its master, is not what it was when it was saved",
@@ -400,6 +402,7 @@ class Assembly:
             hashing = Hashing(unverified & {*task.objects} - repo.coded.keys())
             for ref in unverified - hashing.refs:
                 repo.objects.verify(ref)
+            # In the order of the bytes, so that they are hashed as they are read; going back would read them twice.
             for file, piece in sorted(task.conversions, key=lambda conversion: conversion[1].object_offset):
                 self._convert(read_mean(repo, piece, hashing), "F32", file, piece)
             hashing.check(repo.objects)
@@ -426,6 +429,7 @@ class Assembly:
         self.converted.setdefault(file.path, {})[piece.offset] = result
         if piece.is_measured:
             self._measured.setdefault(file.path, {})[piece.offset] = checksum
+        # Shards have roundings beside the masters that they are made from, whose bytes are counted already.
         if self.is_export or piece.mean_of or piece.rounding is None:
             self.progress.advance(piece.size_bytes)
 

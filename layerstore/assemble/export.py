@@ -115,6 +115,7 @@ def execute_export(repo: Repository, plan: ExportPlan, out: Path, how: Writing, 
         assembly.write(plan.files)
         for new, old in plan.links:
             _link(repo.files, folder / inside(old), folder / inside(new))
+        # Still inside: a folder whose numbers are wrong must not appear.
         for weights in plan.weights:
             assembly.check_converted(weights.name, weights.checks())
     base = plan.composition.base

@@ -257,6 +257,7 @@ def write_file(repo: Repository, target: Target, data: bytes) -> None:
             raise _came_meanwhile(path)
         files.sync_directory(path.parent)
     finally:
+        # Gone by now if it was renamed; a link leaves this name behind.
         files.discard(partial)
 
 

@@ -133,6 +133,7 @@ def plan_ranks(
         check_has_moments(base)
     following = successor(repo, base, options.like) if base.is_dcp else None
     if following is not None:
+        # From here on, all but the layers is that commit's.
         base = following.before
     elif options.like is not None:
         [called] = references_to(repo, [base])

@@ -43,6 +43,7 @@ class Successor:
     def state(self, state: RankState) -> RankState:
         """Return *state*, of a rank of the commit before, as it would be now."""
         moved = advance(state, self._updates_since, self._files)
+        # Of ranks that FSDP2 did not have, the first one's.
         kept = self._client_states[state.rank if state.rank < len(self._client_states) else 0]
         tree: dict[Tree, Tree] = {
             key: value for key, value in TreeView.of(moved.model).mapping().items() if key in ENGINE_KEYS

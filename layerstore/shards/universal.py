@@ -54,6 +54,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
             f"{base.run}@{base.step} was saved by FSDP2, and not by DeepSpeed",
             hint="--format dcp for FSDP2; or --format zero3, of which ds_to_universal makes one",
         )
+    # As a single rank of stage 3 has it: every parameter whole, whatever stage and number of ranks saved it.
     ranks = plan_ranks(repo, composition, RankOptions(world_size=1, as_zero3=True))
     slices, state = ranks.slices, ranks.state(0)
     base_state = repo.state(base.states[0])
@@ -63,6 +64,7 @@ def plan_universal(repo: Repository, composition: Composition) -> ExportPlan:
     folder = f"{tag}/zero"
     files = [plan_model_states(ranks, path=f"{tag}/{_MODEL_STATES}"), _optimizer_state(folder, state, optimizer)]
     step = _step(state)
+    # Stage 3 looks for the first name, stages 1 and 2 for the other.
     links = [(f"{tag}/{_MODEL_STATES_OF_STAGES_1_AND_2}", f"{tag}/{_MODEL_STATES}")]
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):

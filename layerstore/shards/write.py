@@ -98,6 +98,7 @@ def execute_compose(
     facts = {"world_size": ranks.world_size, "adam_step": options.adam_step, "moments": options.moments}
     summary = composition.summary_file(ranks.notes, **facts)
     tag = ranks.tag
+    # `latest` after all else: it is what makes a folder a checkpoint.
     last = {SUMMARY: summary, LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
@@ -179,6 +180,7 @@ def _shares(ranks: RankStates, *, count: int) -> list[range]:
     """Return the ranks whose files each of *count* processes writes; the first one also writes gathered weights."""
     gathered = sum(_plan_gathered(weights).size_bytes for weights in ranks.state(0).gathered) if count > 1 else 0
     sizes = [gathered] + [ranks.slices.size_bytes // ranks.world_size] * ranks.world_size
+    # Gathered weights stand before the ranks, so the numbers are one too high.
     return [range(max(share.start - 1, 0), max(share.stop - 1, 0)) for share in cut(sizes, count=count)]
 
 
@@ -312,6 +314,7 @@ class _Rank:
                 kind = Kind.OPTIMIZER if state else Kind.MASTER
                 lengths = {self._sharding.elements(group, rank)}
                 if not state:
+                    # Stages 1 and 2 save masters without the padding at their end.
                     lengths.add(self._sharding.lean(group, rank))
                 members = [
                     _Member(
