@@ -190,6 +190,7 @@ class Composite:
         self._check_stored("keep it with write() or export()")
         self.check()
         with naming_damage(self._repo, self._composition):
+            # As a write would: a pin that cannot be written keeps bytes for nothing.
             check_splittable(self._repo, self._composition)
         return make_pin(self._repo, name, self._composition.as_resolved())
 

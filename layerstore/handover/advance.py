@@ -97,6 +97,7 @@ def since(
     steps, tag = TreeView.of(state.model)["global_steps"].integer(), _tag(state)
     # DeepSpeed's own tag counts the steps; one that the script chose stays as it is.
     is_counted = tag == f"global_step{steps}"
+    # The most: a layer may have skipped updates that the engine counts.
     return UpdatesSince(
         updates=max(updates),
         tag=f"global_step{steps + max(updates)}" if is_counted else tag,

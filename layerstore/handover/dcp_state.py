@@ -146,6 +146,7 @@ def group_settings(names: Iterable[str], values: Mapping[str, Tree]) -> dict[str
     by_group: dict[str, dict[str, Tree]] = {}
     for key, value in values.items():
         if PARAM_GROUPS in key:
+            # Nested groups are called by their number, and list their members; flattened, each parameter has its own.
             group_name, _, setting = key.partition(PARAM_GROUPS)[2].rpartition(".")
             by_group.setdefault(group_name, {})[setting] = value
     bare = {unwrapped(name): settings for name, settings in settings_by_name.items()}

@@ -217,6 +217,7 @@ def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None
     """Open the attempt that continues from *record*, which may be of another run."""
     if view is None or record.run != view.run:
         return NextCommit(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
+    # After a rollback, training has left the newest attempt, even if the save before is of an earlier one.
     attempt = record.attempt if left is None else left
     lineage = record.lineage if attempt == record.attempt else view.lineage_of(attempt)
     return NextCommit(

@@ -115,6 +115,7 @@ class SaveHistory:
         base = row_of(Commit(id=CommitId(self._base.commit), record=record, observed=observed))
         number = record.save_number if view is None else view.number_at(record.attempt, record.step, default=base)
         for row in [base] if view is None else self._with_older(base, view):
+            # Before it is yielded: who takes it asks by its position next.
             self._seen.append(row)
             yield row._replace(save_number=number)
             number -= 1

@@ -155,6 +155,7 @@ def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSo
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise _damaged(path, f"its header is not safetensors' ({exc})") from exc
+    # By name, too: a tensor without elements begins where the next one does.
     return sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.name))
 
 
