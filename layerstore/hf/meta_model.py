@@ -24,6 +24,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, .
     Raises:
         Unsupported: Transformers or PyTorch is not installed, or Transformers makes no model of *config*.
     """
+    # Before the import, which reads them.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         import torch

@@ -64,6 +64,7 @@ def plan_export(
     started = time.monotonic()
     wanted_code, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
+    # An export has no moments, so those of its layers may differ.
     versions = load_versions(repo, composition, states=False)
     slices, own = composition.slices(repo, versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which includes everything that no rank owns

@@ -191,6 +191,7 @@ def main() -> None:
         answer: dict[str, Any] = {"tensors": tensors}
     except LayerstoreError as exc:
         answer = {"error": str(exc), "hint": exc.hint}
+    # On a line of its own: imports may have printed something that does not end in a line feed.
     answers.write("\n" + json.dumps(answer) + "\n")
 
 

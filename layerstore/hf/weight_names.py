@@ -162,6 +162,7 @@ class ExportTensors:
         is_whole = len(runs) == 1 and runs[0].elements == prod(first.shape)
         if any(part.dtype != first.dtype for part in parts) or (first.source is TensorSource.BUFFER and not is_whole):
             raise Unsupported(f"{name!r} consists of {suppliers[0]!r} and others in a way that cannot be written")
+        # Only then are the base's own bytes written, whose checksum is known.
         is_same = (
             tensor is not None and tensor.dtype == first.dtype and len(suppliers) == 1 and self.is_own(suppliers[0])
         )

@@ -99,6 +99,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         if inner.is_symlink() and not follow:
             raise linked(inner)
     names = list_folder(folder / tag)
+    # Before files are missed: another program's folder lacks all of ours.
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)

@@ -337,6 +337,7 @@ def _cut_layers(
         for slices, shard, shards in ((sharded, rank.rank, world_size), (whole, 0, 1)):
             for name, source in _by_layer(slices, pattern, shard=shard, shards=shards):
                 objects.setdefault(name, []).append(source)
+    # Under stages 1 and 2 all ranks have one model file, and with it one copy of the buffers.
     with_buffers = [rank for rank in ranks if not rank.has_whole_model or rank.rank == 0]
     for name, source in _buffer_objects(with_buffers, buffers, pattern) if with_buffers else ():
         objects.setdefault(name, []).append(source)

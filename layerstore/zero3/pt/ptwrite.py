@@ -159,12 +159,14 @@ class _Writer:
         elif _INT32_MIN <= value <= _INT32_MAX:
             self._emit(b"J", value.to_bytes(4, "little", signed=True))
         else:
+            # One bit more than the number has, for its sign.
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             head = b"\x8a" + bytes([len(raw)]) if len(raw) <= _UINT8_MAX else b"\x8b" + struct.pack("<i", len(raw))
             self._emit(head, raw)
 
     def _text(self, text: str) -> None:
         if not self._recall(text):
+            # As Python's pickle: a text may have lone surrogates, such as a file name that is not UTF-8.
             raw = text.encode("utf-8", "surrogatepass")
             self._emit(b"X", struct.pack("<I", len(raw)), raw)
             self._memorise(text)

@@ -250,6 +250,7 @@ def _check_sizes(source: OpenedSource, listed: list[_Listed]) -> None:
             raise untrusted(source.path, f"the entry {item.raw_name!r} is compressed; torch.save never does that")
         if item.flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
             raise untrusted(source.path, f"the entry {item.raw_name!r} is encrypted or patched")
+    # Whether they overlap is not known yet: until then, a small file could claim any size.
     total_bytes = sum(item.size_bytes for item in listed)
     if total_bytes > source.size_bytes:
         raise untrusted(source.path, f"its entries claim {total_bytes} bytes, the file holds {source.size_bytes}")

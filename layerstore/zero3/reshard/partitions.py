@@ -133,6 +133,7 @@ def as_stage_3(state: RankState) -> RankState:
         if isinstance(group, int)
     }
     of_all = {key: value for key, value in outer.mapping().items() if key not in _OF_PARTITIONS}
+    # The optimizer that accumulates in fp32 keeps none of these three, and stage 3's loader asks for them.
     scaler = Inert(name=_SCALER, made_by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
     tree: dict[Tree, Tree] = {
         "zero_stage": Inert(name=_STAGE, arguments=(3,)),
