@@ -96,6 +96,7 @@ def bisect(
     folder = _prepared(repo, folder)
     with lock(folder / "lock", what=f"the bisection in {folder}", deadline_seconds=0):
         log = Log(repo.files, folder, question)
+        # What was meant when it began: meanwhile the same words may mean other commits.
         ends = [resolve(repo, commit) for commit in (log.question.good_commit, log.question.bad_commit)]
         judging = _Judging(repo, judge, log, Trials(repo, folder, dtype=dtype), on_trial)
         try:

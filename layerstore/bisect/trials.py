@@ -28,6 +28,7 @@ class Trials:
         """Make `folder` what *plan* says."""
         self.end()
         with naming_damage(self._repo, plan.composition):
+            # Not durable: it is judged now, and gone with the next trial.
             return execute_export(self._repo, plan, self.folder, Writing(durable=False), progress=Silent())
 
     def end(self) -> None:

@@ -75,6 +75,7 @@ def apply_delta(delta: Path, folder: Path) -> Applied:
         for partial, path in done:
             files.rename(partial, path)
         if (delta / SUMMARY).is_file() and (folder / SUMMARY).is_file():
+            # After the weights: it says which commit the folder is of.
             _copy(files, delta / SUMMARY, folder / SUMMARY)
         files.sync_directory(folder)
     return Applied(
@@ -163,6 +164,7 @@ def _patch(
             file.copy_from(source, begin, begin, end - begin)
     for held, tensor in changes:
         data = bytearray(source.read_at(held.offset_bytes, held.size_bytes))
+        # Before it is read into memory: the header may claim any size.
         if max(size_bytes for _, _, size_bytes in tensor.parts) > part_bytes_max(held.size_bytes, dtype=held.dtype):
             raise _wrong(tensor)
         try:

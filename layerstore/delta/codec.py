@@ -51,6 +51,7 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
     width = by_code(dtype).bytes
     if encoding == "sparse" and len(new) // width >= _INDICES_MAX:
         raise Unsupported(f"{name!r} has {len(new) // width} elements, too many for sparse", hint="--encoding xor")
+    # With its size, which the frame then states: a reader looks at that before it decompresses.
     compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=len(new))
     compressed: list[bytes] = []
     indices: list[Array] = []
@@ -75,6 +76,7 @@ def encode_tensor(name: str, old: Bytes, new: Bytes, *, dtype: str, encoding: En
 
 def part_bytes_max(size_bytes: int, *, dtype: str) -> int:
     """Return the size that no part of a tensor of *size_bytes* exceeds."""
+    # What zstd adds to bytes that it cannot compress, amply; or an index of 4 bytes for each element.
     return max(size_bytes + size_bytes // 128 + 1024, 4 * size_bytes // by_code(dtype).bytes)
 
 

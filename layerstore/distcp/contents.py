@@ -64,6 +64,7 @@ class Contents:
             # A single number is a step or a rate, unless it is surely a parameter.
             if entry.dtype is not None and key not in optimizer.owned and (entry.shape or (prefix and is_of_model)):
                 name = unwrapped(key.removeprefix(prefix)) if is_of_model else key
+                # Without prefix and wrappers, two keys may be one name.
                 while name in taken:
                     name = key if name != key and key not in taken else f"{name}_"
                 names[key] = name

@@ -115,6 +115,7 @@ def _described(entry: Entry) -> Inert:
     properties = Inert(
         name=_PROPERTIES,
         made_by_new=True,
+        # In the order of torch's own TensorProperties.__getstate__.
         state=(dtype, layout, requires_grad, contiguous, is_pinned),
         has_state=True,
     )

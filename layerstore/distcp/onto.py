@@ -338,6 +338,7 @@ class _Reading:
         bare = unwrapped(described.name)
         key = f"{self._optimizer}state.{bare}.{state}" if state else self._model + bare
         dtype = self._slices.dtype(kind, described.name, state=state)
+        # The path of no file: it names a tensor to the reader, which looks for it in `wanted`.
         path = self._folder.path / key
         if path not in self._wanted:
             self._wanted[path] = self._checked(kind, key, described, dtype)

@@ -63,6 +63,7 @@ def plan_dcp(repo: Repository, composition: Composition, *, adam_step: AdamStep)
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     if any(file.path == TRAINER_STATE for file in state.files):
         beside += [file for file in state.files if file.path in {TRAINER_STATE, "scheduler.pt"}]
+        # Accelerate and the Trainer have a folder for the model and one for the optimizer: both lead to these files.
         above = metadata_bytes(writer.entries(below="../"))
         files += (literal_file(f"{folder}/{DCP_METADATA}", above) for folder in FSDP_FOLDERS)
     trained = (
