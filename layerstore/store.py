@@ -519,6 +519,7 @@ class Store:
             with self._remote(remote) as source:
                 self._check_own(source, "nothing was removed")
                 outcome = collect(source, request, dry_run=dry_run, progress=progress or Silent())
+                # A mirror has no notes of what was pushed.
                 if outcome.removed and not dry_run and self._repo.remote is None:
                     note_removed(self._repo, source.bucket.url, [CommitId(fate.commit) for fate in outcome.removed])
                 return outcome
@@ -594,7 +595,9 @@ class Store:
 
             if sources:
                 raise InvalidInput("a remote is repaired from this store alone", hint="leave sources out")
+            # First: without a sound store.json, the remote cannot be opened.
             put_back = heal_identity(self._repo, Bucket(self.remotes.url(remote)), dry_run=dry_run)
+            # It was not written, so there is nothing to open for the rest.
             if put_back and dry_run:
                 return Repaired(fetched=put_back)
             with self._remote(remote) as source:
@@ -640,6 +643,7 @@ class Store:
         """
         from layerstore.remote import Bucket, push
 
+        # First of all: a mistyped reference must not make a store in the bucket.
         resolved = None if refs is None else [self._resolved(ref) for ref in refs]
         bucket = Bucket(self.remotes.url(remote), may_make=True)
         return push(self._repo, bucket, refs=resolved, runs=runs, moves_pins=move_pins, progress=progress or Silent())
@@ -665,6 +669,7 @@ class Store:
         return follow(
             self._repo,
             Bucket(self.remotes.url(remote), may_make=True),
+            # Anew at each push: a run means its newest commit.
             refs=lambda: None if named is None else [self._resolved(ref) for ref in named],
             moves_pins=move_pins,
             stop=stop or Event(),
@@ -841,6 +846,7 @@ def open_store(path: StrPath) -> Store:
 
 def store_of(repo: Repository) -> Store:
     """Return a store of *repo*, which may differ from the one at its path in where it reads from."""
+    # Not by its path, which would open the store there instead.
     store = Store.__new__(Store)
     store._opened = repo
     return store

@@ -120,6 +120,7 @@ class Timetable:
     @property
     def keeper(self) -> int | None:
         """The interval, in saves, at which one save stays for good."""
+        # The least number of saves after which the step is a multiple of the rule's.
         return None if self.keep_every is None else self.keep_every // gcd(self.keep_every, self.every)
 
     @property
@@ -148,6 +149,7 @@ def stored(groups: Sequence[SaveGroup], times: Timetable, *, lingers_seconds: fl
     for group in groups:
         begins = list(group.saves(times.saves))
         for begin, end in zip(begins, [*begins, times.saves][1:], strict=True):
+            # The rule counts saves from 1, so this version's are *begin* + 1 to *end*: is one of them a multiple?
             stays = not times.has_rules or bool(times.keeper and end // times.keeper > begin // times.keeper)
             # The last save with this version is *end* - 1; *last* saves later, it is no longer among the newest.
             goes_seconds = (end + times.last) * times.interval_seconds + lingers_seconds

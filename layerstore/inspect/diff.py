@@ -320,6 +320,7 @@ def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> Laye
     elif a.version.id == b.version.id:
         status = "same"
     version_a = None if a is None else repo.version_of(a)
+    # The same blob is read once: most layers of two neighbours may be the same.
     version_b = version_a if status == "same" else None if b is None else repo.version_of(b)
     is_cut_alike = version_a is None or version_b is None or version_a.cut == version_b.cut
     kinds = {

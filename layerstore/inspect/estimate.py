@@ -37,6 +37,7 @@ from layerstore.slices import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 
+# Transformers cuts the weights that it saves into files of 5 GB.
 _GATHERED_FILE_BYTES = 5 * 10**9
 
 _SAVES_LOOKED_AT = 2_000
@@ -148,6 +149,7 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         **{(layer, True): layer_files for layer, layer_files in files.items()},
         **{(layer, False): layer_files for layer, layer_files in compact.items()},
     }
+    # Frozen weights never change, so the first save writes them and all later ones inherit them.
     once = sum(
         (_objects(elements, {"": ""}, training.dtype, training.world_size) for _, _, elements in parts), FileTotals()
     )
@@ -163,11 +165,13 @@ def estimate_saves(model: Model, training: Training, policies: Mapping[str, Poli
         due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
         kept = kept_exactly(due, keyframes(training.precision, training.exact_every))
         cycle = cycle_of(kept)
+        # If no cycle shows, all saves that were looked at stand for the rest of the run.
         later = [sum(saved_files[version].size_bytes for version in save) for save in kept[:cycle]]
         line = _line(LAYERSTORE, name, first, later, training, cycle=cycle)
         groups = [SaveGroup(files=once), *_groups(saved_files, kept[:cycle])]
         use = stored_by_store(groups, training.timetable)
         lines.append(_with_cost(line, use, training, held_seconds=_held_seconds(line, training)))
+    # Of DeepSpeed's saves: training stops until they are written.
     seconds = full / training.bytes_per_second
     return {
         "model": json_fields(model) | {"trained": sum(trained), "layers": len(parts)},
@@ -236,6 +240,7 @@ def _objects(elements: Mapping[str, int], states: Mapping[str, str], dtype: str,
         ]
         if tensors:
             refers = any(tensor.coding and CODINGS[tensor.coding].needs_reference for tensor in tensors)
+            # Any id will do: only its length counts in the header.
             framed, _ = coded_frame(canonical_order(tensors), reference="0" * 32 if refers else "")
             total += FileTotals.alike(end - rank, framed.size_bytes)
     return total
@@ -275,6 +280,7 @@ def due_sets(
         ages = {layer: number - last[layer] for layer in layers}
         movements = {} if movement is None else {layer: age * movement for layer, age in ages.items()}
         save = Save(number=number, layers=layers, ages=ages, movements=movements, sizes=sizes or {})
+        # As an ingest numbers them: the full save before is number 0.
         due = due_layers(anchored(policy, 0), save)
         last |= dict.fromkeys(due, number)
         due_by_save.append(due)
@@ -313,6 +319,7 @@ def _line(
     saved_by: str, policy: str | None, first: int, later: list[int], training: Training, *, cycle: int | None
 ) -> dict[str, Any]:
     """Return the line of a run whose saves are *first*, then *later* in a cycle."""
+    # The first save is full, and in no cycle.
     rounds, rest = divmod(training.saves - 1, len(later))
     average = sum(later) / len(later)
     held = _saves_held(training.disk_bytes, first, later)
@@ -344,6 +351,7 @@ def _with_cost(line: dict[str, Any], use: Stored, training: Training, *, held_se
 
 def _held_seconds(line: Mapping[str, Any], training: Training) -> float:
     """Return how long layerstore holds a run up: while it copies, and when saves come faster than it can write."""
+    # Ranks copy at the same time, each its own share.
     copied_seconds: float = line["run_bytes"] / training.world_size / training.copy_bytes_per_second
     late_seconds: float = max(0.0, line["save_seconds"] - training.interval_seconds)
     return copied_seconds + training.saves * late_seconds
@@ -358,6 +366,7 @@ def _groups(
         at = tuple(at for at, save in enumerate(kept) if version in save)
         together.setdefault((version[1], at), []).append(version)
     for (is_exact, at), versions in together.items():
+        # A compact version may never be due; an exact one is at least in the first save.
         if is_exact or at:
             whole = sum((files[version] for version in versions), FileTotals())
             yield SaveGroup(files=whole, blobs=len(versions), due=at, cycle=len(kept), is_in_first=is_exact)
@@ -367,6 +376,7 @@ def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
     """Return how many saves fit on the disk; None if all do."""
     if disk_bytes < first:
         return 0
+    # Later saves add nothing: whatever is left of the disk, it never fills.
     if not sum(later):
         return None
     rounds, rest = divmod(disk_bytes - first, sum(later))

@@ -129,6 +129,7 @@ def read_log(
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
         if start is None:
+            # On the first page alone: their place among the others is not known.
             damaged = (_damaged_entry(name, problem) for name, problem in view.damaged.items())
             lines += [LogLine(drawing="", entry=entry) for entry in damaged]
     return LogPage(lines=tuple(lines), more=tuple(more))

@@ -139,6 +139,7 @@ def _verify(repo: Repository, stretches: list[_Stretch], verified: set[BlobRef],
 def _stretches(name: str, state: str, a: _Side, b: _Side, tally: Tally) -> list[_Stretch] | None:
     """Return where these numbers of a parameter are on both sides; None if they cannot be compared."""
     ours, theirs = a.slices.parameters.get(name), b.slices.parameters.get(name)
+    # Numbers are compared by position, which means nothing between two shapes.
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return None
     if state not in a.places[name] or state not in b.places[name]:

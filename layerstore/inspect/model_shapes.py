@@ -200,6 +200,7 @@ def made_up(parameters: int, blocks: int) -> Model:
     if not 0 < blocks <= MODEL_BLOCKS_MAX:
         raise InvalidInput(f"no model has {blocks:,} blocks", hint=f"--layers is from 1 to {MODEL_BLOCKS_MAX:,}")
     vocabulary = MADE_UP_VOCABULARY
+    # The root of 12 * blocks * width**2 + 2 * vocabulary * width = parameters.
     width = max(1, (isqrt(vocabulary**2 + 12 * blocks * parameters) - vocabulary) // (12 * blocks))
     block, rest = divmod(parameters - 2 * vocabulary * width - width, blocks)
     if block < 1:
@@ -207,6 +208,7 @@ def made_up(parameters: int, blocks: int) -> Model:
             f"{parameters:,} parameters are too few for {blocks} blocks, an embedding and a head",
             hint="--params and --layers are of the whole model: 8B and 32",
         )
+    # What does not divide by the blocks goes here, so that all add up to what was asked for.
     sizes = {"model.embed_tokens": vocabulary * width + rest}
     sizes |= {f"model.layers.{index}": block for index in range(blocks)}
     sizes |= {"model.norm": width, "lm_head": vocabulary * width}

@@ -119,6 +119,7 @@ def make_report(
                 f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
                 hint="layerstore report --run RUN makes one about a single run; --json has no bound",
             )
+        # What a save takes is only estimated, so shrink until the page fits.
         facts_bytes = min(facts_bytes, len(page)) // 2
 
 
@@ -148,6 +149,7 @@ def _run(
     own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
     times, precisions = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
     commits = 0
+    # All of them, shown or not: totals are of the whole run.
     for commits, commit in enumerate(commits_of(repo, view, problems), start=1):
         own = growth.add(commit, *what_ifs.values())
         total = [before + added for before, added in zip(total, own, strict=True)]

@@ -267,6 +267,7 @@ def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, 
     versions = layer.count + 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.named)]:
         tally.add(part, uses, tally.stats.kinds[kind], layer)
+    # Of a layer, versions count; `add` has counted their objects.
     layer.count = versions
 
 
