@@ -48,6 +48,7 @@ class IndexNotice(UserWarning):
     """The index was rebuilt, cannot be used here, or had rows of commits that are gone."""
 
 
+# Without slots: a cached property needs a __dict__.
 @dataclass(frozen=True, kw_only=True)
 class RunView:
     """The records of one run, as they are now."""

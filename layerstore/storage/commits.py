@@ -465,6 +465,7 @@ class RecordStore:
         data = seal_pin(pin, name=envelope_name, store_id=self._store_id)
         with self._files.temporary(self._layout.tmp, data) as source:
             if not self._files.link_exclusive(source, target):
+                # Unlike a record, a pin is not named by its content: one that is there is never replaced.
                 raise AlreadyExists(
                     f"somebody else has just made the pin {pin.name!r}; nothing was changed",
                     hint=f"layerstore show {typed(pin.name)}",

@@ -48,6 +48,7 @@ class _Layout:
             yield start, start + slice_bytes(part)
 
 
+# Without slots: a cached property needs a __dict__.
 @dataclass(frozen=True)
 class CodedObject:
     """A coded object, and the object that its differences add to."""
