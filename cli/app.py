@@ -212,6 +212,7 @@ def layerstore_(
         size_in_bytes(cache)
         os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # it is only read from there
     shared = {"store": store, "as_json": as_json}
+    # So that --store and --json may stand before the command as well as behind it.
     context.default_map = {context.invoked_subcommand: shared}
 
 
@@ -376,6 +377,7 @@ def _unwound_by_sigterm() -> Iterator[None]:
         return
 
     def unwind(number: int, frame: FrameType | None) -> None:
+        # From now on the default: a second one must end even what hangs while it unwinds.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated
 

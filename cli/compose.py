@@ -214,6 +214,7 @@ def _dcp(composite: "Composite", options: Mapping[str, object]) -> "Format":
 
 
 def _format(*, format: str = "shards", **options: object) -> "Format":  # noqa: A002  # as the option is called
+    # `--format hf --since REF`: what changed between two such exports.
     return chosen_format("delta" if format == "hf" and "since" in options else format, options)
 
 

@@ -37,6 +37,7 @@ def drop(
     """
     with opened(store) as opened_store:
         in_bucket = opened_store.repo.remote is not None
+        # Before a drop, which has to read the record.
         given_up = opened_store.give_up(ref, dry_run=dry_run)
         dropped = None if given_up else opened_store.drop(ref, dry_run=dry_run)
     if dropped is None:

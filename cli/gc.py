@@ -114,6 +114,7 @@ def gc(
                 print_line("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
+            # Others may have saved or dropped since the question: what goes beyond the plan is refused.
             outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
     if as_json:
         print_json(_fields(outcome, dry_run=dry_run))

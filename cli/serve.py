@@ -41,6 +41,7 @@ class ReportServer(ThreadingMixIn, TCPServer):
         self._store, self._run, self._keep = store, run, keep
         self._guard = threading.Lock()
         self._version, self._page, self._next_look = "", b"", 0.0
+        # Before it listens: nobody can ask for a page that is not there.
         self.look()
         try:
             [(self.address_family, *_, (address, *_)), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
