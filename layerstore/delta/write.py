@@ -89,16 +89,14 @@ def write_delta(
     """
     started = time.monotonic()
     base = compose_latest(resolve(repo, since))
-    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)
-    # An export may have an index of the same name.
+    target = checked_target(repo, out, what="a delta", signs=(WEIGHTS_INDEX,), force=how.force)  # exports may have one
     if target.older is not None and not target.is_empty and not is_delta(target.path):
         raise AlreadyExists(f"{out} is an export, and no delta, so it is not replaced", hint="choose another -o")
     plans = [plan_export(repo, end, dtype=dtype, max_shard_size=_ONE_FILE) for end in (base, composition)]
     base_name, target_name = _names(repo, base, composition)
     old, new = (_Weights(repo, plan, verify=how.verify) for plan in plans)
     _check_alike(old, new, base_name, target_name)
-    # A delta has no config.
-    notes = [note for note in plans[1].notes if CONFIG not in note]
+    notes = [note for note in plans[1].notes if CONFIG not in note]  # a delta has no config
     if composition.base.step == base.base.step:
         notes.append(f"both are of step {base.base.step}: a reader that compares versions sees no change")
     progress.start("delta", sum(tensor.size_bytes for tensor in new.tensors.values()))
