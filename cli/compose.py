@@ -230,8 +230,6 @@ def _policy(policy: str | None, settings: Mapping[str, object]) -> "str | Policy
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is to be composed."""
-
     ref: str | None
     run: str | None
     step: int | None
@@ -357,7 +355,6 @@ def _print_delta(composite: "Composite", written: "DeltaWritten", *, as_json: bo
 
 
 def _print_layers(composite: "Composite") -> None:
-    """Print the table of layers."""
     columns = [Column("LAYER", folds=True), Column("FROM", folds=True)]
     columns += [
         Column("STEPS BEHIND", "right"),

@@ -170,7 +170,6 @@ def _filesystem(root: Path) -> Iterator[Finding]:
 
 
 def _nfs(mount: Mount) -> Iterator[Finding]:
-    """Check how NFS is mounted."""
     if not {"lookupcache=pos", "lookupcache=none"} & set(mount.how):
         text = "a name that was looked for before another host gave it may stay missing here for a minute"
         hint = "mount with lookupcache=positive; else layerstore looks again for some seconds, and then says 'missing'"
@@ -198,6 +197,7 @@ def _hosts(layout: Layout) -> Iterator[Finding]:
 
 
 def _index(layout: Layout, files: Files) -> Iterator[Finding]:
+    # There may be no store yet, and so no id.
     folder = index_directory(layout, store_id="STORE-ID")
     mount = mount_of(folder)
     where = "inside the store" if folder == layout.index else f"at {_below_home(folder)}"

@@ -28,6 +28,7 @@ _SYNCS = 3  # the fastest counts: others may have waited for another program's d
 _CLOCK_LOOKS = 4
 _SKEW_SECONDS_MAX = 5 * 60.0
 _FREE_BYTES_MIN = 1 << 30
+# A save of 80 layers on 64 ranks is some ten thousand files.
 _FREE_FILES_MIN = 100_000
 _NO_LINKS = {errnos.EPERM, errnos.EOPNOTSUPP, errnos.ENOSYS, errnos.EMLINK}
 

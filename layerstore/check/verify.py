@@ -55,7 +55,6 @@ class ObjectSample:
     """How to ask for the same sample again."""
 
     def __contains__(self, ref: object) -> bool:
-        """Whether *ref* is in the sample."""
         return isinstance(ref, BlobRef) and (int(ref.id[:8], 16) - self.begin) % _ALL < self.length
 
 

@@ -26,8 +26,6 @@ _EMA_LEAST = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """A save that is averaged, and its weight."""
-
     save: Saving
     name: RecordName | None
     """None for a pin."""

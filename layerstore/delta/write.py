@@ -143,7 +143,6 @@ def write_delta(
 
 
 def _check_alike(old: "_Weights", new: "_Weights", before: str, called: str) -> None:
-    """Raise unless both have the same tensors."""
     odd = sorted(old.tensors.keys() ^ new.tensors.keys())
     facts = [{name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()} for weights in (old, new)]
     odd = odd or [name for name in facts[0] if facts[0][name] != facts[1][name]]

@@ -63,7 +63,6 @@ class mapped_errors:  # noqa: N801  # reads as what it does; no generator, since
         """Begin the operation."""
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        """Raise the better error."""
         # StorageIO is an OSError, too: one from an inner operation already names what failed.
         if exc is None or not isinstance(exc, OSError) or isinstance(exc, StorageIO):
             return

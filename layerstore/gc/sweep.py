@@ -27,7 +27,6 @@ class Gone:
     size_bytes: int = 0
 
     def __add__(self, other: "Gone") -> "Gone":
-        """Return both together."""
         return Gone(self.count + other.count, self.size_bytes + other.size_bytes)
 
 

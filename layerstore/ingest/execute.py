@@ -161,8 +161,6 @@ def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Ingest:
-    """A checkpoint on its way into a run."""
-
     repo: Repository
     options: IngestOptions
     run: str

@@ -167,8 +167,6 @@ def stage_share(repo: Repository, part: tuple[_Source, list[Planned], bool]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One checkpoint on its way."""
-
     repo: Repository
     checkpoint: Checkpoint
     source: _Source

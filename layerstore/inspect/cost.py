@@ -69,7 +69,6 @@ class FileTotals:
         return cls(count, count * size_bytes, count * (parts + 2 if parts > 1 else 1))
 
     def __add__(self, other: "FileTotals") -> "FileTotals":
-        """Return both together."""
         return FileTotals(self.count + other.count, self.size_bytes + other.size_bytes, self.puts + other.puts)
 
 

@@ -68,8 +68,6 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What is kept of a version."""
-
     parts: PartNumbers = field(default_factory=lambda: array("I"))
     """Its blob and its objects."""
     size_bytes: int = 0

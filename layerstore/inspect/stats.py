@@ -137,8 +137,6 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts everything that is needed."""
-
     stats: Stats
     users: dict[ObjectId, int] = field(default_factory=dict)
     """Every needed object, and a bit for each run that needs it."""

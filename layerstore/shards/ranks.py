@@ -95,7 +95,6 @@ class RankStates:
         return self.state(0).model.path.partition("/")[0]
 
     def __iter__(self) -> Iterator[RankState]:
-        """Yield the state of every rank, by rank."""
         return map(self.state, range(self.world_size))
 
     def state(self, rank: int) -> RankState:

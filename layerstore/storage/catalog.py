@@ -454,7 +454,6 @@ class Catalog:
 
 
 def _errno_of(problem: IndexUnusable) -> int | None:
-    """Return the errno behind *problem*, None if there is none."""
     cause = problem.__cause__
     while cause is not None:
         # LMDB's errors have `code`.

@@ -98,7 +98,6 @@ class Hashing:
 
 
 def _missing(ref: BlobRef) -> IntegrityError:
-    """Return the error for a missing object."""
     return IntegrityError(
         f"object {ref.id} ({ref.size_bytes} bytes) is missing",
         hint="ingest the same checkpoint again, or look at layerstore verify",
