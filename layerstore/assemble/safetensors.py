@@ -125,6 +125,7 @@ def weights_file(name: str, tensors: Iterable[WeightTensor]) -> WeightsFile:
     ordered = sorted(
         tensors, key=lambda tensor: (tensor.size_bytes % PAGE_BYTES != 0, -by_code(tensor.dtype).bytes, tensor.name)
     )
+    # The metadata of Transformers' own files.
     frame = framed(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), metadata={"format": "pt"})
     if len(frame.header) > SAFETENSORS_HEADER_BYTES_MAX:
         raise Unsupported(

@@ -89,11 +89,13 @@ def bad_together(items: tuple[Item, ...], judge: Callable[[frozenset[Item]], Tri
         pieces = list(_pieces(items, parts))
         smaller: tuple[Item, ...] | None = None
         for number, piece in enumerate(
+            # Of two, all but one is the other piece, which is asked about anyway.
             [*pieces, *(_without(items, left_out) for left_out in pieces if len(pieces) > 2)]
         ):
             verdict = judge(frozenset(piece))
             has_skipped |= verdict == "skip"
             if verdict == "bad":
+                # One piece is bad by itself: halve it. All but one are: keep the pieces as large as they are.
                 smaller, parts = piece, 2 if number < len(pieces) else max(parts - 1, 2)
                 break
         if smaller is not None:

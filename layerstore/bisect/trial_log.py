@@ -71,6 +71,7 @@ class Log:
         self.trials: list[Trial] = []
         if files.size(self._path):
             known, trials, answer = read_trials(folder)
+            # Unfinished, it continues with the commits that it began with. Answered, the words may mean others now.
             is_same = known == question if answer else known.is_same(question)
             if is_same:
                 self.question, self.trials, self._has_answer = known, trials, bool(answer)
@@ -110,7 +111,7 @@ def read_trials(folder: Path) -> tuple[Question, list[Trial], str]:
         raise InvalidInput(f"there is no bisection in {folder}", hint="layerstore bisect GOOD BAD -- COMMAND {}")
     first, *lines = text.decode(errors="replace").split("\n")
     try:
-        records = [parse_json(line) for line in lines if line.endswith("}")]
+        records = [parse_json(line) for line in lines if line.endswith("}")]  # else torn by a kill
         answer = next((line["answer"] for line in records if "answer" in line), "")
         return Question(**parse_json(first)), [Trial(**line) for line in records if "answer" not in line], answer
     except (ValueError, TypeError) as exc:

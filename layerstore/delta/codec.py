@@ -26,6 +26,7 @@ COMPRESSIONS: dict[Encoding, str] = {"xor": "zstd", "sparse": "none"}
 INDICES, VALUES = ".indices", ".values"
 """What the parts of a sparse tensor are called, behind its name."""
 
+# Indices of changed elements take several times the bytes of 16-bit elements: never for a whole tensor at once.
 _BLOCK_BYTES = 16 * MIB
 
 _LEVEL = 1

@@ -165,6 +165,7 @@ def read_delta(path: Path) -> DeltaFolder:
         )
     fields = parse_json(read_source_file(path / WEIGHTS_INDEX, size_bytes_max=RECORD_BYTES_MAX))
     metadata, placed = fields["metadata"], fields.get("weight_map")
+    # Without the checksums that we add, as in slime's own deltas, only those after the delta can be compared.
     encoding, bases = metadata["delta_encoding"], metadata.get("base_checksums", {})
     formats = metadata.get("compression_format"), metadata.get("checksum_format")
     if encoding not in ENCODINGS or formats != (COMPRESSIONS[cast("Encoding", encoding)], CHECKSUM):
@@ -195,6 +196,7 @@ def read_delta(path: Path) -> DeltaFolder:
     )
 
 
+# Our names of the commits, or slime's numbers.
 _NAMES = (("name", "version"), ("base_name", "base_version"))
 
 

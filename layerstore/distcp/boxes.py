@@ -83,11 +83,13 @@ def _read_object(repo: Repository, work: tuple[StoredObject, list[_Wanted]]) -> 
     first = 0
     with repo.open_object(stored.ref, stretches) as file:
         for number, (begin, end) in zip(numbers, stretches, strict=True):
+            # Pieces and chunks come in order: a piece that ends before this chunk is done.
             while wanted[first][0].object_offset + wanted[first][0].size_bytes <= begin:
                 first += 1
             piece, target = wanted[first]
             skipped = begin - piece.object_offset
             is_within = skipped >= 0 and end <= piece.object_offset + piece.size_bytes
+            # Into its place before it is checked: if it is damaged, the whole load fails.
             chunk = target[skipped : skipped + end - begin] if is_within else buffer[: end - begin]
             file.read_into(chunk, begin)
             check_chunk(stored.ref, stored.chunks, number, [chunk])

@@ -49,9 +49,11 @@ _KNOWN = frozenset(
             _GET_LAYOUT,
             _DICT,
         ),
+        # A checkpoint's id may be a path; since Python 3.13, these come from pathlib._local.
         *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
     }
 )
+# That of torch's own writer, CURRENT_DCP_VERSION.
 _VERSION = "1.0.0"
 
 

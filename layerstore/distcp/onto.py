@@ -181,6 +181,7 @@ class _Reading:
         trained = list(self._states)
         counts = {name: self._count(name) for name in trained}
         updates_since = since(states[0], counts, self._settings(trained), later="the folder", earlier="the base")
+        # First: looking tensors up fills what is checked and noted below.
         layers = tuple(self._layer(version, counts) for version in self._versions)
         kept = [file for state in states for file in state.files if not is_stale(file.path)]
         files = {file.path: folder.path / file.path for file in kept if self._has_its_own(file)}

@@ -127,6 +127,7 @@ def read_standalone(
         checkpoint=Checkpoint(
             found=found,
             step=_step(folder, values, counts.values(), given=step),
+            # No ranks are known: it is as if there were one for each slice.
             world_size=cut.shards,
             stage=STAGE_3,
             layers=tuple(cut.layers(counts)),

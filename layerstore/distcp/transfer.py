@@ -93,6 +93,7 @@ def stage(
             )
             for layer, objects in zip(layers, staged, strict=True)
         }
+        # Before the checksums, too: it reads files of the folder.
         states, notes = stage_states(staging, writer, versions)
         checksums.check(checkpoint.checks, files)
     # Last: had a trainer written to the folder while it was read, the layers could be of two saves.

@@ -52,6 +52,7 @@ class WholeFolder(DcpFolder):
         # Where its storage lies: tensors in one place are one.
         place = value.storage.content if isinstance(value, Tensor) else None
         offset = place.offset_bytes if isinstance(place, Located) else 0
+        # Its size is never asked for: the tree is here already.
         chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file=file, offset_bytes=offset, size_bytes=0)
         self.entries[key] = Entry(
             key=key,
@@ -72,7 +73,7 @@ def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     """Yield what is in nested maps, and in the list of param groups, with the way to it."""
     if isinstance(tree, dict) and tree:
         pairs = list(tree.items())
-    elif isinstance(tree, list) and steps[-1] == "param_groups":
+    elif isinstance(tree, list) and steps[-1] == "param_groups":  # other lists are settings, such as betas
         pairs = list(enumerate(tree))
     else:
         yield steps, tree

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layerstore.shards import RankStates
     from layerstore.storage import Repository
 
+# Union, since | cannot join names in quotes, and importing what they name takes long.
 Plan: TypeAlias = Union["ExportPlan", "RankStates"]
 """What would be written: files, or the states of ranks."""
 

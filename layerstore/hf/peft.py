@@ -103,6 +103,7 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
             f"adapter {adapter!r} is of type {method}, and the base has no file of it: only LoRA's can be made",
             hint="export a commit of a Trainer's own save, which has that file",
         )
+    # With lora_only, PEFT saves the biases of the modules that it wraps, which it calls base_layer.
     suffix = None if bias == "none" else ".bias" if bias == "all" else ".base_layer.bias"
     names = {}
     for parameter in parameters:

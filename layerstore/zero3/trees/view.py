@@ -182,6 +182,7 @@ def leaves_out_frozen(state: RankState) -> bool:
 def with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
     """Return the ``optim_states`` tree with some values replaced in DeepSpeed's and in the optimizer's own state."""
     within = changed(inner_optimizer(state).mapping(), inner)
+    # Under both names: only keys that are there are changed.
     around = changed(outer_optimizer(state).mapping(), {**outer, **dict.fromkeys(_INNER, within)})
     return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
