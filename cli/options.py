@@ -118,6 +118,7 @@ def with_options(place: str, table: OptionTable, *, panel: str) -> Callable[[Com
         @functools.wraps(command)
         def run(**words: object) -> None:
             given = {name: words.pop(name) for name in table}
+            # Only what was given: the library knows the defaults.
             command(
                 **words,
                 **{place: {name: value for name, value in given.items() if value is not None and value is not False}},

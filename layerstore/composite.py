@@ -268,6 +268,7 @@ class Composite:
         return self._export(chosen_format(format, options), out, how, progress)
 
     def _export(self, into: Format, out: StrPath, how: Writing, progress: Progress | None) -> Exported:
+        # An export would take it for an older one, by the name of its index.
         if into.name != "delta" and os.path.lexists(out) and is_delta(Path(out)):
             raise AlreadyExists(f"{out} is a delta, which only another delta replaces", hint="choose another -o")
         with naming_damage(self._repo, self._composition):

@@ -29,6 +29,7 @@ def _read_recipe(repo: Repository, path: Path) -> "Recipe":
     from layerstore.policy.recipe import parse_recipe, read_text  # imports yaml, which nothing else needs
 
     try:
+        # Resolved: the user's own link to a recipe is fine, and this reader follows none.
         content = repo.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
     except (IntegrityError, StorageIO) as exc:
         raise InvalidInput(f"the recipe cannot be read: {exc}", hint="name a YAML file with --recipe") from exc
@@ -59,6 +60,7 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     back = recipe.base.back
     if base.pin is not None and any(choice.run is None for choice in choices.values()):
         with recipe.base.spot.located():
+            # Steps without a run are of the base's attempt, which a pin's name does not say.
             back = _back_of(repo, record)
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:

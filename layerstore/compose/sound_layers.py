@@ -19,6 +19,7 @@ def without_damaged(repo: Repository, composition: Composition) -> Composition:
         IntegrityError: A layer has no sound version that fits, or something other than a layer is damaged.
     """
     base = composition.base
+    # First what no older version can replace.
     for state in base.states:
         for ref in (state, *objects_of_state(repo.state(state))):
             repo.objects.verify(ref)

@@ -289,6 +289,7 @@ class Index:
         return dropped
 
     def _put(self, transaction: Any, key: bytes, payload: bytes) -> None:
+        # Whatever is there is the same: keys are hashes, or name records that never change.
         if transaction.get(key) is None:
             sealed = self._sealed(key, payload)
             # Append if possible: LMDB then fills its pages, and an index has half as many.

@@ -113,6 +113,7 @@ class ObjectWriter:
         is_there = self.put_back(ref)
         if is_there:
             with self._guard:
+                # Apart from what is reused, whose bytes count as this save's.
                 self._referred[ref.id] = ref
         return is_there
 
@@ -249,6 +250,7 @@ class ObjectWriter:
             self._written_at[ref.id] = hours_on()
             self._bytes_new += ref.size_bytes
             draft.is_kept = True
+        # Not under the lock: it may wait for the disk.
         self._syncing.add([draft.file])
         return True
 
