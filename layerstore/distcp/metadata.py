@@ -101,6 +101,7 @@ def metadata_bytes(entries: Iterable[Entry]) -> bytes:
         state_dict_metadata=described,
         planner_data=paths,
         storage_data=Inert(name=_DICT, arguments=(places,)),
+        # torch's reader makes its own.
         storage_meta=None,
         version=_VERSION,
     )
@@ -226,6 +227,7 @@ class _MetadataReader:
             offset, tensor_name = index.get("offset"), index.get("fqn")
             if not isinstance(tensor_name, str) or not isinstance(offset, Size | None):
                 raise self._unlike("an index")
+            # The index in it is torch's hint for its own search; it finds them by these two as well.
             yield (tensor_name, offset), self._fields(value, _PLACE)
 
     def _index(self, node: Tree) -> dict[Tree, Tree]:
@@ -247,6 +249,7 @@ class _MetadataReader:
             isinstance(file, str) and isinstance(offset, int) and isinstance(length, int) and offset >= 0 <= length
         ):
             raise self._unlike("a place")
+        # `..` as a part, NUL anywhere.
         if PurePosixPath(file).is_absolute() or {"..", "\0"} & {*PurePosixPath(file).parts, *file}:
             raise SourceCheckpoint(
                 f"{self._path} names the file {file!r}, which is not below its folder",

@@ -81,6 +81,7 @@ def plan_save(
     items = sorted(items, key=lambda item: order.get(item.key, len(order)))
     entries = {item.key: _entry(item, paths.get(item.key, ())) for item in items}
     contents = Contents.of(entries, aliases=aliases, trained=trained, of_optimizer=of_optimizer)
+    # A tied tensor has two keys, and is written once, under the first.
     by_key = _boxes_by_key((item for item in items if item.key not in (aliases or {})), contents)
     shards = max(map(len, by_key.values()), default=1)
     layers, work = [], [list[tuple[str, ObjectSource]]() for _ in range(world_size)]
@@ -102,6 +103,7 @@ def plan_save(
                 parameters=tuple(contents.parameters[name] for name in sorted(names)),
                 buffers=(),
                 objects=tuple(objects),
+                # Counters are values: what they say is not known before they are written.
                 optimizer_step=None,
                 cut="boxes" if any(part.box for source in objects for part in source.slices) else "partition",
             )

@@ -101,6 +101,7 @@ class DcpState:
         return RankState(
             rank=0,
             model=TreeFile(path=DCP_METADATA, tree=tree),
+            # A rank's state has two trees, and this is one.
             optimizer=TreeFile(path=DCP_METADATA, tree={}),
             files=tuple(files),
             gathered=(),

@@ -105,6 +105,7 @@ class NextCommit:
                     f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
                     hint="leave --rollback out",
                 )
+            # Training that went back to before the first save began anew.
             return cls.begun(view) if before is None else _fork(view, before, left=attempt)
         return cls(
             attempt=attempt,
@@ -216,6 +217,7 @@ def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> 
 def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> NextCommit:
     """Open the attempt that continues from *record*, which may be of another run."""
     if view is None or record.run != view.run:
+        # A fork names an attempt of its own run: of another run, only the layers are inherited.
         return NextCommit(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
     # After a rollback, training has left the newest attempt, even if the save before is of an earlier one.
     attempt = record.attempt if left is None else left

@@ -95,6 +95,7 @@ def successor(repo: Repository, base: CommitRecord, like: str | None) -> Success
         later=called,
         earlier=named,
     )
+    # The first rank's state has all tensors and values; the others' have only what is a rank's own, as this is.
     kept = [_client_state(own if number == 0 else DcpState.read(state)) for number, state in enumerate(states)]
     files = {file.path: file for state in states for file in state.files}
     return Successor(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from layerstore.limits import PAGE_BYTES
 
-_LOCK_FILE_BYTES = 2 * PAGE_BYTES
+_LOCK_FILE_BYTES = 2 * PAGE_BYTES  # of LMDB's 126 readers, 64 bytes each, after 128
 # Only a commit of another process spoils a try.
 _TRIES = 20
 
@@ -163,6 +163,7 @@ class _Check:
         level = [] if tree.root == _NO_ROOT else [tree.root]
         if tree.depth > _DEPTH_MAX or bool(tree.depth) != bool(level):
             raise _Unsound("a table's depth is wrong")
+        # Level by level: a page that leads back up is met again, which `_take` refuses, so this ends.
         branches = 0
         for _ in range(tree.depth - 1):
             branches += len(level)

@@ -259,6 +259,7 @@ def check_free(path: Path, files: Files) -> Layout:
             raise InvalidInput(f"{path} is inside the store {above}", hint="choose a path elsewhere")
     expected = {folder.name for folder in (*layout.folders, layout.index)}
     strangers = sorted(set(files.names(layout.root)) - expected)
+    # Ranks that look for each other here leave marks for a moment (ADR 48).
     if strangers := [name for name in strangers if not name.startswith(MARK_PREFIX)]:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
     return layout
@@ -295,6 +296,7 @@ def open_repository(
         identity = StoreIdentity.decode(read_identity(layout, files, path=path), what=str(layout.identity))
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
+    # After the switch: store.json is the new one, and folders may still be the old ones (ADR 24).
     if files.exists(layout.migrated(identity.format)):
         raise Unsupported(
             f"a migration of {layout.root} was interrupted; nothing was changed", hint="layerstore migrate finishes it"

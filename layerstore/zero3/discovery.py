@@ -179,6 +179,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
         named = read_latest(folder)
         if named in tags:
             return named
+        # An empty one names nothing, and stands in the way of nothing.
         if named:
             raise SourceCheckpoint(
                 f"{folder / LATEST} names {named!r}, which is not a checkpoint beside it",
@@ -297,6 +298,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
                 f"{folder} has two {match['what']}_states files of rank {rank}: {files[rank].name}, {match[0]}"
             )
         files[rank] = folder / match[0]
+    # Stages 1 and 2 have one model file, rank 0's, for all ranks.
     is_whole = not by_kind["model"] and MODEL_STATES in names
     if is_whole:
         by_kind["model"] = dict.fromkeys(by_kind["optim"], folder / MODEL_STATES)
@@ -310,6 +312,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
         _refuse_missing(folder, [f"{MODEL_STATES}, or zero_pp_rank_*_{MODEL_STATES} of all ranks,"])
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in by_kind if rank not in by_kind[kind]]
     what = "optim_states" if is_whole else "both files"
+    # Between the ranks that are here; how many there were only their files say, see `agreed`.
     gaps = [f"{what} of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
     _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in by_kind["optim"].values()}) > 1:
@@ -342,6 +345,7 @@ def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[s
         return
     for file in _walk(folder, folder, follow, notes):
         top = file.relative_to(folder).parts[0]
+        # Compose writes these two anew.
         if file not in {folder / LATEST, folder / SUMMARY} and (top == tag or not _is_tag_folder(folder / top)):
             yield file
 

@@ -200,6 +200,7 @@ def _with_attributes(tensor: Tensor, state: object) -> Tensor | Unreadable:
 
 
 def _is_empty(value: object) -> bool:
+    # A tensor's hooks: torch.save always writes an empty OrderedDict in their place.
     return isinstance(value, dict) and not value and not getattr(value, "attributes", None)
 
 

@@ -70,7 +70,7 @@ _UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
 _INT32 = struct.Struct("<i")
 _UINT64 = struct.Struct("<Q")
-_FLOAT64 = struct.Struct(">d")
+_FLOAT64 = struct.Struct(">d")  # pickle's floats are big-endian, its integers little-endian
 
 
 def read_pickle(
@@ -235,6 +235,7 @@ class _Machine:
 
     def _take_text(self, size_bytes: int) -> str:
         try:
+            # As pickle itself: a file name that is not UTF-8 has lone surrogates.
             return self._take(size_bytes).decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as exc:
             raise self._malformed("a text is not UTF-8") from exc
@@ -378,6 +379,7 @@ class _Machine:
         state = self._pop()
         target = self._top()
         match target:
+            # torch keeps a `_metadata` at the OrderedDict that a module's state_dict() is.
             case OrderedMap(attributes=None) if type(state) is dict:
                 target.attributes = state
             case Inert(has_state=False):

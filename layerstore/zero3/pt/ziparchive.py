@@ -284,6 +284,7 @@ def _locate(heads: _Heads, item: _Listed, name: str) -> Located:
     if fields[0] != _LOCAL_MAGIC or fields[9] != len(item.raw_name) or raw[_LOCAL_HEADER.size :] != item.raw_name:
         raise damaged(source.path, f"the local header of the entry {name!r} is not there")
     crc32, stored_bytes, size_bytes = fields[6:9]
+    # A full field refers to the header's own 64-bit field, which no reader of the directory looks at.
     sizes_agree = {stored_bytes, size_bytes} <= {item.size_bytes, _MAX32}
     # If a descriptor follows the data, which we do not need, the local numbers are zero.
     numbers_agree = item.flags & _FLAG_DESCRIPTOR or (crc32 == item.crc32 and sizes_agree)

@@ -92,6 +92,7 @@ def optimizer_of(
             if state_of is not None:
                 of_group = state_of.mapping()
                 scalars |= {name: _scalars(of_group, entries.get(name)) for name in shapes[group]}
+    # Of the layers, not of the state: in a mixture they are of other saves, and may have moments that it lacks.
     sliced = {name: tuple(sorted(states)) for name, states in _sliced(versions).items()}
     notes = [] if sliced else ["the optimizer has made no step yet: it has no moments"]
     if (

@@ -171,6 +171,7 @@ def _model(model: TreeView, groups: Sequence[Mapping[str, Size]]) -> Tree:
         if isinstance(tensor, Tensor) and isinstance(content, FragmentContent):
             if name == content.parameter and name not in trained:
                 frozen[name], shapes[name] = resized(tensor, tensor.elements, content), tensor.shape
+            # One for each storage: names that share memory still do.
             placeholders.setdefault(tensor.storage, replace(tensor.storage, elements=0, content=b""))
         elif isinstance(tensor, Tensor) and not tensor.elements and name not in buffers:
             frozen[name], shapes[name] = resized(tensor, 0), tensor.shape  # a parameter without elements

@@ -59,6 +59,7 @@ class Sharding(Protocol):
 
 
 @dataclass(frozen=True)
+# Without slots, here and below: a cached property needs a __dict__.
 class EvenSharding:
     """Stage 3: every rank has an equal slice of each parameter, padded at the end of the parameter."""
 

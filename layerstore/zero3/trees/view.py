@@ -212,6 +212,7 @@ def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
 def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tuple[str, str]]:
     """Yield each unsupported setting, and how to train without it."""
     shapes = model.get("param_shapes")
+    # DeepSpeed saves None without ZeRO.
     stage = 0 if shapes is not None and shapes.value is None else stage_of(optimizer)
     if stage not in {1, 2, 3}:
         yield f"was saved under ZeRO stage {stage}", "train with zero_optimization.stage 1, 2 or 3"
@@ -248,6 +249,7 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tupl
             yield "is of a training whose frozen weights were offloaded to NVMe", "set offload_param.device to 'cpu'"
         if zero.get("zero_quantized_nontrainable_weights"):
             yield "is of a training whose frozen weights were quantized", "unset zero_quantized_nontrainable_weights"
+    # -1 is DeepSpeed's default.
     if zero.get("mics_shard_size", -1) not in {-1, None}:
         yield "was saved under MiCS", "unset mics_shard_size"
 
@@ -303,6 +305,7 @@ def same_bytes(tree: Tree) -> bytes:
     def anywhere(tensor: Tensor) -> Tensor:
         return replace(tensor, storage=replace(tensor.storage, device=""))
 
+    # Of bytes that lie elsewhere, the place stands for the bytes.
     return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
