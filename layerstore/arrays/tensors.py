@@ -118,14 +118,29 @@ class Tensors(Mapping[str, "Array"]):
         if self.is_mapped(name):
             return self._array(entry, entry.parts[0]).reshape(entry.shape)
         # bytes, so that nobody can make the array writable.
-        data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
+        if entry.parts[0].tensor.box:
+            data = self._boxes_together(entry)
+        else:
+            data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
         return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
+
+    def _boxes_together(self, entry: _Entry) -> bytes:
+        """Return the tensor whose parts are boxes of it, as tensor parallelism cuts columns."""
+        import numpy as np
+
+        whole = np.zeros(entry.shape, _NUMPY[entry.dtype])
+        for part in entry.parts:
+            offsets, sizes = part.tensor.box[: whole.ndim], part.tensor.box[whole.ndim :]
+            place = tuple(slice(first, first + extent) for first, extent in zip(offsets, sizes, strict=True))
+            whole[place] = self._array(entry, part).reshape(sizes)
+        return whole.tobytes()
 
     def parts(self, name: str) -> tuple["Array", ...]:
         """
         Return the flat slices of *name* as they are stored, each of them mapped.
 
-        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy.
+        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy. Of
+        tensor parallelism they are boxes of it, row by row.
         """
         entry = self._entry(name)
         return tuple(self._array(entry, part) for part in entry.parts)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerstore.arrays import open_tensors
 from layerstore.distcp import Item, plan_save
 from layerstore.errors import LayoutMismatch
 from layerstore.framing import frame
@@ -55,11 +59,15 @@ def stored(number: int, box: Box, *, of: int) -> StoredObject:
 
 def slices(shape: tuple[int, ...], objects: list[StoredObject]) -> Slices:
     """Return the slices of a layer with one parameter."""
+    return Slices([version_of(shape, objects)])
+
+
+def version_of(shape: tuple[int, ...], objects: list[StoredObject]) -> LayerVersion:
+    """Return a layer with one parameter, which *objects* hold."""
     parameter = Parameter(name=NAME, dtype="I32", shape=shape, frozen=True, aliases=())
-    version = LayerVersion(
+    return LayerVersion(
         layer="layers.0", world_size=len(objects), parameters=(parameter,), buffers=(), objects=tuple(objects)
     )
-    return Slices([version])
 
 
 @given(tilings(), st.data())
@@ -84,6 +92,24 @@ def test_boxes_that_tile_a_tensor_give_back_its_elements(
         found[piece.offset : piece.offset + piece.written_bytes] = data_of
 
     assert bytes(found) == tensor.reshape(-1)[begin:end].tobytes()
+
+
+@given(tilings())
+def test_arrays_have_boxes_in_their_places(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
+    """A tensor that several ranks have cut by columns is not their parts one after another."""
+    shape, boxes = tiling
+    tensor = np.arange(prod(shape), dtype=np.int32).reshape(shape)
+    objects = [stored(number, box, of=len(boxes)) for number, box in enumerate(boxes)]
+    maps: dict[BlobRef, mmap.mmap] = {}
+    for each, (offsets, sizes) in zip(objects, boxes, strict=True):
+        part = tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+        maps[each.ref] = mmap.mmap(-1, each.size_bytes)
+        maps[each.ref].write(frame(each.tensors).header + part.tobytes())
+    repo: Any = SimpleNamespace(objects=SimpleNamespace(map=lambda ref, *, verify: maps[ref]))
+
+    tensors = open_tensors(repo, [version_of(shape, objects)], kind="weights", state=None, verify=True)
+
+    assert np.array_equal(tensors[NAME], tensor)
 
 
 @given(tilings(), st.data())

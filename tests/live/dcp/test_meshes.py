@@ -8,8 +8,9 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.arrays import TensorKind
 from tests.forked import Launch, Nursery
-from tests.live.dcp.meshes import MESHES
+from tests.live.dcp.meshes import MESHES, SAVED_AT
 
 RUNS = [f"{form}{count}" for count, forms in MESHES.items() for form in forms]
 
@@ -80,6 +81,20 @@ def test_a_save_of_any_mesh_is_a_whole_commit(loaded: dict[int, Launch], folder:
         assert store.verify(read_data=True).ok
         layers = [list(store.compose(run).layers) for run in RUNS]
         assert layers == layers[:1] * len(RUNS)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_arrays_are_those_of_torchs_own_folder(saved: dict[int, Launch], folder: Path, run: str) -> None:
+    """However the mesh has cut them: by rows, or by columns."""
+    assert saved
+    with Store(folder / "store") as store:
+        store.ingest(folder / "plain" / run, run=f"plain-{run}", step=SAVED_AT)
+        kinds: tuple[TensorKind, ...] = ("master", "optimizer")
+        for kind in kinds:
+            found, expected = (store.compose(name).tensors(kind) for name in (run, f"plain-{run}"))
+            assert {name: found[name].tobytes() for name in found} == {
+                name: expected[name].tobytes() for name in expected
+            }
 
 
 def test_saves_while_ranks_train_on_hold_what_was_staged(ranks: Nursery, tmp_path: Path) -> None:
