@@ -39,15 +39,15 @@ UPPER = -0x1_0000
 _ONE = np.float32(1)
 
 
-class _Room(threading.local):
-    """Room for the work on one piece, in each thread: new memory costs more than the work."""
+class _Scratch(threading.local):
+    """Each thread's scratch memory for one piece: new memory costs more than the work."""
 
     def __init__(self) -> None:
-        self.moved, self.work, self.found = np.empty((3, _PIECE), np.float32)
+        self.coded, self.work, self.decoded = np.empty((3, _PIECE), np.float32)
         self.small = np.empty(_PIECE, np.uint8)
 
 
-_ROOM = _Room()
+_SCRATCH = _Scratch()
 
 
 def encode(spec: Spec, values: Floats, reference: Floats | None, out: Floats) -> tuple[Bytes, Scales, Error]:
@@ -56,9 +56,9 @@ def encode(spec: Spec, values: Floats, reference: Floats | None, out: Floats) ->
     codes, scales = (np.empty(part.elements, kind) for part, kind in zip(spec.parts(values.size), _KINDS, strict=True))
     lost = Error()
     with np.errstate(all="ignore"):  # what is not finite is refused
-        for of, code, scale in _pieces(spec, values.size):
-            referred = None if reference is None else reference[of]
-            lost += _encode_piece(spec, values[of], referred, out[of], (codes[code], scales[scale]))
+        for span, code_span, scale_span in _pieces(spec, values.size):
+            referred = None if reference is None else reference[span]
+            lost += _encode_piece(spec, values[span], referred, out[span], (codes[code_span], scales[scale_span]))
     return codes, scales, lost
 
 
@@ -67,8 +67,9 @@ def decode(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | None, o
     assert (reference is not None) == spec.needs_reference
     assert [codes.size, scales.size] == [part.elements for part in spec.parts(out.size)]
     with np.errstate(all="ignore"):
-        for of, code, scale in _pieces(spec, out.size):
-            _decode_piece(spec, codes[code], scales[scale], None if reference is None else reference[of], out[of])
+        for span, code_span, scale_span in _pieces(spec, out.size):
+            referred = None if reference is None else reference[span]
+            _decode_piece(spec, codes[code_span], scales[scale_span], referred, out[span])
 
 
 def _pieces(spec: Spec, elements: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -86,54 +87,54 @@ def _encode_piece(
     spec: Spec, values: Floats, reference: Floats | None, out: Floats, parts: tuple[Bytes, Scales]
 ) -> Error:
     (codes, scales), size = parts, values.size
-    moved = values if reference is None else np.subtract(values, reference, out=_ROOM.moved[:size])
-    blocks = _whole_blocks(moved, _ROOM.moved)
-    work = _ROOM.work[: blocks.size]
-    small = codes if spec.bits == 8 and size == blocks.size else _ROOM.small[: blocks.size]
+    coded = values if reference is None else np.subtract(values, reference, out=_SCRATCH.coded[:size])
+    blocks = _whole_blocks(coded, _SCRATCH.coded)
+    work = _SCRATCH.work[: blocks.size]
+    small = codes if spec.bits == 8 and size == blocks.size else _SCRATCH.small[: blocks.size]
     try:
         greatest = _ENCODE[spec.kind](blocks, spec.top_code, work.reshape(-1, BLOCK), small.reshape(-1, BLOCK), scales)
     except NotCodable as error:
-        raise NotCodable(_reason(values, None if reference is None else moved)) from error
+        raise NotCodable(_reason(values, has_reference=reference is not None)) from error
     if small is not codes:
         codes[:] = (_packed(small) if spec.bits == 4 else small)[: codes.size]
     _decode_piece(spec, codes, scales, reference, out)
-    return _lost(values, moved, greatest, out, work[:size])
+    return _error(values, coded, greatest, out, work[:size])
 
 
 def _decode_piece(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | None, out: Floats) -> None:
     small = _unpacked(codes, spec, -(-out.size // BLOCK) * BLOCK)
     is_direct = reference is None and small.size == out.size
-    found = out if is_direct else _ROOM.found[: small.size]
-    work = _ROOM.work[: small.size].reshape(-1, BLOCK)
-    _DECODE[spec.kind](small.reshape(-1, BLOCK), work, spec.top_code, scales, found.reshape(-1, BLOCK))
+    decoded = out if is_direct else _SCRATCH.decoded[: small.size]
+    work = _SCRATCH.work[: small.size].reshape(-1, BLOCK)
+    _DECODE[spec.kind](small.reshape(-1, BLOCK), work, spec.top_code, scales, decoded.reshape(-1, BLOCK))
     if reference is not None:
-        np.add(reference, found[: out.size], out=out)
+        np.add(reference, decoded[: out.size], out=out)
     elif not is_direct:
-        out[:] = found[: out.size]
+        out[:] = decoded[: out.size]
 
 
-def _lost(values: Floats, moved: Floats, greatest: np.int32, decoded: Floats, room: Floats) -> Error:
-    """Return how far *decoded* is from *values*, which have *moved*, by the image *greatest* at most."""
+def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, scratch: Floats) -> Error:
+    """Return how far *decoded* is from *values*; *greatest* is the image of the largest magnitude in *coded*."""
     greatest_value = float(greatest.view(np.float32))
     # Squares of second moments may be too small for fp32, others too large.
     exponent = math.frexp(greatest_value)[1]
     exponent = 0 if -32 < exponent < 32 else min(max(exponent, -120), 120)
-    squares = _squares(np.subtract(values, decoded, out=room), exponent, room)
-    off = float(squares.view(np.int32).max().view(np.float32))
-    lost = float(np.add.reduce(squares))  # and no dot product: its order depends on the machine
+    squares = _squares(np.subtract(values, decoded, out=scratch), exponent, scratch)
+    largest_square = float(squares.view(np.int32).max().view(np.float32))
+    sum_of_squares = float(np.add.reduce(squares))  # not a dot product: its order depends on the machine
     return Error(
-        greatest=math.sqrt(off) * 2.0**exponent,
-        squares=lost * 4.0**exponent,
+        greatest=math.sqrt(largest_square) * 2.0**exponent,
+        squares=sum_of_squares * 4.0**exponent,
         greatest_value=greatest_value,
-        value_squares=float(np.add.reduce(_squares(moved, exponent, room))) * 4.0**exponent,
+        value_squares=float(np.add.reduce(_squares(coded, exponent, scratch))) * 4.0**exponent,
     )
 
 
-def _squares(numbers: Floats, exponent: int, room: Floats) -> Floats:
-    """Return the squares of *numbers*, less twice the *exponent* of two, in *room*."""
+def _squares(numbers: Floats, exponent: int, scratch: Floats) -> Floats:
+    """Return the squares of *numbers* divided by 2 to the *exponent*, in *scratch*."""
     if exponent:
-        numbers = np.multiply(numbers, np.float32(2.0**-exponent), out=room)
-    return np.multiply(numbers, numbers, out=room)
+        numbers = np.multiply(numbers, np.float32(2.0**-exponent), out=scratch)
+    return np.multiply(numbers, numbers, out=scratch)
 
 
 def check(spec: Spec, scales: Scales) -> None:
@@ -143,21 +144,21 @@ def check(spec: Spec, scales: Scales) -> None:
         raise NotCodable(f"NaN, infinity{sign}")
 
 
-def _reason(values: Floats, moved: Floats | None) -> str:
-    """Return why *values* are refused, which have *moved* so far if they have a reference."""
+def _reason(values: Floats, *, has_reference: bool) -> str:
+    """Return why *values* are refused."""
     if np.isnan(values).any():
         return "NaN among the values"
     if np.isinf(values).any():
         return "infinity among the values"
-    return (
-        "a negative value, or zero with a sign" if moved is None else "a reference that is not finite, or too far away"
-    )
+    if has_reference:
+        return "a reference that is not finite, or too far away"
+    return "a negative value, or zero with a sign"
 
 
-def _whole_blocks(piece: Floats, room: Floats) -> Floats:
-    """Return *piece* as rows of one block each; zeros fill up the last, in *room*."""
+def _whole_blocks(piece: Floats, scratch: Floats) -> Floats:
+    """Return *piece* as rows of one block each; zeros fill up the last, in *scratch*."""
     if piece.size % BLOCK:
-        whole = room[: -(-piece.size // BLOCK) * BLOCK]
+        whole = scratch[: -(-piece.size // BLOCK) * BLOCK]
         whole[: piece.size] = piece
         whole[piece.size :] = 0
         piece = whole
@@ -176,7 +177,7 @@ def _unpacked(codes: Bytes, spec: Spec, elements: int) -> Bytes:
     """Return *elements* codes, one in each byte; zeros fill up the last block."""
     if spec.bits == 8 and codes.size == elements:
         return codes
-    small = _ROOM.small[:elements]
+    small = _SCRATCH.small[:elements]
     if spec.bits == 8:
         small[: codes.size] = codes
         small[codes.size :] = 0

@@ -122,7 +122,7 @@ def write_share(
         )
         tx.leave(part)
     for layer in due:
-        masters = tuple(each for each in staged[layer.layer] if each.kind is Kind.MASTER and not each.is_coded)
+        masters = tuple(stored for stored in staged[layer.layer] if stored.kind is Kind.MASTER and not stored.is_coded)
         if masters:
             older[layer.layer] = _version(layer, masters, world_size=share.world_size)
     return part
@@ -179,12 +179,12 @@ def copy_commit(
 
 def _compact_layers(joint: JointCommit, due: Iterable[LayerSource], older: OlderVersions) -> CompactLayers:
     """Return those of the layers *due* that are compact, and have something to refer to on this rank."""
-    found = {}
+    references = {}
     for layer in due:
         version = older.get(layer.layer) if layer.layer in joint.compact else None
         if version is not None and can_refer(layer, joint.precision, version):
-            found[layer.layer] = version
-    return CompactLayers(joint.precision, found)
+            references[layer.layer] = version
+    return CompactLayers(joint.precision, references)
 
 
 def _version(layer: LayerSource, masters: tuple[StoredObject, ...], *, world_size: int) -> LayerVersion:
@@ -253,22 +253,22 @@ class InheritedLayerLost(GivenUp):
     """A layer to be inherited was collected: resuming from an old step does not keep it."""
 
 
-def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> list[Part] | None:
+def parts_of(repo: Repository, joint: JointCommit, known: dict[int, Part]) -> list[Part] | None:
     """
-    Return the parts of all ranks; None while some are missing. Those in *found*, by rank, are not read again.
+    Return the parts of all ranks; None while some are missing. Those in *known*, by rank, are not read again.
 
     Raises:
         GivenUp: A rank has failed.
     """
     # List the folder: if an NFS client looks a name up too early, it reports the name missing for up to a minute.
-    there = repo.parts.ranks(joint.session, joint.save)
-    for rank in sorted(there.intersection(range(joint.share.world_size)) - found.keys()):
+    listed = repo.parts.ranks(joint.session, joint.save)
+    for rank in sorted(listed.intersection(range(joint.share.world_size)) - known.keys()):
         part = repo.parts.find(joint.session, joint.save, rank)
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
-            found[rank] = part
-    return [found[rank] for rank in sorted(found)] if len(found) == joint.share.world_size else None
+            known[rank] = part
+    return [known[rank] for rank in sorted(known)] if len(known) == joint.share.world_size else None
 
 
 def join(
@@ -294,9 +294,9 @@ def join(
         if part.agreement != parts[0].agreement:
             raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved another model than rank 0")
     lost = [
-        of.layer
-        for of in joint.share.layers
-        if of.layer not in joint.due and not _stands_in(inherited.get(of.layer), of)
+        layer.layer
+        for layer in joint.share.layers
+        if layer.layer not in joint.due and not _can_inherit(inherited.get(layer.layer), layer)
     ]
     if lost:
         raise GivenUp(
@@ -360,30 +360,30 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
             )
 
 
-def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
+def _can_inherit(entry: LayerEntry | None, layer: LayerSource) -> bool:
     """Whether *layer* can inherit *entry*: before the first update there are no moments."""
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
 def joined_losses(parts: Iterable[LayerPart]) -> tuple[CodingLoss, ...]:
     """Return what coding lost on all ranks together."""
-    found: dict[tuple[str, str], CodingLoss] = {}
+    losses: dict[tuple[str, str], CodingLoss] = {}
     for loss in (loss for part in parts for loss in part.losses):
-        known = found.get((loss.layer, loss.state))
-        found[loss.layer, loss.state] = loss if known is None else known + loss
-    return tuple(found.values())
+        others = losses.get((loss.layer, loss.state))
+        losses[loss.layer, loss.state] = loss if others is None else others + loss
+    return tuple(losses.values())
 
 
 def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
-    of_rank = [{part.layer: part for part in each.layers} for each in parts]
+    shares_by_rank = [{share.layer: share for share in part.layers} for part in parts]
     for layer in joint.share.layers:
         if layer.layer in joint.due:
-            of_layer = [by_layer[layer.layer] for by_layer in of_rank]
+            shares = [by_layer[layer.layer] for by_layer in shares_by_rank]
             ref = join_version(
                 writer,
                 layer,
-                _objects([part.objects for part in of_layer]),
-                [older for part in of_layer for older in part.references],
+                _objects([share.objects for share in shares]),
+                [older for share in shares for older in share.references],
                 world_size=joint.share.world_size,
             )
             yield layer.layer, ref

@@ -60,11 +60,11 @@ def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
 def read_timings(repo: Repository, run: str) -> dict[tuple[int, int], SaveTiming]:
     """Return the known timings of *run*, by attempt and step."""
     folder = repo.layout.stats / run
-    found: dict[tuple[int, int], SaveTiming] = {}
+    timings: dict[tuple[int, int], SaveTiming] = {}
     for name in repo.files.names_in_folder(folder):
         if name.endswith(_SUFFIX):
-            found |= {(of.attempt, of.step): of for of in _read(repo, run, name)}
-    return found
+            timings |= {(timing.attempt, timing.step): timing for timing in _read(repo, run, name)}
+    return timings
 
 
 def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
@@ -80,9 +80,9 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 
 def _timing(line: bytes) -> SaveTiming | None:
     try:
-        said: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers did not note them
-        if not (isinstance(said["attempt"], int) and isinstance(said["step"], int)):
+        values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers did not note them
+        if not (isinstance(values["attempt"], int) and isinstance(values["step"], int)):
             return None  # timings are sorted by these
-        return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
+        return SaveTiming(**{field.name: values[field.name] for field in fields(SaveTiming)})
     except (ValueError, KeyError, TypeError):
         return None

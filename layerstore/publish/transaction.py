@@ -98,8 +98,8 @@ class Transaction:
 
     def _check_parts(self) -> None:
         if self._parts:
-            there = self._repo.parts.ranks(self._parts[0].session, self._parts[0].save)
-            gone = sorted({part.rank for part in self._parts} - there)
+            listed = self._repo.parts.ranks(self._parts[0].session, self._parts[0].save)
+            gone = sorted({part.rank for part in self._parts} - listed)
             if gone:
                 raise Overtaken(
                     f"what rank {gone[0]} had written was collected, since nothing was done for so long",
@@ -175,14 +175,14 @@ class Transaction:
             time_ns=time.time_ns(), bytes_new=self.objects.bytes_new, bytes_reused=self.objects.bytes_reused
         )
 
-    def _check_all_there(self, called: str) -> None:
+    def _check_all_there(self, name: str) -> None:
         """Check that everything named is still there; link blobs back from aside, after what they name."""
         self._check_parts()
         lost = self.objects.look_again()
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
             raise Overtaken(
-                f"objects of {called} were removed while it was written ({len(lost)}, first: {lost[0].id})",
+                f"objects of {name} were removed while it was written ({len(lost)}, first: {lost[0].id})",
                 hint="repeat the command: it writes them again",
             )
 
