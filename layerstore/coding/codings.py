@@ -1,7 +1,7 @@
 """
-The codings by name, and what each makes of a tensor. Their exact definition: docs/reference/format.md, "Codings".
+The codings by name. Their exact definition: docs/reference/format.md, "Codings".
 
-numpy and torch are imported with the first numbers, since most commands need neither.
+numpy and torch are imported when the first numbers come, since most commands need neither.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Coded(NamedTuple):
-    """Numbers that were coded."""
+    """A coded tensor, and the error that coding makes."""
 
     codes: memoryview
     scales: memoryview
@@ -26,15 +26,16 @@ class Coded(NamedTuple):
 
 
 class Coding(Spec):
-    """A way to keep fp32 numbers in few bits; they come and go as buffers."""
+    """A way to keep fp32 numbers in few bits; input and output are buffers."""
 
     __slots__ = ()
 
     def encode(self, values: memoryview, reference: memoryview | None, out: memoryview) -> Coded:
         """
-        Code *values*, whole blocks or the last ones of a slice; fill *out*, which may be *reference*, as decoding does.
+        Code *values* and fill *out*, which may be *reference* itself, with the decoded numbers.
 
-        The codes are the same on every machine, however the values are cut into calls.
+        *values* are whole blocks, or the end of a slice. The codes are the same on every machine, however a slice is
+        cut into calls.
 
         Raises:
             NotCodable: NaN, infinity, or a sign where there must be none.
@@ -51,7 +52,7 @@ class Coding(Spec):
         """
         Return the same bytes as `encode`, on the device of *values*, without waiting for it.
 
-        What cannot be coded does not raise here: give the parts to `check` once they are on the host.
+        Numbers that cannot be coded do not raise here: give the scales to `check` once they are on the host.
         """
         from layerstore.coding.kernels_torch import encode
 
@@ -69,7 +70,7 @@ class Coding(Spec):
         check(self, scales)
 
     def decode(self, parts: "Sequence[bytes | memoryview]", reference: memoryview | None, out: memoryview) -> None:
-        """Fill *out* with the numbers of whole blocks, or the last ones of a slice; it may be *reference* itself."""
+        """Decode whole blocks, or the end of a slice, into *out*, which may be *reference* itself."""
         import numpy as np
 
         from layerstore.coding.kernels import decode

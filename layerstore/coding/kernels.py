@@ -1,8 +1,8 @@
 """
 The arithmetic of the codings, for numpy.
 
-The bytes must be the same on every machine: only operations that IEEE 754 rounds correctly, one at a time, are used,
-and reductions whose order does not matter. Work is done in pieces, whose scratch memory is kept.
+The bytes must be the same on every machine. So only single operations that IEEE 754 rounds correctly are used, and
+reductions whose order does not matter. Arrays are processed in pieces, which reuse their thread's scratch memory.
 """
 
 import math
@@ -23,16 +23,16 @@ _Decode = Callable[[Bytes, Floats, int, Scales, Floats], None]
 
 _PIECE = 1 << 18
 """
-Elements that are worked on at once: a chunk of a file. With fewer, caches would hold them, but threads would wait for
-each other longer than for memory, since every call of numpy begins and ends with the interpreter's lock.
+Elements processed at once: a chunk of a file. Fewer would fit into the caches, but every call of numpy takes the
+interpreter's lock, and threads would wait for that longer than for memory.
 """
 
-# Images are the bits of a float as an integer. The upper half of them is a bfloat16.
+# An image is the bits of a float as an integer. Its upper half is a bfloat16.
 INFINITY = 0x7F80_0000
 LARGEST = 0x7F7F_0000
 SMALLEST = 0x0001_0000
-# A scale is at least 2^-120. Then subnormal numbers are coded as zero anyway, and it makes no difference that some
-# libraries switch them off for a whole process; and the inverse of a scale is finite.
+# A scale is at least 2^-120, so its inverse is finite, and subnormal numbers are coded as zero anyway: it does not
+# matter that some libraries switch them off for a whole process.
 SMALLEST_SCALE = 0x0380_0000
 UPPER = -0x1_0000
 
@@ -55,7 +55,7 @@ def encode(spec: Spec, values: Floats, reference: Floats | None, out: Floats) ->
     assert (reference is not None) == spec.needs_reference
     codes, scales = (np.empty(part.elements, kind) for part, kind in zip(spec.parts(values.size), _KINDS, strict=True))
     lost = Error()
-    with np.errstate(all="ignore"):  # what is not finite is refused
+    with np.errstate(all="ignore"):  # numbers that are not finite raise NotCodable instead
         for span, code_span, scale_span in _pieces(spec, values.size):
             referred = None if reference is None else reference[span]
             lost += _encode_piece(spec, values[span], referred, out[span], (codes[code_span], scales[scale_span]))
@@ -116,7 +116,7 @@ def _decode_piece(spec: Spec, codes: Bytes, scales: Scales, reference: Floats | 
 def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, scratch: Floats) -> Error:
     """Return how far *decoded* is from *values*; *greatest* is the image of the largest magnitude in *coded*."""
     greatest_value = float(greatest.view(np.float32))
-    # Squares of second moments may be too small for fp32, others too large.
+    # Scale first: the squares of second moments may be too small for fp32, others too large.
     exponent = math.frexp(greatest_value)[1]
     exponent = 0 if -32 < exponent < 32 else min(max(exponent, -120), 120)
     squares = _squares(np.subtract(values, decoded, out=scratch), exponent, scratch)
@@ -138,7 +138,7 @@ def _squares(numbers: Floats, exponent: int, scratch: Floats) -> Floats:
 
 
 def check(spec: Spec, scales: Scales) -> None:
-    """Refuse the *scales* of numbers that cannot be coded."""
+    """Raise NotCodable if *scales* are those of numbers that cannot be coded."""
     if scales.size and int(scales.max()) >= INFINITY >> 16:
         sign = " or a negative value" if spec.kind == "logarithmic" else " among the values or the reference"
         raise NotCodable(f"NaN, infinity{sign}")
@@ -198,11 +198,9 @@ def _unpacked(codes: Bytes, spec: Spec, elements: int) -> Bytes:
 
 def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.int32, Floats]:
     """
-    Set the scale of each block: *share* of its largest magnitude. Return the image of the greatest magnitude of all,
-    and the inverses as a column.
+    Set the scale of each block to its largest magnitude times *share*.
 
-    It is rounded to nearest, half up: then the largest magnitude has the largest code, neither more nor less, and what
-    was decoded has the same scale and codes again.
+    Return the image of the largest magnitude of all blocks, and the inverse scales as a column.
     """
     largest: Images = np.maximum.reduce(magnitudes.view(np.int32), axis=1)
     greatest: np.int32 = largest.max()
@@ -210,6 +208,8 @@ def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.in
         raise NotCodable
     exact = largest.view(np.float32)
     exact *= np.float32(share)
+    # To nearest, half up: so the largest magnitude gets exactly the largest code, and coding what was decoded gives
+    # the same scale and codes again.
     largest += 0x8000
     largest &= UPPER
     np.maximum(largest, SMALLEST_SCALE, out=largest)
@@ -270,7 +270,7 @@ def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, sc
     if least < 0 or greatest >= INFINITY:
         raise NotCodable
     is_plain = least >= SMALLEST and greatest <= LARGEST
-    if not is_plain:  # zeros, and what bfloat16 has not
+    if not is_plain:  # there are zeros, or numbers beyond the range of bfloat16
         low = np.where(high, np.maximum(_least_positive(images), SMALLEST), 0)
         np.minimum(high, LARGEST, out=high)
     low &= UPPER
@@ -292,7 +292,8 @@ def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, sc
 
 
 def _least_positive(images: Images) -> Images:
-    """Return the least image of each block that is not zero, since zero less 1 is the largest number; or zero."""
+    """Return the least image of each block that is not zero; zero if all are."""
+    # Unsigned, 0 - 1 is the largest number, so zeros never win.
     least: Images = np.minimum.reduce(images.view(np.uint32) - np.uint32(1), axis=1).view(np.int32)
     return least + np.int32(1)
 

@@ -1,7 +1,7 @@
 """
 The arithmetic of the codings, for tensors on any device: the same bytes as `kernels`, operation by operation.
 
-Nothing waits for the device. Tensors are divided by tensors alone: for plain numbers torch may multiply by an inverse.
+Nothing here waits for the device. Divisors are always tensors: torch may multiply by the inverse of a plain number.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from layerstore.coding.kernels import INFINITY, LARGEST, SMALLEST_SCALE
 from layerstore.coding.spec import BLOCK, Spec
 
 _PIECE = 1 << 24
-"""Elements that are worked on at once: enough for a GPU, and temporaries of them fit beside a model."""
+"""Elements processed at once: enough to keep a GPU busy, few enough that the temporaries fit next to a model."""
 _NAN = 0x7FC00000
 
 

@@ -1,4 +1,4 @@
-"""What a coding makes of a tensor, without the arithmetic."""
+"""The layout of each coding: bits, scales and parts, without the arithmetic."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -8,24 +8,24 @@ BLOCK = 128
 
 
 class NotCodable(ValueError):
-    """These numbers cannot be coded, and have to be kept as they are; the message says why."""
+    """These numbers cannot be coded and have to be kept exactly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Error:
-    """What coding loses; the errors of several pieces add up."""
+    """The error that coding makes; the errors of several pieces add up."""
 
     greatest: float = 0.0
-    """The largest distance of a decoded number from what it was."""
+    """The largest distance between a decoded number and the original."""
     squares: float = 0.0
-    """Sum of the squares of these distances."""
+    """The sum of the squares of these distances."""
     greatest_value: float = 0.0
-    """The largest magnitude of what was coded: a movement for differences, else a value."""
+    """The largest magnitude among the coded numbers: the differences if there is a reference, else the values."""
     value_squares: float = 0.0
-    """Sum of the squares of these."""
+    """The sum of the squares of the coded numbers."""
 
     def __add__(self, other: Self) -> "Error":
-        """Return the error of both."""
+        """Return the error of both pieces together."""
         return Error(
             greatest=max(self.greatest, other.greatest),
             squares=self.squares + other.squares,
@@ -36,10 +36,10 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that hold a coded one."""
+    """One of the tensors that store a coded tensor."""
 
     suffix: str
-    """What its name ends in; empty for the codes."""
+    """Appended to the tensor's name; empty for the codes."""
     dtype: str
     """Element type, as safetensors spells it."""
     elements: int
@@ -47,16 +47,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What a coding makes of a tensor."""
+    """The layout of one coding."""
 
     name: str
     kind: Literal["companded", "logarithmic", "difference"]
     bits: Literal[8, 4]
-    """Of one code. Two codes of 4 bits share a byte, the first in its low half."""
+    """Bits per code. Two codes of 4 bits share a byte, the first in its low half."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether differences to other numbers are coded, which decoding needs again."""
+        """Whether differences to a reference are coded; decoding needs the same reference."""
         return self.kind == "difference"
 
     @property

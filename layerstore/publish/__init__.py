@@ -1,4 +1,4 @@
-"""The one transaction that makes a record visible, pins, and joint commits of many ranks."""
+"""The transaction that makes a record visible, pins, and joint commits of many ranks."""
 
 from layerstore.publish.pins import check_pin_free, check_pin_means, check_pin_name, delete_pin, make_pin, shows_pinned
 from layerstore.publish.rank_parts import (

@@ -83,7 +83,7 @@ def delete_pin(repo: Repository, name: str) -> bool | None:
 
 
 def shows_pinned(repo: Repository, name: str) -> bool | None:
-    """Return whether the commit that the pin *name* was made from is visible; None if the pin cannot be read."""
+    """Whether the commit that the pin *name* was made from is visible; None if the pin cannot be read."""
     try:
         pin = repo.records.read_pin(name)
         view = repo.catalog.find(pin.record.run)

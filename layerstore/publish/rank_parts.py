@@ -1,4 +1,4 @@
-"""Joint commits: each rank leaves its share as a part, and one rank joins the parts."""
+"""Joint commits: each rank leaves its share as a part, and one rank joins the parts into a commit."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -55,7 +55,7 @@ class JointCommit:
     """Identifies an object of frozen weights without reading it."""
     run: str
     place: NextCommit
-    """Where the attempt began; this save's number is *save_number*."""
+    """Where the attempt began; the number of this save is *save_number*."""
     step: int
     save_number: int
     policy: PolicyUse
@@ -65,9 +65,9 @@ class JointCommit:
     """Whether the commit is one of ``torch.distributed.checkpoint``."""
     precision: Precision = PRECISIONS["exact"]
     compact: frozenset[str] = frozenset()
-    """Those of the layers *due* that are kept in *precision*, where they have something to refer to; others exactly."""
+    """The layers to keep in *precision*, if there is an older version to refer to; others of *due* are kept exactly."""
     pin: str | None = None
-    """The pin to make for it."""
+    """The name to pin the commit as."""
 
 
 def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
@@ -76,24 +76,24 @@ def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
 
 
 FrozenWeights = MutableMapping[tuple[str, int], tuple[Hashable, StoredObject]]
-"""By layer and shard: the mark and the object of frozen weights."""
+"""By layer and shard, the mark and the object of frozen weights."""
 
 OlderVersions = MutableMapping[str, LayerVersion]
-"""By layer, what the next differences refer to: a version with this rank's exact masters, or that refers to them."""
+"""By layer, the version that the next differences refer to: it has this rank's exact masters, or refers to them."""
 
 
 def write_share(
     repo: Repository, joint: JointCommit, reader: Reader, *, frozen: FrozenWeights, older: OlderVersions
 ) -> Part:
     """
-    Store a rank's share, and leave and return its part.
+    Store a rank's share, leave its part, and return the part.
 
     Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
-    Compact layers refer to what *older* has of them; those that it has nothing of are kept exactly.
+    Compact layers refer to their versions in *older*; those without one are kept exactly.
 
     Raises:
-        Overtaken: An object vanished while the part that names it was written, or before it could be referred to.
-        IntegrityError: An object to refer to is damaged.
+        Overtaken: An object was removed before the part was there.
+        IntegrityError: An object that a compact layer refers to is damaged.
         Unsupported: A compact layer has numbers that cannot be coded.
     """
     share = joint.share
@@ -130,11 +130,11 @@ def write_share(
 
 def copy_share(near: Repository, repo: Repository, part: Part) -> None:
     """
-    Copy what *part* names from *near*, where its rank has written it, and leave the part there too.
+    Copy *part* and everything that it names from the node's store *near* to *repo*.
 
     Raises:
-        Overtaken: An object vanished meanwhile; repeat it.
-        IntegrityError: One is damaged near.
+        Overtaken: An object was removed meanwhile; repeat the call.
+        IntegrityError: An object in *near* is damaged.
     """
     assert part.state is not None, "it did not fail"
     with Transaction(repo, past_cache=True) as tx:
@@ -150,12 +150,14 @@ def copy_commit(
     near: Repository, repo: Repository, commit: Commit, parts: Sequence[Part], *, own: set[CommitId], after: int | None
 ) -> None:
     """
-    Make *commit*, which is in *near*, visible in *repo*, where all ranks have left their *parts* of it.
+    Make *commit* of the node's store *near* visible in *repo*, where all ranks have left their *parts* of it.
+
+    *own* has the ids of this job's commits. Any other of the same attempt, later than the step *after*, is a conflict.
 
     Raises:
-        InheritedLayerLost: A version that it inherits is gone there.
-        Overtaken: Something else is; repeat it.
-        Conflict: Another job has saved the attempt *after* this one began, whose commits are its *own*.
+        InheritedLayerLost: A version that it inherits is gone from *repo*.
+        Overtaken: Something else is gone from there; repeat the call.
+        Conflict: Another job saves the same attempt.
     """
     with Transaction(repo) as tx:
         for entry in commit.record.layers:
@@ -178,7 +180,7 @@ def copy_commit(
 
 
 def _compact_layers(joint: JointCommit, due: Iterable[LayerSource], older: OlderVersions) -> CompactLayers:
-    """Return those of the layers *due* that are compact, and have something to refer to on this rank."""
+    """Return the compact layers among *due* that have a version to refer to on this rank."""
     references = {}
     for layer in due:
         version = older.get(layer.layer) if layer.layer in joint.compact else None
@@ -214,7 +216,7 @@ def _empty_part(joint: JointCommit) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """One rank's share on its way."""
+    """Stages one rank's share."""
 
     joint: JointCommit
     staging: Staging
@@ -237,7 +239,7 @@ class _Sharing:
 
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
-    """Leave a part that says that this rank has failed, unless its share is there: that may have been joined."""
+    """Leave a part that says that this rank failed; does nothing if its share is there, which may have been joined."""
     repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
     repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
@@ -246,11 +248,11 @@ _STORED_AGAIN = "the next save stores every layer that is missing"
 
 
 class GivenUp(LayerstoreError):
-    """A save will not become a commit: a rank failed, or a commit that it inherits from never became visible."""
+    """A save will not become a commit: a rank failed, or an earlier save that it inherits from never became visible."""
 
 
 class InheritedLayerLost(GivenUp):
-    """A layer to be inherited was collected: resuming from an old step does not keep it."""
+    """A layer to be inherited was collected: resuming from an old step does not protect that step's layers."""
 
 
 def parts_of(repo: Repository, joint: JointCommit, known: dict[int, Part]) -> list[Part] | None:
@@ -280,19 +282,19 @@ def join(
     own: set[CommitId],
 ) -> Commit:
     """
-    Publish the commit that *parts* make up; layers that are not due are *inherited*.
+    Join *parts* into a commit and publish it; layers that are not due are *inherited*.
 
-    *own* has the ids of what this job has tried to publish so far, and gets that of this commit.
+    *own* has the ids of all commits that this job has tried to publish; this one's is added.
 
     Raises:
         Conflict: Another job saves the same attempt to the same bucket.
         InheritedLayerLost: A layer to be inherited was collected.
         GivenUp: A layer is neither due nor inherited, because the save before was given up; or a part is gone.
-        LayoutMismatch: The ranks disagree on what they have saved.
+        LayoutMismatch: The ranks have saved different models.
     """
     for part in parts:
         if part.agreement != parts[0].agreement:
-            raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved another model than rank 0")
+            raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved a different model than rank 0")
     lost = [
         layer.layer
         for layer in joint.share.layers
@@ -342,9 +344,9 @@ def join(
 
 def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, after: int | None) -> None:
     """
-    Note that *record* is this job's own; raise Conflict if another job has saved the attempt *after* this one began.
+    Add *record* to *own*; raise Conflict if another job has saved the same attempt since the step *after*.
 
-    On a disk, locks see to that. Hosts that save to a bucket do not see each other's.
+    On a disk a lock prevents that. Hosts that save to a bucket do not see each other's locks.
     """
     own.add(commit_id(record))  # first: if the server's answer is lost, the record may be there all the same
     if repo.remote is None:
@@ -366,7 +368,7 @@ def _can_inherit(entry: LayerEntry | None, layer: LayerSource) -> bool:
 
 
 def joined_losses(parts: Iterable[LayerPart]) -> tuple[CodingLoss, ...]:
-    """Return what coding lost on all ranks together."""
+    """Return the coding errors of all ranks, added up by layer and state."""
     losses: dict[tuple[str, str], CodingLoss] = {}
     for loss in (loss for part in parts for loss in part.losses):
         others = losses.get((loss.layer, loss.state))
@@ -390,7 +392,7 @@ def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -
 
 
 def _objects(by_rank: Sequence[Iterable[PackedObject]]) -> Iterator[PackedObject]:
-    """Yield every rank's objects of one layer, but a buffer that all ranks share only once."""
+    """Yield every rank's objects of one layer; buffers that are the same on all ranks come once."""
     buffers = []
     for objects in by_rank:
         for packed in objects:

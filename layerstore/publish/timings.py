@@ -1,7 +1,7 @@
 """
-Timings of saves as the savers saw them: one line each under ``stats/RUN/``. Advisory: no answer depends on them.
+Timings of saves, one line each under ``stats/RUN/``. Advisory: no answer depends on them.
 
-The first rank of each saver appends to its own file. Damaged or torn lines are skipped.
+The first rank of each saver appends to a file of its own. Damaged or torn lines are skipped.
 """
 
 import json
@@ -32,21 +32,21 @@ class SaveTiming:
     durable_seconds: float
     """From the call of ``save`` until the rank's share was on disk."""
     visible_seconds: float | None
-    """Likewise until the commit was visible and durable; None if the save was given up."""
+    """The same until the commit was visible and durable; None if the save was given up."""
     copied_bytes: int
-    """Copied from this rank's memory."""
+    """Bytes copied from this rank's memory."""
     written_bytes: int
-    """Bytes that the store did not have."""
+    """Bytes that the store did not have yet."""
     layers_saved: int
     layers: int
     queued: int
     """Saves of this rank that were still being written when this one began."""
     failure: str
-    """Why it was given up, empty if it was not."""
+    """Why the save was given up; empty if it was not."""
     commit: str = ""
     """The commit's id; empty if the save was given up."""
     precision: str = "exact"
-    """How finely layers were to be kept."""
+    """The precision that the save was asked for."""
 
 
 def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
@@ -80,7 +80,7 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
 
 def _timing(line: bytes) -> SaveTiming | None:
     try:
-        values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers did not note them
+        values: Any = {"commit": "", "precision": "exact", **parse_json(line)}  # older savers left these out
         if not (isinstance(values["attempt"], int) and isinstance(values["step"], int)):
             return None  # timings are sorted by these
         return SaveTiming(**{field.name: values[field.name] for field in fields(SaveTiming)})

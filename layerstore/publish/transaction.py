@@ -1,5 +1,5 @@
 """
-The one transaction: only here do records, parts and pins become visible.
+The transaction: records, parts and pins become visible only here.
 
     with Transaction(repo) as tx:
         tx.objects.put(data, ref)     # staged and synced in tmp/, or found in the store and touched
@@ -26,7 +26,7 @@ from layerstore.storage import Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A record that was committed."""
+    """The result of `Transaction.commit`."""
 
     commit: Commit
     is_new: bool
@@ -37,8 +37,8 @@ class Transaction:
     """
     One record, part or pin on its way into the store, with all that it names.
 
-    As a context manager, it removes what was staged but never linked. *past_cache* and *reads_reused* are those of
-    `ObjectWriter`.
+    As a context manager it removes objects that were staged but never linked. *past_cache* and *reads_reused* are those
+    of `ObjectWriter`.
     """
 
     def __init__(self, repo: Repository, *, past_cache: bool = False, reads_reused: bool = False) -> None:
@@ -55,18 +55,18 @@ class Transaction:
 
     def inherit(self, entry: LayerEntry) -> None:
         """
-        Name the version of *entry*, which an earlier commit names.
+        Name the version of *entry* again, which an earlier commit names.
 
         Raises:
-            Overtaken: It is gone, or one of its objects is.
-            IntegrityError: It is damaged.
+            Overtaken: The version is gone, or one of its objects is.
+            IntegrityError: The version or one of its objects is damaged.
         """
         try:
             is_there = self.objects.claim(entry.version) or self._reuse(entry.version)
         except IntegrityError as exc:
             raise IntegrityError(
-                f"the version of {entry.layer!r} of {entry.origin.run}@{entry.origin.step} cannot be named "
-                f"once more: {exc}; nothing was saved",
+                f"the version of {entry.layer!r} of {entry.origin.run}@{entry.origin.step} cannot be inherited: {exc}; "
+                "nothing was saved",
                 hint="layerstore repair --from COPY, or ingesting the checkpoint of that step again, heals it",
             ) from exc
         if not is_there:
@@ -76,7 +76,7 @@ class Transaction:
             )
 
     def keep(self, record: CommitRecord) -> None:
-        """Name the versions and states of *record*, which are in the store already; raises as `inherit` does."""
+        """Name all versions and states of *record*, which are in the store already; raises as `inherit` does."""
         for entry in record.layers:
             self.inherit(entry)
         for state in record.states:
@@ -88,10 +88,12 @@ class Transaction:
 
     def trust(self, parts: Sequence[Part]) -> None:
         """
-        Name all that *parts*, of one save, name: their ranks have looked, and collections keep it while they are there.
+        Name everything that *parts*, the parts of one save, name, without looking at it.
+
+        Each rank has looked before it left its part, and collections keep what a part names.
 
         Raises:
-            Overtaken: One of them is gone.
+            Overtaken: A part is gone.
         """
         self._parts = parts
         self._check_parts()
@@ -102,15 +104,15 @@ class Transaction:
             gone = sorted({part.rank for part in self._parts} - listed)
             if gone:
                 raise Overtaken(
-                    f"what rank {gone[0]} had written was collected, since nothing was done for so long",
+                    f"the share of rank {gone[0]} was collected, because the save was idle for too long",
                     hint="repeat the command",
                 )
 
     def _reuse(self, blob: BlobRef) -> bool:
         """
-        Reuse each object that *blob* names: the blob is not in its place, so a collection may be removing them all.
+        Reuse *blob*, which is not in its place, and each object that it names: a collection may be removing them all.
 
-        Return whether all are there; raise IntegrityError if one of them is damaged.
+        Return whether all are there; raise IntegrityError if one is damaged.
         """
         if self._repo.objects.find(blob) is None:
             return False
@@ -145,7 +147,7 @@ class Transaction:
 
     def leave(self, part: Part) -> None:
         """
-        Leave *part* for the committing rank, which trusts it, with all that it names durable.
+        Leave *part* for the rank that commits, with everything that it names durable.
 
         Raises as `commit` does, or StorageIO if a collection has removed the draft.
         """
@@ -170,13 +172,13 @@ class Transaction:
             raise
 
     def observed(self) -> Observed:
-        """Return what is seen of a commit now."""
+        """Return the time, and how much was staged and reused so far."""
         return Observed(
             time_ns=time.time_ns(), bytes_new=self.objects.bytes_new, bytes_reused=self.objects.bytes_reused
         )
 
     def _check_all_there(self, name: str) -> None:
-        """Check that everything named is still there; link blobs back from aside, after what they name."""
+        """Check that everything named is still there; link back what a collection has moved aside."""
         self._check_parts()
         lost = self.objects.look_again()
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
@@ -188,14 +190,14 @@ class Transaction:
 
 
 def retire(repo: Repository, commit: Commit) -> None:
-    """Move the records that *commit* supersedes to the trash; until then, *commit* hides them."""
+    """Move the records that *commit* supersedes to the trash."""
     for name in repo.records.names(commit.record.run) if commit.record.supersedes else ():
         if name.id in commit.record.supersedes and repo.trash.take_record(name):
             repo.catalog.forget([name])
 
 
 def republish(repo: Repository, commit: Commit) -> Published:
-    """Make *commit* visible again as it was; raises Overtaken if anything that it names is gone."""
+    """Make *commit* visible again, unchanged; raises Overtaken if anything that it names is gone."""
     with Transaction(repo) as tx:
         tx.keep(commit.record)
         return tx.commit(commit.record, observed=commit.observed)

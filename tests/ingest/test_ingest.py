@@ -289,9 +289,7 @@ def test_rot_in_an_inherited_layer_is_told_as_rot(store: Store, tmp_path: Path) 
         lambda: store.pin("best", "sft@4"),
         lambda: store.ingest(checkpoint(tmp_path, step=4), policy="parity"),
     ):
-        with pytest.raises(
-            IntegrityError, match=f"version of '{layer}' of sft@2 cannot be named once more: .* is damaged"
-        ):
+        with pytest.raises(IntegrityError, match=f"version of '{layer}' of sft@2 cannot be inherited: .* is damaged"):
             save()
 
 
