@@ -97,6 +97,7 @@ def _encode_piece(
         raise NotCodable(_reason(values, has_reference=reference is not None)) from error
     if small is not codes:
         codes[:] = (_packed(small) if spec.bits == 4 else small)[: codes.size]
+    # From here on *reference* may be overwritten, since *out* may be the same memory: the error needs *coded* instead.
     _decode_piece(spec, codes, scales, reference, out)
     return _error(values, coded, greatest, out, work[:size])
 

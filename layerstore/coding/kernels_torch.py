@@ -42,7 +42,7 @@ def _packed(small: Tensor, bits: int) -> Tensor:
 
 
 def _nearest_scale(exact: Tensor) -> Tensor:
-    bits = (exact.view(torch.int32) & 0x7FFFFFFF).clamp_max(_NAN)
+    bits = (exact.view(torch.int32) & 0x7FFFFFFF).clamp_max(_NAN)  # rounding up larger ones would overflow
     return ((bits + 0x8000) >> 16).clamp_min(SMALLEST_SCALE >> 16)
 
 
@@ -74,6 +74,7 @@ def _encode_logarithmic(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
     factor = torch.full_like(span, top - 1) / span.clamp_min(1)
     work = images.float().sub_((down << 16).float()).mul_(factor).round_().clamp_(0, top - 1)
     small = (work.to(torch.uint8) + 1) * (images != 0)
+    # An infinite scale tells `check` on the host: raising here would have to wait for the device.
     return small, torch.cat([down, up.masked_fill_(is_wrong, INFINITY >> 16)], dim=1)
 
 

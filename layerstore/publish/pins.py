@@ -64,6 +64,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
         if (old.record, old.base) == (new.record, new.base):
             return old
         raise _taken(repo, name, old.record)
+    # Two hosts that pin the same name at once both come here; linking the pin has one winner.
     with Transaction(repo) as tx:
         tx.pin(new)
     return new
@@ -77,7 +78,7 @@ def delete_pin(repo: Repository, name: str) -> bool | None:
         NotFound: There is none.
     """
     repo.prepare_saving()
-    shows = shows_pinned(repo, name)
+    shows = shows_pinned(repo, name)  # before it is deleted: only the pin knows its commit
     repo.records.delete_pin(name)
     return shows
 

@@ -121,6 +121,7 @@ def write_share(
             bytes_reused=tx.objects.bytes_reused,
         )
         tx.leave(part)
+    # Only now, when the part is there: differences must not refer to masters that this transaction may discard.
     for layer in due:
         masters = tuple(stored for stored in staged[layer.layer] if stored.kind is Kind.MASTER and not stored.is_coded)
         if masters:
@@ -142,6 +143,7 @@ def copy_share(near: Repository, repo: Repository, part: Part) -> None:
         for ref in (*named, *named_by(near, part.state)):
             if not tx.objects.reuse(ref):
                 tx.objects.copy(ref, near.objects)
+        # The state blob after the objects that it names: in its place, it promises that they can be found.
         tx.objects.put(near.objects.read(part.state), part.state)
         tx.leave(part)
 
@@ -240,6 +242,7 @@ class _Sharing:
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
     """Leave a part that says that this rank failed; does nothing if its share is there, which may have been joined."""
+    # A draft left behind would keep its objects until the session has been idle for a day.
     repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
     repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
@@ -266,6 +269,7 @@ def parts_of(repo: Repository, joint: JointCommit, known: dict[int, Part]) -> li
     listed = repo.parts.ranks(joint.session, joint.save)
     for rank in sorted(listed.intersection(range(joint.share.world_size)) - known.keys()):
         part = repo.parts.find(joint.session, joint.save, rank)
+        # No state: the rank failed, and left the reason in place of its share.
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
@@ -335,6 +339,8 @@ def join(
             losses=losses,
         )
         try:
+            # The parts must be there before the version blobs are linked, and once more after the record, in `commit`:
+            # until then, collections keep what the ranks wrote because of the parts alone.
             tx.trust(parts)
             _check_alone(repo, record, own, after=joint.place.after)
             return tx.commit(record, observed=observed).commit
@@ -354,7 +360,7 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
     repo.records.refresh(run=record.run)
     view = repo.catalog.find(record.run)
     for row in [] if view is None else view.of_attempt(record.attempt):
-        # An older one was brought back, say.
+        # Up to *after* it may be an older commit that was brought back.
         if row.id not in own and (after is None or row.step > after):
             raise Conflict(
                 f"step {record.step} is given up: another job saves attempt {record.attempt} of run {record.run!r} too "
@@ -363,7 +369,8 @@ def _check_alone(repo: Repository, record: CommitRecord, own: set[CommitId], *, 
 
 
 def _can_inherit(entry: LayerEntry | None, layer: LayerSource) -> bool:
-    """Whether *layer* can inherit *entry*: before the first update there are no moments."""
+    """Whether *layer* can inherit *entry*."""
+    # A version from before the first update has no moments; a later commit must not inherit that.
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 

@@ -52,6 +52,7 @@ class SaveTiming:
 def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
     """Append *timing* to the file of *session*."""
     folder = repo.layout.stats / timing.run
+    # Nothing is synced: a power cut may take the newest lines, since no answer depends on them.
     repo.files.make_directory(repo.layout.stats, durable=False)
     repo.files.make_directory(folder, durable=False)
     repo.files.append(folder / f"{session}{_SUFFIX}", json.dumps(asdict(timing)).encode() + b"\n")
@@ -71,7 +72,7 @@ def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
     try:
         data = repo.files.read(repo.layout.stats / run / name, size_bytes_max=RECORD_BYTES_MAX)
     except LayerstoreError:
-        return
+        return  # too long, or unreadable: no answer depends on it
     for line in data.splitlines():
         timing = _timing(line)
         if timing is not None and timing.run == run:

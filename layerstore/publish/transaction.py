@@ -62,6 +62,7 @@ class Transaction:
             IntegrityError: The version or one of its objects is damaged.
         """
         try:
+            # One touch if the blob is in its place, since collections keep what a young blob names.
             is_there = self.objects.claim(entry.version) or self._reuse(entry.version)
         except IntegrityError as exc:
             raise IntegrityError(
@@ -100,6 +101,7 @@ class Transaction:
 
     def _check_parts(self) -> None:
         if self._parts:
+            # One listing, however many ranks there are: a look at each part would cost a thousand calls.
             listed = self._repo.parts.ranks(self._parts[0].session, self._parts[0].save)
             gone = sorted({part.rank for part in self._parts} - listed)
             if gone:
@@ -131,17 +133,21 @@ class Transaction:
             Unsupported: The store was migrated since it was opened.
         """
         repo = self._repo
+        # The objects first: a crash after this leaves objects that no record names, never the reverse.
         self.objects.publish()
         commit = make_commit(record, observed or self.observed())
         identity = repo.records.link(commit)
         try:
+            # After the link: a collection that marked before it has not seen what the record names.
             self._check_all_there(f"{record.run}@{record.step}")
         except LayerstoreError:
-            if identity is not None:
+            if identity is not None:  # else the same record was there before, and others may count on it
                 repo.records.withdraw(commit, identity)
                 repo.catalog.forget([repo.records.name_of(commit)])
             raise
+        # The index after the record: if this process dies in between, opening the store reads the record in.
         repo.catalog.add(commit)
+        # Last: what the record supersedes may go only once nothing can take the record back.
         retire(repo, commit)
         return Published(commit=commit, is_new=identity is not None)
 
@@ -152,11 +158,14 @@ class Transaction:
         Raises as `commit` does, or StorageIO if a collection has removed the draft.
         """
         self.objects.publish()
+        # A draft, so that collections see what it names before this rank looks. The rename then says to the rank that
+        # commits: everything was there when collections already kept it.
         self._repo.parts.draft(part)
         try:
             self._check_all_there(f"the share of rank {part.rank}")
             self._repo.parts.confirm(part)
         except LayerstoreError:
+            # Only a draft goes: a part may have been joined by now.
             self._repo.parts.withdraw(part.session, part.save, part.rank)
             raise
 
@@ -168,6 +177,7 @@ class Transaction:
         try:
             self._check_all_there(f"pin {pin.name!r}")
         except LayerstoreError:
+            # It is ours: had the name been taken, linking it would have raised.
             self._repo.records.delete_pin(pin.name)
             raise
 
@@ -181,6 +191,7 @@ class Transaction:
         """Check that everything named is still there; link back what a collection has moved aside."""
         self._check_parts()
         lost = self.objects.look_again()
+        # Inherited blobs were only touched; if one has been moved aside, its objects may have been, too.
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
             raise Overtaken(
@@ -191,6 +202,7 @@ class Transaction:
 
 def retire(repo: Repository, commit: Commit) -> None:
     """Move the records that *commit* supersedes to the trash."""
+    # A crash in between is harmless: *commit* hides those that are still in their place.
     for name in repo.records.names(commit.record.run) if commit.record.supersedes else ():
         if name.id in commit.record.supersedes and repo.trash.take_record(name):
             repo.catalog.forget([name])
