@@ -136,9 +136,9 @@ class Bucket:
 
     def without_retries(self) -> "Bucket":
         """Return the same bucket, which tries each request only once."""
-        found = copy.copy(self)
-        found._retries = False
-        return found
+        bucket = copy.copy(self)
+        bucket._retries = False
+        return bucket
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -149,14 +149,14 @@ class Bucket:
             size_bytes, pieces = self._client.get(name)
             if size_bytes > size_bytes_max:
                 raise IntegrityError(
-                    f"{self._called(name)} has {size_bytes} bytes, at most {size_bytes_max} were expected"
+                    f"{self._url_of(name)} has {size_bytes} bytes, at most {size_bytes_max} were expected"
                 )
             data = b"".join(pieces)
             if len(data) < size_bytes:
                 raise ConnectionError("the answer ends early")
             return data
 
-        return self._answer(f"read {name}", once)
+        return self._request(f"read {name}", once)
 
     def chunks(self, name: str, *, start: int, size_bytes: int, is_whole: bool = False) -> Iterator[memoryview]:
         """
@@ -170,9 +170,9 @@ class Bucket:
         """
         download = _Download(lambda at, end: self._stream(name, at, end, is_whole=is_whole), start, start + size_bytes)
         while download.at < download.end:
-            piece = self._answer(f"read {name}", partial(self._next_piece, name, download))
+            piece = self._request(f"read {name}", partial(self._next_piece, name, download))
             if piece is None:
-                raise NotFound(f"{self._called(name)} is not there")
+                raise NotFound(f"{self._url_of(name)} is not there")
             if not piece:
                 raise self._too_short(name, download.end)
             yield piece
@@ -196,39 +196,39 @@ class Bucket:
         return pieces
 
     def _too_short(self, name: str, end: int) -> IntegrityError:
-        return IntegrityError(f"{self._called(name)} is shorter than the {end} bytes that were expected")
+        return IntegrityError(f"{self._url_of(name)} is shorter than the {end} bytes that were expected")
 
     def look(self, name: str) -> Listed | None:
         """Return the listing entry of *name*, None if there is none."""
-        return self._answer(f"look at {name}", lambda: self._client.head(name))
+        return self._request(f"look at {name}", lambda: self._client.head(name))
 
     def size(self, name: str) -> int | None:
         """Return the size of *name*, None if it does not exist."""
-        found = self.look(name)
-        return None if found is None else found.size_bytes
+        entry = self.look(name)
+        return None if entry is None else entry.size_bytes
 
     def listed(self, folder: str) -> list[Listed]:
         """Return everything below *folder*, by name; raises StorageIO if an empty answer cannot be trusted."""
-        found = self._answer(f"list {folder}", lambda: list(self._client.list(folder)))
-        if found is None:
+        entries = self._request(f"list {folder}", lambda: list(self._client.list(folder)))
+        if entries is None:
             raise StorageIO(
                 f"{self.url}: cannot list {folder}: the server says that there is no such place",
                 errno=errnos.EIO,
                 filename=self.url,
                 hint="an empty folder is listed as empty; is there a proxy before the server?",
             )
-        return sorted(found, key=attrgetter("name"))
+        return sorted(entries, key=attrgetter("name"))
 
     def objects(self) -> "list[Listed]":
         """Return all objects; lists the folders in parallel, since a listing comes a thousand names at a time."""
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="list") as pool:
             folders = pool.map(self.listed, OBJECT_FOLDERS)
-            return [each for listed in folders for each in listed]
+            return [entry for entries in folders for entry in entries]
 
     def check_links(self) -> None:
         """Raise IntegrityError if anything in it is a link, which only a folder can have."""
         if isinstance(self._client, Folder):
-            self._answer("list all of it", self._client.check)
+            self._request("list all of it", self._client.check)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Bucket:
         self._write(name, once)
 
     def _write(self, name: str, once: Callable[[], bool]) -> None:
-        if not self._answer(f"write {name}", once):
+        if not self._request(f"write {name}", once):
             raise StorageIO(
                 f"{self.url}: cannot write {name}: the server says that there is no such place",
                 errno=errnos.EIO,
@@ -273,25 +273,25 @@ class Bucket:
     def remove(self, names: Sequence[str], *, until: float = math.inf) -> bool:
         """Remove *names*, ignoring missing ones; return False if this could not be done by *until*."""
 
-        def once(some: Sequence[str]) -> bool:
+        def once(batch: Sequence[str]) -> bool:
             if hours_on() > until:
                 return False
             try:
-                self._client.delete(some)
+                self._client.delete(batch)
             except FileNotFoundError:
                 # Some servers stop at the first missing name.
-                return len(some) == 1 or all(once([name]) for name in some)
+                return len(batch) == 1 or all(once([name]) for name in batch)
             except LayerstoreError:
                 raise
             except Exception as exc:
                 # Some servers delete the objects but send an answer that cannot be parsed.
-                if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in some):
+                if not _BAD_ANSWER.search(str(exc)) or any(self.size(name) is not None for name in batch):
                     raise
             return True
 
         # In batches: some servers take one request per name, and thousands would not finish by *until*.
         batches = (names[at : at + _REMOVED_AT_ONCE] for at in range(0, len(names), _REMOVED_AT_ONCE))
-        return all(self._answer(f"remove {some[0]}", partial(once, some)) is not False for some in batches)
+        return all(self._request(f"remove {batch[0]}", partial(once, batch)) is not False for batch in batches)
 
     def now_ns(self) -> int:
         """Return the time by the server's clock; writes a file to learn it."""
@@ -303,13 +303,13 @@ class Bucket:
     def mark(self, name: str) -> int:
         """Write a mark called *name*; return its time by the server's clock."""
         self.write(name, lambda: [b"what time is it?"])
-        found = self.look(name)
-        if found is None:
+        entry = self.look(name)
+        if entry is None:
             raise IntegrityError(
-                f"{self._called(name)} was just written and is not there",
+                f"{self._url_of(name)} was just written and is not there",
                 hint="a store needs a server that shows at once what it has taken",
             )
-        return found.modified_ns
+        return entry.modified_ns
 
     def check_process(self) -> None:
         """Raise Internal in a child of the process that opened it."""
@@ -325,16 +325,16 @@ class Bucket:
         """Call *report* with one line for each retry, from any thread, instead of warning; None: warn again."""
         self._report = report
 
-    def _called(self, name: str) -> str:
+    def _url_of(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}"
 
-    def _answer(self, doing: str, ask: Callable[[], Answer]) -> Answer | None:
-        """Return what *ask* returns, None if the name does not exist; retry transient failures."""
+    def _request(self, doing: str, send: Callable[[], Answer]) -> Answer | None:
+        """Return what *send* returns, None if the name does not exist; retry transient failures."""
         self.check_process()
         tries = REMOTE_TRIES if self._retries else 1
-        for tried in range(1, tries + 1):
+        for attempt in range(1, tries + 1):
             try:
-                return _interruptible(ask)
+                return _interruptible(send)
             except LayerstoreError:
                 raise
             except FileNotFoundError as exc:
@@ -343,13 +343,13 @@ class Bucket:
                 return None
             except Exception as exc:  # noqa: BLE001  # told apart by name and text
                 problem = self._problem(doing, exc)
-                if problem is not None or tried == tries:
+                if problem is not None or attempt == tries:
                     # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
-                    raise problem or self._gave_up(doing, exc) from None
-                pause = REMOTE_PAUSE_SECONDS * 2 ** (tried - 1) * _RANDOM.uniform(0.5, 1.5)
+                    raise problem or self._unavailable(doing, exc) from None
+                pause = REMOTE_PAUSE_SECONDS * 2 ** (attempt - 1) * _RANDOM.uniform(0.5, 1.5)
                 notice = RemoteNotice(
                     f"{self.url}: cannot {doing} ({first_line(exc)}); trying again in {pause:.1f} s "
-                    f"({tried} of {tries - 1})"
+                    f"({attempt} of {tries - 1})"
                 )
                 self._notify(notice, pause)
                 time.sleep(pause)
@@ -378,9 +378,9 @@ class Bucket:
             return StorageIO(f"{self.url}: cannot {doing}: no room is left", errno=errnos.EDQUOT, filename=self.url)
         if not kind.endswith("Error") or isinstance(exc, (TypeError, ValueError, AttributeError, MemoryError)):
             return exc  # a bug of ours, or no room for a thread
-        return None if kind in _PASSING else self._gave_up(doing, exc)
+        return None if kind in _PASSING else self._unavailable(doing, exc)
 
-    def _gave_up(self, doing: str, exc: Exception) -> StorageIO:
+    def _unavailable(self, doing: str, exc: Exception) -> StorageIO:
         return StorageIO(
             f"{self.url}: cannot {doing}: {first_line(exc)}",
             errno=errnos.EIO,
@@ -394,19 +394,19 @@ class Bucket:
         )
 
 
-def _interruptible(ask: Callable[[], Answer]) -> Answer:
+def _interruptible(send: Callable[[], Answer]) -> Answer:
     """
-    Return what *ask* returns; the main thread stays responsive to signals meanwhile.
+    Return what *send* returns; the main thread stays responsive to signals meanwhile.
 
     Python handles signals between bytecodes, and a call into obstore may block for minutes.
     """
     if threading.current_thread() is not threading.main_thread():
-        return ask()
+        return send()
     answer: Future[Answer] = Future()
 
     def work() -> None:
         try:
-            answer.set_result(ask())
+            answer.set_result(send())
         except BaseException as exc:  # noqa: BLE001  # it is raised below
             answer.set_exception(exc)
 
@@ -451,5 +451,5 @@ def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | 
 
 def _code_of(text: str) -> str:
     """Return which of its codes a server's answer gives, in brackets: a wrong clock is refused as a wrong key is."""
-    found = re.search(r"<Code>(\w+)</Code>", text)
-    return f" ({found[1]})" if found else ""
+    match = re.search(r"<Code>(\w+)</Code>", text)
+    return f" ({match[1]})" if match else ""

@@ -27,15 +27,15 @@ _sums: dict[Path, int] = {}
 
 def cache_folder() -> Path:
     """Return the folder that holds mirrors and nothing else."""
-    named = os.environ.get(FOLDER_VARIABLE)
+    setting = os.environ.get(FOLDER_VARIABLE)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore"
-    return (Path(named) if named else home) / "mirrors"
+    return (Path(setting) if setting else home) / "mirrors"
 
 
 def cache_bytes() -> int:
     """Return the cache's size limit; raises InvalidInput if the setting is not a size."""
-    named = os.environ.get(SIZE_VARIABLE)
-    return CACHE_BYTES if not named else size_in_bytes(named)
+    setting = os.environ.get(SIZE_VARIABLE)
+    return CACHE_BYTES if not setting else size_in_bytes(setting)
 
 
 def trim(files: Files) -> None:
@@ -46,10 +46,10 @@ def trim(files: Files) -> None:
 
 def make_room(files: Files, size_bytes: int) -> None:
     """Make room for *size_bytes* more; evicts down to three quarters of the limit, so that scans are rare."""
-    folder, most = cache_folder(), cache_bytes()
+    folder, limit = cache_folder(), cache_bytes()
     with _guard:
-        if folder not in _sums or _sums[folder] + size_bytes > most:
-            _sums[folder] = _emptied(files, folder, left_max=most * 3 // 4)
+        if folder not in _sums or _sums[folder] + size_bytes > limit:
+            _sums[folder] = _emptied(files, folder, left_max=limit * 3 // 4)
         _sums[folder] += size_bytes
 
 
@@ -59,23 +59,23 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
 
     Downloads that were killed go after a day.
     """
-    found = []
-    for name in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors are named so
-        layout = layout_at(folder / name)
-        for path in (layout.tmp / each for each in files.names_in_folder(layout.tmp)):
+    evictable = []
+    for mirror in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors are named so
+        layout = layout_at(folder / mirror)
+        for path in (layout.tmp / file_name for file_name in files.names_in_folder(layout.tmp)):
             state = files.look(path)
             if state is not None and state.st_mtime < time.time() - _DOWNLOAD_SECONDS_MAX:
                 files.discard(path)
         objects = layout.objects
         for place in (layout.sparse, *(objects / prefix for prefix in files.names_in_folder(objects))):
-            for path in (place / each for each in files.names_in_folder(place)):
+            for path in (place / file_name for file_name in files.names_in_folder(place)):
                 state = files.look(path)
                 if state is not None:
-                    found.append((state.st_mtime_ns, state.st_blocks * 512, path))  # sparse files have holes
-    left = sum(size_bytes for _, size_bytes, _ in found)
+                    evictable.append((state.st_mtime_ns, state.st_blocks * 512, path))  # sparse files have holes
+    left = sum(size_bytes for _, size_bytes, _ in evictable)
     if left <= left_max:
         return left
-    for _, size_bytes, path in sorted(found):
+    for _, size_bytes, path in sorted(evictable):
         if left <= left_max:
             break
         files.discard(path)

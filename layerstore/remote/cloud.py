@@ -52,8 +52,8 @@ class Cloud:
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[Any]]:
         """Return the size of *name*, and its bytes or a *stretch* of them."""
-        found = self._obstore.get(self._reader, name, options={} if stretch is None else {"range": stretch})
-        return found.meta["size"], iter(found.stream(IO_CHUNK_BYTES))
+        answer = self._obstore.get(self._reader, name, options={} if stretch is None else {"range": stretch})
+        return answer.meta["size"], iter(answer.stream(IO_CHUNK_BYTES))
 
     def head(self, name: str) -> Listed:
         """Return the listing entry of *name*."""
@@ -81,12 +81,12 @@ class Cloud:
 
     def create(self, name: str, data: bytes) -> None:
         """Write *data* as *name* unless it exists, if the server supports that."""
-        known = self._obstore.exceptions
+        errors = self._obstore.exceptions
         try:
             self._obstore.put(self._writer, name, data, mode="create")
-        except (known.AlreadyExistsError, known.PreconditionError):
+        except (errors.AlreadyExistsError, errors.PreconditionError):
             pass  # the caller reads what is there
-        except known.NotSupportedError:
+        except errors.NotSupportedError:
             self.put(name, data)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -94,10 +94,10 @@ class Cloud:
         self._obstore.delete(self._reader, names)
 
 
-def part_bytes_for(free: int) -> int:
-    """Return the size of parts where so many bytes of memory are *free*."""
+def part_bytes_for(free_bytes: int) -> int:
+    """Return the size of parts where *free_bytes* of memory are free."""
     ranks_here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    room = free // 4 // ranks_here // REMOTE_REQUESTS_MAX // (_PARTS_AT_ONCE + 1)
+    room = free_bytes // 4 // ranks_here // REMOTE_REQUESTS_MAX // (_PARTS_AT_ONCE + 1)
     return max(REMOTE_PART_BYTES_LEAST, min(room // MIB * MIB, REMOTE_PART_BYTES))
 
 

@@ -93,10 +93,10 @@ def _collected(
     remote.refresh()
     with concluding("nothing was removed"):
         runs = chosen(Facts(repo, request.keep), request, now_ns)
-        fates = [fate for _, each in runs for fate in each]
-        hidden = [view.rows[each].name for view, _ in runs for each in view.hidden if each in view.rows]
+        fates = [fate for _, fates_of_run in runs for fate in fates_of_run]
+        hidden = [view.rows[commit].name for view, _ in runs for commit in view.hidden if commit in view.rows]
         moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden ones before the one that hides them
-        _check_strangers(remote, remote.beside)
+        _check_strangers(remote, remote.stranger_names)
         needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
         for name in moved if grace_seconds else ():
@@ -105,22 +105,22 @@ def _collected(
     if not dry_run:
         trashed = [_to_trash(remote, name, watch) for name in moved]
         # Those that were there before and have come once more are young again.
-        old_trash = [*(each for each in old_trash if each not in trashed), *(() if grace_seconds else trashed)]
+        old_trash = [*(name for name in old_trash if name not in trashed), *(() if grace_seconds else trashed)]
         _empty_trash(bucket, old_trash, old_before_ns, watch)
     progress.start("folders of objects", len(OBJECT_FOLDERS))
 
     def sweep(folder: str) -> tuple[Gone, Gone]:
-        found = _swept(bucket, folder, needs, held, old_before_ns, watch=None if dry_run else watch)
+        counts = _swept(bucket, folder, needs, held, old_before_ns, watch=None if dry_run else watch)
         progress.advance(1)
-        return found
+        return counts
 
     with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="sweep") as pool:
         swept = list(pool.map(sweep, OBJECT_FOLDERS))
     objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
     if not dry_run:
         # Marks of collections, and parts of jobs that are over.
-        left = (each for folder in ("gc", "parts") for each in bucket.listed(folder))
-        bucket.remove([each.name for each in left if each.modified_ns < min(old_before_ns, now_ns)])
+        leftovers = (entry for folder in ("gc", "parts") for entry in bucket.listed(folder))
+        bucket.remove([entry.name for entry in leftovers if entry.modified_ns < min(old_before_ns, now_ns)])
     references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
     return GcOutcome(
         commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
@@ -161,8 +161,8 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
         IntegrityError: One cannot be read, or is under another name, so what it needs is unknown.
     """
     repo, layout = remote.repo, remote.repo.layout
-    records = {name for each in remote.listed if (name := repo.records.name_at(layout.root / each)) is not None}
-    pins = {path.name for each in remote.listed if (path := layout.root / each).parent == layout.pins}
+    records = {record for name in remote.listed if (record := repo.records.name_at(layout.root / name)) is not None}
+    pins = {path.name for name in remote.listed if (path := layout.root / name).parent == layout.pins}
     progress.start("records", len(records))
     needs = Needs(repo)
     for name in sorted(records.difference(without)):
@@ -201,51 +201,53 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
         IntegrityError: Something in it is not a record by its name, so what it needs is unknown.
     """
     held, old = Needs(remote.repo, besides=needs), []
-    for each in remote.bucket.listed("trash"):
-        if each.name.startswith("trash/damaged/"):  # it keeps nothing
-            old += [each.name] if each.modified_ns < old_before_ns else []
+    for entry in remote.bucket.listed("trash"):
+        if entry.name.startswith("trash/damaged/"):  # it keeps nothing
+            old += [entry.name] if entry.modified_ns < old_before_ns else []
             continue
-        if not each.name.startswith("trash/commits"):
+        if not entry.name.startswith("trash/commits"):
             continue
-        if is_stranger(each):
-            raise stranger(each.name, remote=remote.url)
-        if each.modified_ns < old_before_ns:
-            old.append(each.name)
+        if is_stranger(entry):
+            raise stranger(entry.name, remote=remote.url)
+        if entry.modified_ns < old_before_ns:
+            old.append(entry.name)
             continue
-        record = _trashed(remote, each.name)
+        record = _trashed(remote, entry.name)
         if record is not None:
             held.add_readable(record)
     return old, held
 
 
-def _trashed(remote: Remote, called: str) -> CommitRecord | None:
-    """Return the record *called* so in the trash; None if it is gone or damaged, which must not stop a collection."""
-    *_, run, file_name = called.split("/")
-    name, data = name_in(run, file_name), None
+def _trashed(remote: Remote, name: str) -> CommitRecord | None:
+    """Return the record *name* in the trash; None if it is gone or damaged, which must not stop a collection."""
+    *_, run, file_name = name.split("/")
+    record_name, data = name_in(run, file_name), None
     try:
-        data = remote.bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
-        return None if name is None or data is None else remote.repo.records.decode(data, name).record
+        data = remote.bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
+        if record_name is None or data is None:
+            return None
+        return remote.repo.records.decode(data, record_name).record
     except IntegrityError:
         if stated_store(data or b"") == remote.repo.identity.store_id:  # whole: its run was renamed
-            raise stranger(called, remote=remote.url) from None
+            raise stranger(name, remote=remote.url) from None
         return None
 
 
-def _to_trash(remote: Remote, name: RecordName, watch: "_Watch") -> str:
-    """Move the record *name* to the trash; return what it is called there."""
-    path = remote.repo.layout.record(name.run, name.step, name.id)
-    called = remote.repo.layout.name(path)
-    to_trash(remote.bucket, called, watch.check)
+def _to_trash(remote: Remote, record: RecordName, watch: "_Watch") -> str:
+    """Move *record* to the trash; return its name there."""
+    path = remote.repo.layout.record(record.run, record.step, record.id)
+    name = remote.repo.layout.name(path)
+    to_trash(remote.bucket, name, watch.check)
     remote.repo.files.discard(path)
-    return f"trash/{called}"
+    return f"trash/{name}"
 
 
 def _empty_trash(bucket: Bucket, names: Collection[str], old_before_ns: int, watch: "_Watch") -> None:
     """Remove *names* from the trash, but for those that have come there once more since they were listed."""
     if names:
         watch.check()
-        listed, going = bucket.listed("trash"), set(names)
-        bucket.remove([each.name for each in listed if each.name in going and each.modified_ns < old_before_ns])
+        entries, expired = bucket.listed("trash"), set(names)
+        bucket.remove([entry.name for entry in entries if entry.name in expired and entry.modified_ns < old_before_ns])
 
 
 def _swept(
@@ -260,23 +262,23 @@ def _swept(
     """
     for _ in range(_LISTINGS_MAX):
         listed_at = hours_on()
-        doomed, young = [], Gone()
-        for each in bucket.listed(folder):
-            object_id = ObjectId(each.name.rpartition("/")[2])
+        unneeded, young = [], Gone()
+        for entry in bucket.listed(folder):
+            object_id = ObjectId(entry.name.rpartition("/")[2])
             if not OBJECT_ID.fullmatch(object_id) or object_id in needs:
                 continue
-            if each.modified_ns >= old_before_ns or object_id in held:
-                young += Gone(1, each.size_bytes)
+            if entry.modified_ns >= old_before_ns or object_id in held:
+                young += Gone(1, entry.size_bytes)
             else:
-                doomed.append(each)
+                unneeded.append(entry)
         if watch is None:
             break
         watch.check()
-        if bucket.remove([each.name for each in doomed], until=listed_at + REMOTE_MOMENT_SECONDS):
+        if bucket.remove([entry.name for entry in unneeded], until=listed_at + REMOTE_MOMENT_SECONDS):
             break
     else:
         raise Overtaken(
             f"{bucket.url}: {folder} cannot be listed and thinned out within {REMOTE_MOMENT_SECONDS:.0f} s",
             hint="repeat the command where the connection is better",
         )
-    return Gone(len(doomed), sum(each.size_bytes for each in doomed)), young
+    return Gone(len(unneeded), sum(entry.size_bytes for entry in unneeded)), young

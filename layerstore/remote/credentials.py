@@ -22,7 +22,7 @@ _KEYS = {
 }
 _SETTINGS = {"region": "region", "endpoint_url": "endpoint"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_SAID_BY = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint_url": _ENDPOINTS}
+_VARIABLES = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint_url": _ENDPOINTS}
 _NEED_BOTO3 = frozenset({"sso_session", "sso_start_url", "role_arn", "credential_process", "source_profile"})
 
 
@@ -37,23 +37,23 @@ def s3_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
     chosen = environment.get("AWS_PROFILE")
     name = chosen or "default"
-    found = _profile(environment, name)
-    if chosen and not found:
+    settings = _profile(environment, name)
+    if chosen and not settings:
         raise InvalidInput(
             f"there is no profile {chosen!r}, which AWS_PROFILE names", hint="aws configure list-profiles"
         )
     options: dict[str, Any] = {}
     for setting, argument in _SETTINGS.items():
-        if setting in found and not any(environment.get(name) for name in _SAID_BY[setting]):
-            options[argument] = found[setting]
-    named = {name: environment[name] for name in _ENDPOINTS if environment.get(name)}
-    for called, endpoint in {"the profile's endpoint_url": options.get("endpoint", "http://"), **named}.items():
+        if setting in settings and not any(environment.get(name) for name in _VARIABLES[setting]):
+            options[argument] = settings[setting]
+    endpoints = {name: environment[name] for name in _ENDPOINTS if environment.get(name)}
+    for origin, endpoint in {"the profile's endpoint_url": options.get("endpoint", "http://"), **endpoints}.items():
         if not endpoint.startswith(("http://", "https://")):
-            raise InvalidInput(f"{called} is not a URL: it does not begin with https:// or http://")
+            raise InvalidInput(f"{origin} is not a URL: it does not begin with https:// or http://")
     if "AWS_ACCESS_KEY_ID" in environment:
         return options
-    options |= {argument: found[key] for key, argument in _KEYS.items() if key in found}
-    if "access_key_id" not in options and not _NEED_BOTO3.isdisjoint(found):
+    options |= {argument: settings[key] for key, argument in _KEYS.items() if key in settings}
+    if "access_key_id" not in options and not _NEED_BOTO3.isdisjoint(settings):
         options["credential_provider"] = _from_boto3(name)
     return options
 
@@ -63,17 +63,17 @@ def _profile(environment: Mapping[str, str], name: str) -> dict[str, str]:
     home = Path.home() / ".aws"
     config = _read(Path(environment.get("AWS_CONFIG_FILE", home / "config")))
     keys = _read(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")))
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for parser, section in ((config, name if name == "default" else f"profile {name}"), (keys, name)):
         if parser.has_section(section):
-            found |= {key: value.strip() for key, value in parser.items(section)}
-    service = f"services {found.get('services', '')}"
+            settings |= {key: value.strip() for key, value in parser.items(section)}
+    service = f"services {settings.get('services', '')}"
     if config.has_section(service):
         for line in config.get(service, "s3", fallback="").splitlines():
             key, _, value = line.partition("=")
             if key.strip() == "endpoint_url":
-                found["endpoint_url"] = value.strip()
-    return found
+                settings["endpoint_url"] = value.strip()
+    return settings
 
 
 def _read(path: Path) -> configparser.ConfigParser:

@@ -56,7 +56,8 @@ class Source:
         sizes = self._sizes  # what this question began to list is not an answer to the next one
         if prefix not in sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
-            names = ((each.name.removeprefix(f"{folder}/"), each.size_bytes) for each in self.bucket.listed(folder))
+            entries = self.bucket.listed(folder)
+            names = ((entry.name.removeprefix(f"{folder}/"), entry.size_bytes) for entry in entries)
             sizes[prefix] = {ObjectId(name): size for name, size in names if OBJECT_ID.fullmatch(name)}
             if self._rest is not None:
                 sizes[prefix] = self._rest.listed(prefix) | sizes[prefix]
@@ -75,8 +76,8 @@ class Source:
         """Raise IntegrityError unless the bucket lists *ref* in full size."""
         size_bytes = self.listed(ref.id[:2]).get(ref.id)
         if size_bytes != ref.size_bytes:
-            found = "is missing" if size_bytes is None else f"has {size_bytes} bytes, expected {ref.size_bytes}"
-            raise self.damaged(ref, IntegrityError(f"object {ref.id} {found}"))
+            problem = "is missing" if size_bytes is None else f"has {size_bytes} bytes, expected {ref.size_bytes}"
+            raise self.damaged(ref, IntegrityError(f"object {ref.id} {problem}"))
 
     def checked(self, ref: BlobRef) -> Iterator[tuple[int, memoryview]]:
         """
@@ -141,7 +142,7 @@ class FetchedObjects(ObjectStore):
         """The objects that are here."""
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="fetch")
         self._sparse_objects = _SparseObjects(layout, files, source, self._pool, make_room=self._make_room)
-        self._bytes_of_wholes = 0
+        self._bytes_of_whole_objects = 0
         self._is_closed = False
 
     def close(self) -> None:
@@ -152,7 +153,7 @@ class FetchedObjects(ObjectStore):
     @property
     def bytes_fetched(self) -> int:
         """How many bytes were fetched from the bucket."""
-        return self._bytes_of_wholes + self._sparse_objects.bytes_fetched
+        return self._bytes_of_whole_objects + self._sparse_objects.bytes_fetched
 
     def find(self, ref: BlobRef) -> Path | None:
         """Return where *ref* is or will be: if the bucket has a record, it has all that the record names."""
@@ -180,7 +181,9 @@ class FetchedObjects(ObjectStore):
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
         """Make sure that *stretches* are here and sound; return the objects that are completely so."""
-        chunks = {ref: self._sparse_objects.chunks(ref, of) for ref, of in stretches.items() if not self._is_here(ref)}
+        chunks = {
+            ref: self._sparse_objects.chunks(ref, wanted) for ref, wanted in stretches.items() if not self._is_here(ref)
+        }
         whole = {ref for ref in stretches if not chunks.get(ref)}
         with self.expected(whole) as objects:
             for ref in whole:
@@ -264,7 +267,7 @@ class FetchedObjects(ObjectStore):
             self._files.rename(path, home)
         finally:
             self._files.discard(path)
-        self._bytes_of_wholes += ref.size_bytes
+        self._bytes_of_whole_objects += ref.size_bytes
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -313,10 +316,10 @@ class _Expected(ObjectStore):
                 self._start(ref)
 
     def _start(self, ref: BlobRef) -> "Future[None]":
-        found = self._verified.get(ref)
-        if found is None:
-            found = self._verified[ref] = self._objects.start(ref)
-        return found
+        verified = self._verified.get(ref)
+        if verified is None:
+            verified = self._verified[ref] = self._objects.start(ref)
+        return verified
 
 
 class _SparseObjects:
@@ -340,14 +343,14 @@ class _SparseObjects:
 
     def know(self, objects: Iterable[StoredObject]) -> None:
         """Note the digests of those *objects* that are large enough to be fetched in parts."""
-        self._digests.update((each.id, each.chunks) for each in objects if each.size_bytes > VERIFY_CHUNK_BYTES)
+        self._digests.update((stored.id, stored.chunks) for stored in objects if stored.size_bytes > VERIFY_CHUNK_BYTES)
 
     def chunks(self, ref: BlobRef, stretches: Iterable[Stretch]) -> list[int]:
         """Return the numbers of the chunks that *stretches* of *ref* touch; none if *ref* can only be fetched whole."""
         if ref.id not in self._digests:
             return []
-        found = {number for start, end in stretches for number in range(start // VERIFY_CHUNK_BYTES, _chunks_to(end))}
-        return sorted(found) if len(found) < _chunks_to(ref.size_bytes) else []
+        numbers = {number for start, end in stretches for number in range(start // VERIFY_CHUNK_BYTES, _chunks_to(end))}
+        return sorted(numbers) if len(numbers) < _chunks_to(ref.size_bytes) else []
 
     def open(self, ref: BlobRef, numbers: Sequence[int]) -> OpenFile:
         """
@@ -360,25 +363,25 @@ class _SparseObjects:
         path = self._layout.sparse / ref.id
         with alone(self._layout.locks / f"sparse-{ref.id}"):
             if not self._files.exists(path):
-                self._make(path.name, ref)
+                self._make_sparse(path.name, ref)
             source = self._files.open(path)
             try:
                 with self._files.overwrite(path) as target:
-                    in_parallel(self._pool, lambda number: self._bring(ref, number, source, target), numbers)
+                    in_parallel(self._pool, lambda number: self._fetch_chunk(ref, number, source, target), numbers)
             except BaseException:
                 source.close()
                 raise
         self._files.touch(path)  # eviction is least recently used first
         return source
 
-    def _make(self, name: str, ref: BlobRef) -> None:
+    def _make_sparse(self, name: str, ref: BlobRef) -> None:
         folder, made = self._layout.sparse, self._layout.tmp / secrets.token_hex(16)
         self._files.make_directory(folder, durable=False)
         with self._files.create(made) as file:
             file.write_at(ref.size_bytes - 1, b"\0")
         self._files.rename(made, folder / name)
 
-    def _bring(self, ref: BlobRef, number: int, source: OpenFile, target: NewFile) -> None:
+    def _fetch_chunk(self, ref: BlobRef, number: int, source: OpenFile, target: NewFile) -> None:
         start = number * VERIFY_CHUNK_BYTES
         size_bytes = min(VERIFY_CHUNK_BYTES, ref.size_bytes - start)
         digests = self._digests[ref.id]

@@ -57,13 +57,13 @@ class Folder:
                 hint="check its name; layerstore init URL makes one, or a push from a store",
             )
         self._root = path.resolve()
-        with self._told():
+        with self._bucket_errors():
             for name in (*_TOP, "trash/commits"):
                 self._check_no_links(name)
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[bytes]]:
         """Return the size of *name*, and its bytes or a *stretch* of them; ends early if it is shorter."""
-        with self._told():
+        with self._bucket_errors():
             path = self._path(name)
             state = self._files.state(path)
         if state is None:
@@ -72,14 +72,14 @@ class Folder:
         return state.st_size, self._pieces(path, start, end)
 
     def _pieces(self, path: Path, start: int, end: int) -> Iterator[bytes]:
-        with self._told(), self._files.open(path) as file:
+        with self._bucket_errors(), self._files.open(path) as file:
             end = min(end, file.size_bytes)
             for at in range(start, end, IO_CHUNK_BYTES):
                 yield file.read_at(at, min(IO_CHUNK_BYTES, end - at))
 
     def head(self, name: str) -> Listed:
         """Return the listing entry of *name*."""
-        with self._told():
+        with self._bucket_errors():
             path = self._path(name)
             state = self._files.state(path)
         if state is None:
@@ -88,23 +88,23 @@ class Folder:
 
     def list(self, folder: str) -> Iterator[Listed]:
         """Yield everything below *folder*, but for files that were removed while somebody had them open."""
-        with self._told():
+        with self._bucket_errors():
             if not self._files.is_directory(self._root):
                 raise FileNotFoundError(self._root)
             waiting = [folder]
             while waiting:
-                above = waiting.pop()
-                path = self._path(f"{above}/")
-                for called in self._files.names_there(path):
-                    state = self._files.look(path / called)
+                folder = waiting.pop()
+                path = self._path(f"{folder}/")
+                for name in self._files.names_there(path):
+                    state = self._files.look(path / name)
                     if state is None:
                         continue  # removed since it was listed
                     if stat.S_ISDIR(state.st_mode):
-                        waiting.append(f"{above}/{called}")
+                        waiting.append(f"{folder}/{name}")
                     elif stat.S_ISREG(state.st_mode):
-                        yield Listed(f"{above}/{called}", state.st_size, state.st_mtime_ns)
+                        yield Listed(f"{folder}/{name}", state.st_size, state.st_mtime_ns)
                     else:
-                        raise _refused(path / called)
+                        raise _refused(path / name)
 
     def check(self) -> None:
         """Raise IntegrityError if anything in the folders of the remote is a link."""
@@ -114,7 +114,7 @@ class Folder:
 
     def put(self, name: str, body: bytes | bytearray | Iterable[bytes | bytearray]) -> None:
         """Write *body* as *name*."""
-        with self._told(), self._written(name, body) as (source, path):
+        with self._bucket_errors(), self._written(name, body) as (source, path):
             self._files.rename(source, path)
 
     def use_large_parts(self, are_large: bool) -> None:
@@ -122,7 +122,7 @@ class Folder:
 
     def create(self, name: str, data: bytes) -> None:
         """Write *data* as *name* unless it exists."""
-        with self._told(), self._written(name, data) as (source, path):
+        with self._bucket_errors(), self._written(name, data) as (source, path):
             self._files.link_exclusive(source, path)
 
     @contextmanager
@@ -154,7 +154,7 @@ class Folder:
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove *names*, ignoring missing ones."""
-        with self._told():
+        with self._bucket_errors():
             paths = [path for path in map(self._path, names) if self._files.state(path) is not None]
             for path in paths:
                 self._files.unlink(path)
@@ -178,13 +178,13 @@ class Folder:
 
     def _check_no_links(self, folder: str) -> None:
         path = self._path(f"{folder}/")
-        for called in self._files.names_unsorted(path):
-            state = self._files.look(path / called)
+        for name in self._files.names_unsorted(path):
+            state = self._files.look(path / name)
             if state is not None and stat.S_ISLNK(state.st_mode):
-                raise _refused(path / called)
+                raise _refused(path / name)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _bucket_errors(self) -> Iterator[None]:
         """Raise what a bucket raises: FileNotFoundError for what is missing, EIO for what may work later."""
         try:
             yield

@@ -37,17 +37,17 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
         IntegrityError: The bucket has a commit that *repo* does not have; or ``store.json`` is damaged, and there is no
             commit to tell whose it is.
     """
-    there, flags = records_in(bucket), frozenset(repo.identity.flags)
+    records, flags = records_in(bucket), frozenset(repo.identity.flags)
     try:
-        if identity_of(bucket) is not None or not there:
+        if identity_of(bucket) is not None or not records:
             return ()
     except IntegrityError:
-        if not there:
+        if not records:
             raise
         with suppress(IntegrityError):  # it is larger than any
             flags |= {*(stated_flags(bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX) or b"") or ())}
-    if strangers := there.keys() - pushed_records(repo, bucket):
-        first = min(strangers)
+    if unknown := records.keys() - pushed_records(repo, bucket):
+        first = min(unknown)
         raise IntegrityError(
             f"{bucket.url} lacks an intact store.json, and holds {first.run}@{first.step}, "
             "which this store does not have; nothing was changed",
@@ -68,9 +68,9 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
     done, before = Repaired(), set[str]()
     for _ in range(_LOOKS_MAX):
         verdict = verify_remote(remote, read_data=read_data, progress=progress)
-        new = replace(verdict, damaged=tuple(each for each in verdict.damaged if each.path not in before))
+        new = replace(verdict, damaged=tuple(damage for damage in verdict.damaged if damage.path not in before))
         sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # what did not help is not sent again
-        paths = {each.path for each in sent}
+        paths = {fetched.path for fetched in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(
             done,

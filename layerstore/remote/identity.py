@@ -33,8 +33,8 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
     Raises:
         Conflict: It belongs to another store.
     """
-    found, made = identity_of(bucket), False
-    if found is None:
+    actual, made = identity_of(bucket), False
+    if actual is None:
         made = True
         for folder in ("commits", "objects"):
             if bucket.listed(folder):
@@ -44,8 +44,8 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
                     "else name another prefix",
                 )
         bucket.create(IDENTITY, identity.encode())
-        found = identity_of(bucket) or identity
-    check_own(bucket, found, identity)
+        actual = identity_of(bucket) or identity
+    check_own(bucket, actual, expected=identity)
     return made
 
 
@@ -77,9 +77,9 @@ def identity_of(bucket: Bucket) -> StoreIdentity | None:
 
 def records_in(bucket: Bucket) -> dict[RecordName, int]:
     """Return the sizes of the records in *bucket*, by run and step."""
-    paths = ((each.name.split("/"), each.size_bytes) for each in bucket.listed("commits"))
-    found = {name: size for path, size in paths if len(path) == 3 and (name := name_in(path[1], path[2])) is not None}
-    return dict(sorted(found.items()))
+    paths = ((entry.name.split("/"), entry.size_bytes) for entry in bucket.listed("commits"))
+    sizes = {name: size for path, size in paths if len(path) == 3 and (name := name_in(path[1], path[2])) is not None}
+    return dict(sorted(sizes.items()))
 
 
 def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
@@ -97,9 +97,9 @@ class Inventory:
     def __init__(self, repo: Repository, bucket: Bucket, *, lists: bool) -> None:
         self._repo = repo
         self._bucket = bucket
-        self._found: dict[str, Listed | None] = {}
+        self._entries: dict[str, Listed | None] = {}
         """By name, what is known to be there, or not; of what is listed, only what is there."""
-        self._asked = 0
+        self._looked_up = 0
         self.is_listed = False
         self.nothing_is_lost = False
         """Whether everything that is here is known to be there, too: then a blob that is there need not be read."""
@@ -109,20 +109,20 @@ class Inventory:
             self._list()
 
     def _list(self) -> None:
-        self._found = {each.name: each for each in self._bucket.objects()}
+        self._entries = {entry.name: entry for entry in self._bucket.objects()}
         self.is_listed = True
 
     def look_for(self, refs: Sequence[BlobRef]) -> None:
         """Find out which of *refs* are there; what is known is not asked again."""
-        names = [name for name in self._names(refs) if name not in self._found]
+        names = [name for name in self._names(refs) if name not in self._entries]
         if self.is_listed or not names:
             return
-        self._asked += len(names)
-        if self._asked > len(OBJECT_FOLDERS) and self._asked > self._requests_of_listing:
+        self._looked_up += len(names)
+        if self._looked_up > len(OBJECT_FOLDERS) and self._looked_up > self._requests_of_listing:
             self._list()
             return
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
-            self._found.update(zip(names, pool.map(self._bucket.look, names), strict=True))
+            self._entries.update(zip(names, pool.map(self._bucket.look, names), strict=True))
 
     def look_for_new(self, refs: Sequence[BlobRef]) -> None:
         """
@@ -131,13 +131,13 @@ class Inventory:
         A push that was killed has sent some of the first, since all send in one order. Whoever errs here sends once
         more what is there.
         """
-        new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._found]
+        new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._entries]
         first, others = new[:REMOTE_REQUESTS_MAX], new[REMOTE_REQUESTS_MAX:]
         self.look_for(first)
         if any(map(self.find, first)):
             self.look_for(others)
         else:
-            self._found.update(dict.fromkeys(self._names(others)))
+            self._entries.update(dict.fromkeys(self._names(others)))
 
     @cached_property
     def _requests_of_listing(self) -> int:
@@ -150,10 +150,10 @@ class Inventory:
     def find(self, ref: BlobRef) -> Listed | None:
         """Return the entry of *ref*, None unless it is there in full size."""
         name = self._repo.layout.object_name(ref.id)
-        if not self.is_listed and name not in self._found:
+        if not self.is_listed and name not in self._entries:
             self.look_for([ref])
-        listed = self._found.get(name)
-        return listed if listed is not None and listed.size_bytes == ref.size_bytes else None
+        entry = self._entries.get(name)
+        return entry if entry is not None and entry.size_bytes == ref.size_bytes else None
 
     def has_all_of(self, record: CommitRecord) -> bool:
         """
@@ -197,26 +197,26 @@ class SecondCopies:
     def __init__(self, repo: Repository, bucket: Bucket) -> None:
         self._repo = repo
         self._bucket = bucket
-        self._there = {name.id: name for name in pushed_records(repo, bucket)}
-        self._found: dict[CommitId, bool] = {}
+        self._records = {name.id: name for name in pushed_records(repo, bucket)}
+        self._wholeness: dict[CommitId, bool] = {}
 
     @cached_property
     def _inventory(self) -> Inventory:
         return Inventory(self._repo, self._bucket, lists=False)
 
     def __contains__(self, commit: object) -> bool:
-        name = self._there.get(CommitId(str(commit)))
+        name = self._records.get(CommitId(str(commit)))
         if name is None:
             return False
-        if name.id not in self._found:
-            self._found[name.id] = self._is_whole(name)
-        return self._found[name.id]
+        if name.id not in self._wholeness:
+            self._wholeness[name.id] = self._is_whole(name)
+        return self._wholeness[name.id]
 
     def _is_whole(self, name: RecordName) -> bool:
         with suppress(IntegrityError, NotFound):  # damaged here: what it names is unknown
             if self._inventory.has_all_of(self._repo.records.read(name).record):
                 return True
-        if all(self._found.values()):  # the first one; a lifecycle rule takes thousands
+        if all(self._wholeness.values()):  # the first one; a lifecycle rule takes thousands
             warnings.warn(
                 f"{self._bucket.url} has the record of {name.run}@{name.step}, but not all that it names: such commits "
                 "count as not pushed; layerstore push sends the rest",
@@ -234,8 +234,8 @@ def collected_since(bucket: Bucket, listed_ns: int) -> bool:
     """Whether a collection may have run in *bucket* since *listed_ns*, by the server's clock."""
     old_before_ns = listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
     at_work, ended = map(bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
-    return any(each.modified_ns >= old_before_ns for each in at_work) or any(
-        each.modified_ns >= listed_ns - _CLOCK_NS for each in ended
+    return any(mark.modified_ns >= old_before_ns for mark in at_work) or any(
+        mark.modified_ns >= listed_ns - _CLOCK_NS for mark in ended
     )
 
 
@@ -246,10 +246,10 @@ def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:
     Raises:
         Conflict: It belongs to another store.
     """
-    found = identity_of(bucket)
-    if found is None:
+    actual = identity_of(bucket)
+    if actual is None:
         return ()  # nobody can open or clone it
-    check_own(bucket, found, repo.identity, outcome="nothing was removed")
+    check_own(bucket, actual, expected=repo.identity, outcome="nothing was removed")
     return SecondCopies(repo, bucket)
 
 
@@ -258,11 +258,11 @@ def _size_here(repo: Repository, name: RecordName) -> int | None:
 
 
 def check_own(
-    bucket: Bucket, found: StoreIdentity, identity: StoreIdentity, *, outcome: str = "nothing was sent"
+    bucket: Bucket, actual: StoreIdentity, *, expected: StoreIdentity, outcome: str = "nothing was sent"
 ) -> None:
-    """Raise Conflict unless *found*, the store in *bucket*, is the store *identity*."""
-    if found.store_id != identity.store_id:
+    """Raise Conflict unless *actual*, the store in *bucket*, is *expected*."""
+    if actual.store_id != expected.store_id:
         raise Conflict(
-            f"{bucket.url} is a remote of another store ({found.store_id}); {outcome}",
+            f"{bucket.url} is a remote of another store ({actual.store_id}); {outcome}",
             hint="name another prefix",
         )

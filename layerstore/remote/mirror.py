@@ -60,7 +60,7 @@ class Remote:
         cache_bytes()  # a size that makes no sense is told before something is fetched
         path = cache_folder() / object_id(f"{bucket.url} {identity.store_id}".encode())
         layout = layout_at(path)
-        _make(layout, files, identity)
+        _make_mirror(layout, files, identity)
         self.source = Source(bucket.url, layout, bucket=bucket)
         objects = MirroredObjects(layout, files, self.source)
         self._records = MirroredRecords(layout, files, store_id=identity.store_id, bucket=bucket)
@@ -87,9 +87,9 @@ class Remote:
         self.repo.close()
 
     @property
-    def beside(self) -> list[str]:
+    def stranger_names(self) -> list[str]:
         """What lay among records and pins at the last refresh and is neither."""
-        return self._records.beside
+        return self._records.stranger_names
 
     def checked(self, ref: BlobRef) -> Iterator[memoryview]:
         """Yield the bytes of *ref*; raises IntegrityError, at the latest at the end, unless they match its name."""
@@ -100,7 +100,7 @@ class Remote:
         self.listed = self._records.refresh()
 
 
-def _make(layout: Layout, files: Files, identity: StoreIdentity) -> None:
+def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
     """Make the mirror, or the parts of it that a cleaner removed: cleaners go by the age of each file."""
     try:
         files.make_directories(layout.root)
@@ -128,10 +128,10 @@ def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns
         files.rename(source, path)
 
 
-def is_stranger(each: Listed) -> bool:
-    """Whether *each*, among records and pins or among records in the trash, is none by its name."""
-    name = each.name.removeprefix("trash/")
-    return not _is_ours(name) and not _is_folder(name, each.size_bytes)
+def is_stranger(entry: Listed) -> bool:
+    """Whether *entry*, among records and pins or among records in the trash, is none by its name."""
+    name = entry.name.removeprefix("trash/")
+    return not _is_ours(name) and not _is_folder(name, entry.size_bytes)
 
 
 def _is_folder(name: str, size_bytes: int) -> bool:
@@ -153,7 +153,7 @@ class MirroredRecords(RecordStore):
     def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
-        self.beside: list[str] = []
+        self.stranger_names: list[str] = []
         """What lay beside them in the bucket at the last refresh."""
 
     def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
@@ -165,44 +165,44 @@ class MirroredRecords(RecordStore):
         files, layout = self._files, self._layout
         if run is None:
             folders = [*map(layout.run, files.names_in_folder(layout.commits)), layout.pins]  # glob would follow links
-            asked = [layout.commits, layout.pins]
+            to_list = [layout.commits, layout.pins]
         else:
-            folders = asked = [layout.run(run)]
+            folders = to_list = [layout.run(run)]
         paths = [folder / name for folder in folders for name in files.names_in_folder(folder)]
         here = {layout.name(path): path for path in paths}
-        there = [each for folder in asked for each in self._bucket.listed(layout.name(folder))]
-        listed = {each.name: each for each in there if _is_ours(each.name)}
+        entries = [entry for folder in to_list for entry in self._bucket.listed(layout.name(folder))]
+        listed = {entry.name: entry for entry in entries if _is_ours(entry.name)}
         if run is None:
-            self.beside = [each.name for each in there if is_stranger(each)]
+            self.stranger_names = [entry.name for entry in entries if is_stranger(entry)]
         for name in here.keys() - listed.keys():
             files.discard(here[name])
         # A pin may mean something else by now; a record never changes.
         is_pin = f"{layout.pins.name}/"
-        missing = [each for name, each in listed.items() if anew or name not in here or name.startswith(is_pin)]
+        missing = [entry for name, entry in listed.items() if anew or name not in here or name.startswith(is_pin)]
         gone: list[str] = []
 
-        def fetch(each: Listed) -> None:
-            if not self._fetch(each):
-                gone.append(each.name)
+        def fetch(entry: Listed) -> None:
+            if not self._fetch(entry):
+                gone.append(entry.name)
 
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="records") as pool:
             in_parallel(pool, fetch, missing)
         return frozenset(listed).difference(gone)
 
-    def _fetch(self, each: Listed) -> bool:
+    def _fetch(self, entry: Listed) -> bool:
         """Fetch a record or pin; return whether it was still there."""
-        data = self._bucket.read(each.name, size_bytes_max=RECORD_BYTES_MAX)
+        data = self._bucket.read(entry.name, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return False
-        path = self._layout.root / each.name
+        path = self._layout.root / entry.name
         self._files.make_directory(path.parent, durable=False)
-        _write(self._layout, self._files, path, data, modified_ns=each.modified_ns)
+        _write(self._layout, self._files, path, data, modified_ns=entry.modified_ns)
         return True
 
     def strangers(self) -> Iterator[Path]:
         """Yield what is not a record or pin in the bucket and in its trash, by the path that it had here."""
-        in_trash = (each.name for each in self._bucket.listed("trash/commits") if is_stranger(each))
-        yield from (self._layout.root / name for name in (*self.beside, *in_trash))
+        in_trash = (entry.name for entry in self._bucket.listed("trash/commits") if is_stranger(entry))
+        yield from (self._layout.root / name for name in (*self.stranger_names, *in_trash))
 
     def read(self, name: RecordName) -> Commit:
         """Return the commit *name*, checked; raises IntegrityError if it is damaged in the bucket, or gone."""
@@ -218,16 +218,16 @@ class MirroredRecords(RecordStore):
 
     def check_store(self) -> None:
         """Make sure that the bucket still holds the store that was opened, and that this layerstore may write to it."""
-        found = identity_of(self._bucket)
-        if found is None or found.store_id != self._store_id:
-            there = "none" if found is None else f"store {found.store_id}"
+        actual = identity_of(self._bucket)
+        if actual is None or actual.store_id != self._store_id:
+            name = "none" if actual is None else f"store {actual.store_id}"
             raise IntegrityError(
-                f"{self._bucket.url} held store {self._store_id} when it was opened and holds {there} now",
+                f"{self._bucket.url} held store {self._store_id} when it was opened and holds {name} now",
                 hint="open it again",
             )
-        if found.unknown_flags:
+        if actual.unknown_flags:
             raise Unsupported(
-                f"the store uses {', '.join(found.unknown_flags)}, which this layerstore does not know; "
+                f"the store uses {', '.join(actual.unknown_flags)}, which this layerstore does not know; "
                 "it can be read, not written",
                 hint="use a newer layerstore",
             )
@@ -236,17 +236,17 @@ class MirroredRecords(RecordStore):
         """Make *commit* visible in the bucket, and here; return None if it was there already."""
         self.check_store()
         path = self._path(self.name_of(commit))
-        called, data = self._layout.name(path), self.encode(commit)
-        was_there = self._bucket.size(called) == len(data)
+        name, data = self._layout.name(path), self.encode(commit)
+        was_there = self._bucket.size(name) == len(data)
         self._put(path, data)
         return None if was_there else ()
 
     def _put(self, path: Path, data: bytes) -> None:
-        called = self._layout.name(path)
-        self._bucket.write(called, lambda: [data])
-        listed = self._bucket.look(called)
+        name = self._layout.name(path)
+        self._bucket.write(name, lambda: [data])
+        entry = self._bucket.look(name)
         self._files.make_directory(path.parent, durable=False)
-        modified_ns = time.time_ns() if listed is None else listed.modified_ns
+        modified_ns = time.time_ns() if entry is None else entry.modified_ns
         _write(self._layout, self._files, path, data, modified_ns=modified_ns)
 
     def withdraw(self, commit: Commit, identity: tuple[int, ...]) -> None:
@@ -260,13 +260,13 @@ class MirroredRecords(RecordStore):
         """Make *pin* visible; raises AlreadyExists if there is a pin of that name in the bucket."""
         self.check_store()
         path = self._layout.pin(pin.name)
-        called = self._layout.name(path)
-        if self._bucket.size(called) is not None:
+        name = self._layout.name(path)
+        if self._bucket.size(name) is not None:
             raise AlreadyExists(
                 f"somebody else has just made the pin {pin.name!r}; nothing was changed",
                 hint=f"layerstore show {typed(pin.name)}",
             )
-        self._put(path, seal_pin(pin, name=called, store_id=self._store_id))
+        self._put(path, seal_pin(pin, name=name, store_id=self._store_id))
 
     def delete_pin(self, name: str) -> None:
         """
@@ -307,9 +307,9 @@ class MirroredObjects(FetchedObjects):
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
         """Note what *version* says about *objects*."""
-        found = list(objects)
-        super().know(version, found)
-        self.reliance.know((stored.id for stored in found), version.id)
+        named = list(objects)
+        super().know(version, named)
+        self.reliance.know((stored.id for stored in named), version.id)
 
     def close(self) -> None:
         """Cancel pending downloads; trim the cache to its size."""
@@ -392,31 +392,31 @@ class BucketTrash(Trash):
 
     def take_damaged(self, path: Path) -> Path | None:
         """Move the damaged record *path* here; return its new path, None if it was gone."""
-        called = self._layout.name(path)
-        is_there = to_trash(self._bucket, called, target=f"trash/damaged/{called}")
+        name = self._layout.name(path)
+        is_there = to_trash(self._bucket, name, target=f"trash/damaged/{name}")
         self._files.discard(path)
-        return self._layout.trash / "damaged" / called if is_there else None
+        return self._layout.trash / "damaged" / name if is_there else None
 
     def listed(self) -> Iterator[RecordName | Path]:
         """Yield the name of every record in the trash; the store's own records yield what else lies there."""
-        for each in self._bucket.listed("trash/commits"):
-            *_, run, file_name = each.name.split("/")
+        for entry in self._bucket.listed("trash/commits"):
+            *_, run, file_name = entry.name.split("/")
             if is_name(run) and (name := name_in(run, file_name)) is not None:
                 yield name
 
     def read_record(self, name: RecordName) -> Commit:
         """Return the commit of the record *name*, checked; raises NotFound if it is no longer here."""
-        data = self._bucket.read(self._called(name), size_bytes_max=RECORD_BYTES_MAX)
+        data = self._bucket.read(self._name_in_trash(name), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             raise self._gone(name)
         return self._records.decode(data, name)
 
     def modified_ns(self, name: RecordName) -> int:
         """Return when the record *name* came here, 0 if it is gone."""
-        listed = self._bucket.look(self._called(name))
-        return 0 if listed is None else listed.modified_ns
+        entry = self._bucket.look(self._name_in_trash(name))
+        return 0 if entry is None else entry.modified_ns
 
-    def _called(self, name: RecordName) -> str:
+    def _name_in_trash(self, name: RecordName) -> str:
         return self._layout.name(self._record(name))
 
     @contextlib.contextmanager
@@ -429,7 +429,7 @@ class BucketTrash(Trash):
         """
         name = self._records.name_of(commit)
         data = self._records.encode(commit)
-        self._bucket.write(self._called(name), lambda: [data])
+        self._bucket.write(self._name_in_trash(name), lambda: [data])
         renewed_ns = self.modified_ns(name)
         if collected_since(self._bucket, renewed_ns):
             raise Locked(
@@ -437,25 +437,23 @@ class BucketTrash(Trash):
                 "removing what that commit needs; nothing was changed",
                 hint="repeat the command when it has ended",
             )
-        self._reliance.count_on(commit.record.blobs)
+        self._reliance.note_named(commit.record.blobs)
         yield
         # One that has begun since may have listed the records before this one was there, and lists the trash after it.
         if not collected_since(self._bucket, renewed_ns):
-            self._bucket.remove([self._called(name)])
+            self._bucket.remove([self._name_in_trash(name)])
 
 
-def to_trash(
-    bucket: Bucket, called: str, check: Callable[[], None] = lambda: None, *, target: str | None = None
-) -> bool:
+def to_trash(bucket: Bucket, name: str, check: Callable[[], None] = lambda: None, *, target: str | None = None) -> bool:
     """
-    Move the record *called* to the trash of *bucket*, or to another *target*; return False if it was gone.
+    Move the record *name* to the trash of *bucket*, or to another *target*; return False if it was gone.
 
     It is copied first, so that it is always in at least one place, and removed after *check*, which may raise.
     """
-    data = bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+    data = bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:
         return False  # another collection has moved it
-    bucket.write(target or f"trash/{called}", lambda: [data])
+    bucket.write(target or f"trash/{name}", lambda: [data])
     check()
-    bucket.remove([called])
+    bucket.remove([name])
     return True

@@ -31,7 +31,7 @@ from layerstore.publish import Transaction, check_pin_means
 from layerstore.remote.bucket import in_parallel
 from layerstore.remote.fetch import FetchedObjects, Source
 from layerstore.remote.mirror import Remote
-from layerstore.remote.push import Left, raise_left
+from layerstore.remote.push import Failures, raise_failures
 from layerstore.remote.remotes import Remotes, check_elsewhere, checked_url, folder_at
 from layerstore.shares import ALONE, Shares, cut
 from layerstore.storage import (
@@ -46,8 +46,8 @@ from layerstore.storage import (
 )
 from layerstore.threads import Threads
 
-_NAMED_BYTES = 128 << 20
-_NAMED_TIMES_MAX = 16
+_PUBLISHED_BYTES = 128 << 20
+_PUBLISHED_TIMES_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,18 +139,20 @@ def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = T
         here = target.records.pin_names()
         pins = [pin for _, pin in repo.records.pins() if isinstance(pin, Pin) and pin.record.run == run]
         pins = [pin for pin in pins if pin.name not in here]
-        left: Left = {}
-        commits = _newer_commits(repo, target, run, left, is_whole=is_whole)
-        _Pull(target, OnDisk(repo), Silent()).fetch(commits, pins, left)
+        failures: Failures = {}
+        commits = _newer_commits(repo, target, run, failures, is_whole=is_whole)
+        _Pull(target, OnDisk(repo), Silent()).fetch(commits, pins, failures)
     finally:
         target.close()
 
 
-def _newer_commits(repo: Repository, target: Repository, run: str, left: Left, *, is_whole: bool) -> list[Commit]:
+def _newer_commits(
+    repo: Repository, target: Repository, run: str, failures: Failures, *, is_whole: bool
+) -> list[Commit]:
     """
     Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, all or the newest.
 
-    Damaged ones are added to *left*.
+    Damaged ones are added to *failures*.
     """
     mine, there = repo.catalog.find(run), target.catalog.find(run)
     newest = None if there is None else there.newest
@@ -158,7 +160,7 @@ def _newer_commits(repo: Repository, target: Repository, run: str, left: Left, *
     commits = []
     for row in rows if is_whole or newest is not None else rows[-1:]:
         # A collection may take an old one meanwhile.
-        with _deferring_errors(left, f"{run}@{row.step}"), suppress(NotFound):
+        with _deferring_errors(failures, f"{run}@{row.step}"), suppress(NotFound):
             commits.append(repo.catalog.commit(row.name))
     return commits
 
@@ -223,26 +225,26 @@ class _Pull:
 
     def run(self, refs: Iterable[str] | None, runs: Iterable[str] | None) -> Pulled:
         """Fetch what is missing."""
-        left: Left = {}
-        commits, pins = self._asked(refs, runs, left)
-        return self.fetch(commits, pins, left)
+        failures: Failures = {}
+        commits, pins = self._requested(refs, runs, failures)
+        return self.fetch(commits, pins, failures)
 
-    def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], left: Left) -> Pulled:
-        """Fetch *commits* and *pins*; raise what is in *left* or joins it there."""
+    def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], failures: Failures) -> Pulled:
+        """Fetch *commits* and *pins*; raise what is in *failures* or joins it there."""
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
                 with (
-                    _deferring_errors(left, f"{commit.record.run}@{commit.record.step}"),
+                    _deferring_errors(failures, f"{commit.record.run}@{commit.record.step}"),
                     Transaction(self._repo) as tx,
                 ):
                     self._fetch(pool, tx.objects, commit.record)
                     tx.commit(commit.record, observed=commit.observed)
             for pin in pins:
-                with _deferring_errors(left, f"pin {pin.name}"), Transaction(self._repo) as tx:
+                with _deferring_errors(failures, f"pin {pin.name}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, pin.record)
                     tx.objects.publish()  # before a pin names them
                     tx.pin(pin)
-        raise_left(left, "fetched")
+        raise_failures(failures, "fetched")
         return Pulled(
             url=self._remote.url,
             commits=tuple(references_to(self._repo, [commit.record for commit in commits])),
@@ -251,38 +253,39 @@ class _Pull:
             bytes_received=self._bytes_received,
         )
 
-    def _asked(
-        self, refs: Iterable[str] | None, runs: Iterable[str] | None, left: Left
+    def _requested(
+        self, refs: Iterable[str] | None, runs: Iterable[str] | None, failures: Failures
     ) -> tuple[list[Commit], list[Pin]]:
         """
         Return the requested commits and pins that are missing here, commits by step.
 
-        If everything is requested, damaged ones are added to *left*.
+        If everything is requested, damaged ones are added to *failures*.
         """
         theirs = self._remote.repo
         if refs is None:
-            gone = set(self._repo.trash.records())
+            dropped = set(self._repo.trash.records())
             wanted = theirs.catalog.runs() if runs is None else [*runs]
             views = [view for run in wanted if (view := theirs.catalog.find(run)) is not None]
-            names = [row.name for view in views for row in view.visible if row.name not in gone]
-            lost = [each for view in views for each in view.damaged.items() if each[0] not in gone]
-            left |= {f"{name.run}@{name.step}": why for name, why in lost if not self._repo.records.is_there(name)}
+            names = [row.name for view in views for row in view.visible if row.name not in dropped]
+            damaged = [item for view in views for item in view.damaged.items() if item[0] not in dropped]
+            lost = [(name, error) for name, error in damaged if not self._repo.records.is_there(name)]
+            failures |= {f"{name.run}@{name.step}": error for name, error in lost}
             here, pins = self._repo.records.pin_names(), []
-            for called, found in theirs.records.pins():
-                if isinstance(found, Pin):
-                    pins += [called] if runs is None or found.record.run in wanted else []
-                elif called not in here and runs is None:
-                    left[f"pin {called}"] = found
+            for name, pin in theirs.records.pins():
+                if isinstance(pin, Pin):
+                    pins += [name] if runs is None or pin.record.run in wanted else []
+                elif name not in here and runs is None:
+                    failures[f"pin {name}"] = pin
         else:
             resolved = [resolve(theirs, ref) for ref in refs]
             commits = [commit for commit in resolved if commit.pin is None]
-            names = [RecordName(each.record.run, each.record.step, each.commit) for each in commits]
-            pins = [each.pin for each in resolved if each.pin is not None]
+            names = [RecordName(commit.record.run, commit.record.step, commit.commit) for commit in commits]
+            pins = [ref.pin for ref in resolved if ref.pin is not None]
         lacking = [theirs.catalog.commit(name) for name in sorted(names) if not self._repo.records.is_there(name)]
         missing = []
         for name in pins:
             pin = theirs.records.read_pin(name)
-            with _deferring_errors(left, f"pin {name}"):
+            with _deferring_errors(failures, f"pin {name}"):
                 check_pin_means(self._repo, name, pin.base)
             if name not in self._repo.records.pin_names():
                 missing.append(pin)
@@ -305,7 +308,7 @@ class _Pull:
         self._progress.start(f"pull {record.run}@{record.step}", sum(ref.size_bytes for ref in lacking))
         shares = self._repo.shares
         mine, *theirs = (
-            lacking[of.start : of.stop] for of in cut([ref.size_bytes for ref in lacking], count=shares.count)
+            lacking[span.start : span.stop] for span in cut([ref.size_bytes for ref in lacking], count=shares.count)
         )
         with shares.scatter_work(self._repo, fetch_share, [(self._remote.url, part) for part in theirs]) as answers:
             self._stage_all(pool, objects, mine)
@@ -322,7 +325,7 @@ class _Pull:
         process lives its drafts are links to them, and the transaction puts them back.
         """
         sizes = [ref.size_bytes for ref in refs]
-        for part in filter(None, cut(sizes, count=min(sum(sizes) // _NAMED_BYTES + 1, _NAMED_TIMES_MAX))):
+        for part in filter(None, cut(sizes, count=min(sum(sizes) // _PUBLISHED_BYTES + 1, _PUBLISHED_TIMES_MAX))):
             try:
                 in_parallel(pool, partial(self._stage, objects), refs[part.start : part.stop])
             finally:
@@ -340,12 +343,12 @@ class _Pull:
 
 
 @contextmanager
-def _deferring_errors(left: Left, name: str) -> Iterator[None]:
-    """Note damage, or a conflicting pin, in *left* under *name* instead of raising: the rest can still be fetched."""
+def _deferring_errors(failures: Failures, name: str) -> Iterator[None]:
+    """Note damage, or a conflicting pin, in *failures* under *name*: the rest can still be fetched."""
     try:
         yield
     except (IntegrityError, AlreadyExists) as exc:
-        left[name] = exc
+        failures[name] = exc
 
 
 @contextmanager
@@ -402,9 +405,9 @@ def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) ->
         if is_whole:
             pull(repo, remote, runs=[run], progress=Silent())
         else:
-            left: Left = {}
-            commits = _newer_commits(remote.repo, repo, run, left, is_whole=False)
-            _Pull(repo, remote, Silent()).fetch(commits, [], left)
+            failures: Failures = {}
+            commits = _newer_commits(remote.repo, repo, run, failures, is_whole=False)
+            _Pull(repo, remote, Silent()).fetch(commits, [], failures)
     finally:
         repo.close()
 

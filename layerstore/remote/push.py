@@ -76,8 +76,8 @@ def push(
     """
     made = claim(bucket, repo.identity)
     pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
-    pushed = pushes.run(*_asked(repo, refs, runs), made=made, compares=compares)
-    raise_left(pushes.left, "sent")
+    pushed = pushes.run(*_requested(repo, refs, runs), made=made, compares=compares)
+    raise_failures(pushes.failures, "sent")
     return pushed
 
 
@@ -105,7 +105,7 @@ def follow(
         try:
             if is_first:
                 made = claim(bucket, repo.identity) or made
-            pushed = pushes.run(*_asked(repo, refs()), made=made)
+            pushed = pushes.run(*_requested(repo, refs()), made=made)
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
@@ -113,7 +113,7 @@ def follow(
             pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
             warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
         else:
-            problem = str(_problem_of(pushes.left, "sent") or "")
+            problem = str(_problem_of(pushes.failures, "sent") or "")
             if problem and problem != warned:
                 warnings.warn(problem, RemoteNotice, stacklevel=2)
             warned = problem
@@ -124,44 +124,44 @@ def follow(
         stop.wait(FOLLOW_SECONDS)
 
 
-Left = dict[str, LayerstoreError]
+Failures = dict[str, LayerstoreError]
 """What was not sent or fetched, by name, and why."""
 
 
-def raise_left(left: Left, what: str) -> None:
-    """Raise the error of the first of *left*, and name all of them as not *what* (sent, say)."""
-    problem = _problem_of(left, what)
+def raise_failures(failures: Failures, what: str) -> None:
+    """Raise the error of the first of *failures*, and name all of them as not *what* (sent, say)."""
+    problem = _problem_of(failures, what)
     if problem is not None:
         raise problem
 
 
-def _problem_of(left: Left, what: str) -> LayerstoreError | None:
-    for first in left.values():
-        problem = type(first)(f"{first}; not {what}: {', '.join(left)}; all else was", hint=first.hint, **first.facts)
+def _problem_of(failures: Failures, what: str) -> LayerstoreError | None:
+    for first in failures.values():
+        names = ", ".join(failures)
+        problem = type(first)(f"{first}; not {what}: {names}; all else was", hint=first.hint, **first.facts)
         problem.__cause__ = first
         return problem
     return None
 
 
-def _asked(
+def _requested(
     repo: Repository, refs: Iterable[Resolved] | None, runs: Iterable[str] | None = None
-) -> tuple[list[RecordName], list[Pin], Left]:
+) -> tuple[list[RecordName], list[Pin], Failures]:
     if refs is not None:
         resolved = list(refs)
-        named = [repo.records.read_pin(each.pin) for each in resolved if each.pin is not None]
-        names = [RecordName(each.record.run, each.record.step, each.commit) for each in resolved if not each.pin]
-        return names, named, {}
+        pinned = [repo.records.read_pin(ref.pin) for ref in resolved if ref.pin is not None]
+        names = [RecordName(ref.record.run, ref.record.step, ref.commit) for ref in resolved if not ref.pin]
+        return names, pinned, {}
     wanted = repo.catalog.runs() if runs is None else list(runs)
-    views = [repo.catalog.find(run) for run in wanted]
-    found = [view for view in views if view is not None]
-    left: Left = {}
+    views = [view for run in wanted if (view := repo.catalog.find(run)) is not None]
+    failures: Failures = {}
     pins = []
-    for called, pin in repo.records.pins():
+    for name, pin in repo.records.pins():
         if isinstance(pin, Pin):
             pins += [pin] if runs is None or pin.record.run in wanted else []
         elif runs is None:
-            left[f"pin {called}"] = pin
-    return [name for view in found for name in (*(row.name for row in view.visible), *view.damaged)], pins, left
+            failures[f"pin {name}"] = pin
+    return [name for view in views for name in (*(row.name for row in view.visible), *view.damaged)], pins, failures
 
 
 _Wanted = tuple[Path, CommitRecord]
@@ -196,35 +196,35 @@ class _Push:
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
         """What this push relies on though no record in the bucket names it: sent since the last listing, or young."""
-        self.left: Left = {}
+        self.failures: Failures = {}
         """What the last run could not send."""
         self._made = False
         self._objects = 0
         self._bytes_sent = 0
 
     def run(
-        self, names: Sequence[RecordName], pins: Sequence[Pin], left: Left, *, made: bool, compares: bool = True
+        self, names: Sequence[RecordName], pins: Sequence[Pin], failures: Failures, *, made: bool, compares: bool = True
     ) -> Pushed:
         """
-        Send the records *names* and *pins* with all that they name; `left` then adds to *left* what could not be sent.
+        Send the records *names* and *pins* with all that they name; what cannot be sent is added to *failures*.
 
         *made* says that the bucket was empty: two stores may have seen that at the same time. The first run *compares*
         what is there already.
         """
-        self.left, self._made = dict(left), made
+        self.failures, self._made = dict(failures), made
         before = pushed_to(self._repo).get(self._bucket.url, frozenset())
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         new = [name for name in names if name not in there]
         self._own.update(new)
         commits = dict(self._read(new))
         for name in new:
-            if name not in commits and f"{name.run}@{name.step}" not in self.left:
-                _tell_gone(name.run, name.step)
+            if name not in commits and f"{name.run}@{name.step}" not in self.failures:
+                _warn_removed(name.run, name.step)
         is_first = compares and not self._listed_ns and bool(there.intersection(names) or pins)
         if is_first:
             self._begin(lists=True)
             commits |= self._incomplete(there.intersection(names), new=commits.values())
-        pins = [pin for pin in pins if not self._has_or_leaves(pin, is_first=is_first)]
+        pins = [pin for pin in pins if not self._is_settled(pin, is_first=is_first)]
         paths = {layout.record(name.run, name.step, name.id): name for name in names if name in commits}
         waiting = deque((path, commits[name]) for path, name in paths.items())
         waiting += ((layout.pin(pin.name), pin.record) for pin in pins)
@@ -259,13 +259,13 @@ class _Push:
             elif not isinstance(commit, IntegrityError):
                 raise commit
             elif name in self._own:
-                self.left[f"{name.run}@{name.step}"] = commit
+                self.failures[f"{name.run}@{name.step}"] = commit
 
     def _incomplete(
         self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
     ) -> dict[RecordName, CommitRecord]:
         """Return those of *names*, records in the bucket, of which it has lost something; *new* ones are not there."""
-        found, needs = {}, Needs(self._repo)
+        incomplete, needs = {}, Needs(self._repo)
         for record in new:
             needs.add_readable(record)
         # Reading the blobs of thousands of commits takes minutes; usually the bucket has all that is here.
@@ -273,27 +273,27 @@ class _Push:
         for name, record in self._read(sorted(names)):
             try:
                 if not self._inventory.has_all_of(record):
-                    found[name] = record
+                    incomplete[name] = record
             except (IntegrityError, NotFound) as exc:  # damaged here, so nobody knows what it needs there
-                self.left[f"{name.run}@{name.step}"] = exc
-        return found
+                self.failures[f"{name.run}@{name.step}"] = exc
+        return incomplete
 
-    def _has_or_leaves(self, pin: Pin, *, is_first: bool) -> bool:
+    def _is_settled(self, pin: Pin, *, is_first: bool) -> bool:
         """Whether nothing is to be sent of *pin*; at *first*, also look for what it names."""
         try:
             return self._has_pin(pin) and (not is_first or self._inventory.has_all_of(pin.record))
         except (AlreadyExists, IntegrityError) as exc:
-            self.left[f"pin {pin.name}"] = exc
+            self.failures[f"pin {pin.name}"] = exc
             return True
 
     def _has_pin(self, pin: Pin) -> bool:
         """Whether the bucket has *pin*; raises AlreadyExists if it means something else there and may not be moved."""
-        called = self._repo.layout.name(self._repo.layout.pin(pin.name))
-        data = self._bucket.read(called, size_bytes_max=RECORD_BYTES_MAX)
+        name = self._repo.layout.name(self._repo.layout.pin(pin.name))
+        data = self._bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return False
         try:
-            theirs = unseal_pin(data, name=called, store_id=self._repo.identity.store_id)
+            theirs = unseal_pin(data, name=name, store_id=self._repo.identity.store_id)
         except IntegrityError as exc:
             raise IntegrityError(
                 f"{self._bucket.url}: {exc}", hint=f"layerstore repair --remote {typed(self._bucket.url)} puts it back"
@@ -351,12 +351,12 @@ class _Push:
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
         """Whether the bucket has *ref* and will keep it; *is_common* says that a record there names it."""
-        listed = self._inventory.find(ref)
-        if listed is None:
+        entry = self._inventory.find(ref)
+        if entry is None:
             return False
         if is_common or ref.id in self._needs_of_common():
             return True
-        if listed.modified_ns < self._old_before_ns:
+        if entry.modified_ns < self._old_before_ns:
             return False
         self._unnamed[ref.id] = ref
         return True
@@ -402,26 +402,26 @@ class _Push:
 
     def _process_each(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
         """*Do* something with each of *group*; return those that were neither damaged nor collected here meanwhile."""
-        found = []
+        done = []
         for path, record in group:
             try:
                 do(path, record)
-                found.append((path, record))
+                done.append((path, record))
             except (IntegrityError, AlreadyExists, StorageIO) as exc:
                 if not self._repo.files.exists(path):
-                    _tell_gone(record.run, record.step)
+                    _warn_removed(record.run, record.step)
                 elif isinstance(exc, StorageIO):
                     raise
                 else:
-                    self.left[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
+                    self.failures[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
                 self._list_again_at = 0.0  # no record names what was already sent of it
-        return found
+        return done
 
     def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:
         blobs, seen = {blob.id for blob in record.blobs}, set(self._sent)
         missing = self._missing(record, seen)
-        for which in (False, True):  # blobs last: they must not name objects that are not there yet
-            self._send_shares(pool, [ref for ref in missing if (ref.id in blobs) is which])
+        for sends_blobs in (False, True):  # blobs last: they must not name objects that are not there yet
+            self._send_shares(pool, [ref for ref in missing if (ref.id in blobs) is sends_blobs])
         self._sent |= seen
 
     def _is_pin(self, path: Path) -> bool:
@@ -448,7 +448,8 @@ class _Push:
     def _send_shares(self, pool: ThreadPoolExecutor, refs: Sequence[BlobRef]) -> None:
         """Send *refs*, split among the processes."""
         shares = self._repo.shares
-        mine, *theirs = (refs[of.start : of.stop] for of in cut([ref.size_bytes for ref in refs], count=shares.count))
+        spans = cut([ref.size_bytes for ref in refs], count=shares.count)
+        mine, *theirs = (refs[span.start : span.stop] for span in spans)
         with shares.scatter_work(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
             in_parallel(pool, self._send_object, mine)
             answers()
@@ -481,7 +482,7 @@ def send_object(repo: Repository, bucket: Bucket, ref: BlobRef) -> None:
     bucket.write(repo.layout.object_name(ref.id), partial(chunks_of, repo, ref))
 
 
-def _tell_gone(run: str, step: int) -> None:
+def _warn_removed(run: str, step: int) -> None:
     warnings.warn(f"{run}@{step} was removed here meanwhile, and is not sent", PushedNotice, stacklevel=2)
 
 

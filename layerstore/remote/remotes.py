@@ -50,14 +50,14 @@ class Remotes:
         if data is None:
             return {}
         try:
-            found = parse_json(data)
-            if not isinstance(found, dict) or not all(isinstance(url, str) for url in found.values()):
+            urls = parse_json(data)
+            if not isinstance(urls, dict) or not all(isinstance(url, str) for url in urls.values()):
                 raise ValueError("it is not a map of names to URLs")
         except ValueError as exc:
             raise IntegrityError(
                 f"{path} is damaged: {exc}", hint="remove it, then layerstore remote add writes it anew"
             ) from exc
-        return dict(sorted(found.items()))
+        return dict(sorted(urls.items()))
 
     def add(self, name: str, url: str) -> str:
         """
@@ -71,26 +71,26 @@ class Remotes:
         url = checked_url(url)
         check_elsewhere(url, self._repo.layout.root)
 
-        def added(found: dict[str, str]) -> None:
-            if found.setdefault(name, url) != url:
-                shown = shown_url(found[name])
+        def add_url(urls: dict[str, str]) -> None:
+            if urls.setdefault(name, url) != url:
+                shown = shown_url(urls[name])
                 raise AlreadyExists(
                     f"remote {name!r} is {shown} already", hint=f"layerstore remote remove {typed(name)}"
                 )
 
-        self._change(added)
+        self._change(add_url)
         return url
 
     def remove(self, name: str) -> str:
         """Forget *name*; return its URL. The bucket itself is not touched."""
         removed: list[str] = []
 
-        def without(found: dict[str, str]) -> None:
-            if name not in found:
-                raise _no_remote(name, found)
-            removed.append(found.pop(name))
+        def remove_url(urls: dict[str, str]) -> None:
+            if name not in urls:
+                raise _no_remote(name, urls)
+            removed.append(urls.pop(name))
 
-        self._change(without)
+        self._change(remove_url)
         return shown_url(removed[0])
 
     def url(self, name: str | None = None) -> str:
@@ -106,22 +106,22 @@ class Remotes:
             return url
         if self._repo.remote is not None:
             raise InvalidInput(f"{self._repo.remote} is a remote itself", hint="layerstore clone makes a store of it")
-        found = self.urls()
-        if name is None and len(found) == 1:
-            return next(iter(found.values()))
-        if name is None and found:
-            raise InvalidInput(f"there are several remotes: {', '.join(found)}", hint="name one of them, or a URL")
-        if name is None or name not in found:
-            raise _no_remote(name, found)
-        return found[name]
+        urls = self.urls()
+        if name is None and len(urls) == 1:
+            return next(iter(urls.values()))
+        if name is None and urls:
+            raise InvalidInput(f"there are several remotes: {', '.join(urls)}", hint="name one of them, or a URL")
+        if name is None or name not in urls:
+            raise _no_remote(name, urls)
+        return urls[name]
 
     def _change(self, change: Callable[[dict[str, str]], None]) -> None:
         """Let *change* work on the remotes while no other process does."""
 
         def changed() -> bytes:
-            found = self._recorded()
-            change(found)
-            return json.dumps(dict(sorted(found.items())), indent=2).encode() + b"\n"
+            urls = self._recorded()
+            change(urls)
+            return json.dumps(dict(sorted(urls.items())), indent=2).encode() + b"\n"
 
         self._repo.prepare_writing()
         self._repo.rewrite(self._repo.layout.remotes, changed)
@@ -140,10 +140,10 @@ def folder_at(url: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def _no_remote(name: str | None, found: dict[str, str]) -> NotFound:
-    if not found:
+def _no_remote(name: str | None, urls: dict[str, str]) -> NotFound:
+    if not urls:
         return NotFound("this store has no remote", hint="layerstore remote add NAME URL, or name a URL")
-    hint = did_you_mean(nearest(name or "", found), else_="layerstore remote list lists them")
+    hint = did_you_mean(nearest(name or "", urls), else_="layerstore remote list lists them")
     shown = name if name is None or is_name(name) else shown_url(name)
     return NotFound(f"there is no remote {shown!r}", hint=hint)
 

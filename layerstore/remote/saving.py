@@ -60,15 +60,15 @@ class Reliance:
         """Note that *version* names *objects*."""
         self._version_of.update(dict.fromkeys(objects, version))
 
-    def count_on(self, blobs: Iterable[BlobRef]) -> None:
+    def note_named(self, blobs: Iterable[BlobRef]) -> None:
         """Count on *blobs* as on those that a record names, for half a day at most."""
         with self._guard:
             self._blobs.update(blob.id for blob in blobs)
 
     def ask_time(self) -> None:
         """Ask the server for its time: this host's clock may have stood still since."""
-        asked_at = hours_on()
-        self._server_ahead_ns = self.bucket.now_ns() - int(asked_at * 1e9)
+        sent_at = hours_on()
+        self._server_ahead_ns = self.bucket.now_ns() - int(sent_at * 1e9)
 
     def server_ns(self, at: float) -> int:
         """Return by the server's clock the time *at*, which is one of `hours_on`."""
@@ -79,10 +79,10 @@ class Reliance:
 
     def has(self, ref: BlobRef, *, seconds: float = _YOUNG_SECONDS, counts_named: bool = True) -> bool:
         """Whether the bucket has *ref*, and it is younger than *seconds*, or a record names it if that counts."""
-        listed = self.bucket.look(self._repo.layout.object_name(ref.id))
-        if listed is None or listed.size_bytes != ref.size_bytes:
+        entry = self.bucket.look(self._repo.layout.object_name(ref.id))
+        if entry is None or entry.size_bytes != ref.size_bytes:
             return False
-        return listed.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref.id))
+        return entry.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref.id))
 
     def _is_named(self, object_id: ObjectId) -> bool:
         with self._guard:
@@ -106,14 +106,14 @@ class Reliance:
     @cached_property
     def _needs(self) -> Needs:
         """What the newest commit of each run needs."""
-        found, catalog = Needs(self._repo), self._repo.catalog
+        needs, catalog = Needs(self._repo), self._repo.catalog
         for run in catalog.runs():
             for row in catalog.view(run).visible[-1:]:
-                found.add_readable(catalog.commit(row.name).record)
-        return found
+                needs.add_readable(catalog.commit(row.name).record)
+        return needs
 
 
-class _Held:
+class _MemoryDraft:
     """The bytes of an object, which has no name yet."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class _Held:
         self.data += data
 
 
-class _Room:
+class _MemoryBudget:
     """Memory for what is in flight; one object may be larger."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -143,7 +143,7 @@ class _Room:
             self.check()
             self._taken += size_bytes
 
-    def give(self, size_bytes: int) -> None:
+    def give_back(self, size_bytes: int) -> None:
         """Give room back."""
         with self._changed:
             self._taken -= size_bytes
@@ -174,7 +174,7 @@ class BucketWriter(ObjectWriter):
         self._reliance = reliance
         reliance.ask_time()
         self._begun = self._looked_at = hours_on()
-        self._room = _Room(REMOTE_FLIGHT_BYTES)
+        self._budget = _MemoryBudget(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
         self._in_flight: list[Future[None]] = []
         self._taken = set[ObjectId]()
@@ -223,11 +223,11 @@ class BucketWriter(ObjectWriter):
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
         """Yield room for bytes whose name becomes known only afterwards."""
-        yield _Held()
+        yield _MemoryDraft()
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
         """Upload *draft* as *ref* in the background, unless the bucket has it; return False if we have done so."""
-        assert isinstance(draft, _Held), "it is a draft of ours"
+        assert isinstance(draft, _MemoryDraft), "it is a draft of ours"
         return self._upload(ref, draft.data)
 
     def put(self, data: Bytes, ref: BlobRef) -> None:
@@ -249,30 +249,30 @@ class BucketWriter(ObjectWriter):
         return True
 
     def _submit(self, ref: BlobRef, data: Bytes) -> None:
-        self._room.take(ref.size_bytes)
+        self._budget.take(ref.size_bytes)
         with self._guard:
             if self._is_over:
-                self._room.give(ref.size_bytes)
+                self._budget.give_back(ref.size_bytes)
                 return
             self._in_flight.append(self._pool.submit(self._send, ref, data))
 
     def _send(self, ref: BlobRef, data: Bytes) -> None:
         try:
-            if not self._room.has_failed and not self.spares_writing(ref):
+            if not self._budget.has_failed and not self.spares_writing(ref):
                 self._reliance.bucket.write(self._layout.object_name(ref.id), partial(_pieces, data))
                 with self._guard:
                     self._staged[ref.id] = ref, self._layout.object(ref.id)
                     self._bytes_new += ref.size_bytes
         except Exception as exc:  # noqa: BLE001  # raised by whoever waits for this
-            self._room.fail(exc.with_traceback(None))  # a traceback would hold the data
+            self._budget.fail(exc.with_traceback(None))  # a traceback would hold the data
         finally:
-            self._room.give(ref.size_bytes)
+            self._budget.give_back(ref.size_bytes)
 
     def _wait(self) -> None:
         with self._guard:
             awaited = [*self._in_flight]
         wait(awaited)
-        self._room.check()
+        self._budget.check()
 
     @property
     def staged(self) -> Staged:
@@ -310,8 +310,8 @@ class BucketWriter(ObjectWriter):
     def _lost(self, *, counts_named: bool) -> list[BlobRef]:
         has = partial(self._reliance.has, seconds=_STILL_YOUNG_SECONDS, counts_named=counts_named)
         relied = (*(ref for ref, _ in self._staged.values()), *self._found, *self._claimed.values())
-        are_there = self._pool.map(has, relied)
-        return [ref for ref, is_there in zip(relied, are_there, strict=True) if not is_there]
+        answers = self._pool.map(has, relied)
+        return [ref for ref, is_there in zip(relied, answers, strict=True) if not is_there]
 
     def look_again(self) -> list[BlobRef]:
         """Return what may be gone, or about to go, since the process was suspended; else nothing can be."""
@@ -328,7 +328,7 @@ class BucketWriter(ObjectWriter):
             self._is_over = True
         self._pool.shutdown(cancel_futures=True)
         self._in_flight.clear()
-        self._room.fail(None)  # an error that was raised holds the data
+        self._budget.fail(None)  # an error that was raised holds the data
 
 
 def _pieces(data: Bytes) -> Iterator[memoryview]:
@@ -344,7 +344,7 @@ class BucketParts(PartStore):
         super().__init__(layout, files, store_id=store_id)
         self._reliance = reliance
         self._bucket = reliance.bucket
-        self._tidying = reliance.bucket.without_retries()
+        self._without_retries = reliance.bucket.without_retries()
         """
         For what ends a save: retries would hold the next one, where the server has often failed five times already.
 
@@ -366,18 +366,18 @@ class BucketParts(PartStore):
         Raises:
             Overtaken: One of them is so old that what it names may be about to go.
         """
-        found, pattern = set(), re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
+        ranks, pattern = set(), re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
         old_ns = self._reliance.server_ns(hours_on() - _WINDOW_SECONDS)
-        for each in self._bucket.listed(f"parts/{session}"):
-            if (match := pattern.fullmatch(each.name)) is None:
+        for entry in self._bucket.listed(f"parts/{session}"):
+            if (match := pattern.fullmatch(entry.name)) is None:
                 continue
-            if each.modified_ns < old_ns:
+            if entry.modified_ns < old_ns:
                 raise Overtaken(
                     f"what rank {match[1]} had written may be collected, since nothing was done for so long",
                     hint="repeat the command",
                 )
-            found.add(int(match[1]))
-        return found
+            ranks.add(int(match[1]))
+        return ranks
 
     def draft(self, part: Part) -> None:
         """Do nothing: no collection reads parts here, since what they name is young."""
@@ -392,7 +392,7 @@ class BucketParts(PartStore):
 
     def publish(self, part: Part) -> None:
         """Make *part* visible, at the first try or not at all; one that is there stands."""
-        self._publish(part, self._tidying)
+        self._publish(part, self._without_retries)
 
     def _publish(self, part: Part, bucket: Bucket) -> None:
         if bucket.size(part_name(part.session, part.save, part.rank)) is not None:
@@ -411,9 +411,9 @@ class BucketParts(PartStore):
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of a save that was committed or given up, at the first try or not at all."""
-        self._tidying.remove([part_name(session, save, rank) for rank in range(world_size)])
+        self._without_retries.remove([part_name(session, save, rank) for rank in range(world_size)])
 
     def close_session(self, session: str, *, is_over: bool) -> None:
         """Remove what is left of *session* if it *is_over*."""
         if is_over:
-            self._bucket.remove([each.name for each in self._bucket.listed(f"parts/{session}")])
+            self._bucket.remove([entry.name for entry in self._bucket.listed(f"parts/{session}")])

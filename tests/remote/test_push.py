@@ -289,7 +289,7 @@ def test_a_clone_that_was_cut_off_fetches_nothing_twice(
     """Of one large commit neither, over a connection that is lost now and then."""
     saved.into(store, 2)
     store.push(url)
-    monkeypatch.setattr(sys.modules["layerstore.remote.pull"], "_NAMED_BYTES", 20_000)
+    monkeypatch.setattr(sys.modules["layerstore.remote.pull"], "_PUBLISHED_BYTES", 20_000)
     chunks, came, limits = Bucket.chunks, list[str](), [10, 20, sys.maxsize]
 
     def counted(self: Bucket, name: str, **stretch: int) -> Iterator[memoryview]:

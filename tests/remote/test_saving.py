@@ -540,13 +540,13 @@ def test_memory_is_bounded(in_a_folder: Store, saved: Checkpoints, monkeypatch: 
     """However slow the server is, no more than a few objects wait for it."""
     monkeypatch.setattr(saving, "REMOTE_FLIGHT_BYTES", 40_000)
     taken: list[int] = []
-    take = saving._Room.take
+    take = saving._MemoryBudget.take
 
-    def noted(self: saving._Room, size_bytes: int) -> None:
+    def noted(self: saving._MemoryBudget, size_bytes: int) -> None:
         take(self, size_bytes)
         taken.append(self._taken)
 
-    monkeypatch.setattr(saving._Room, "take", noted)
+    monkeypatch.setattr(saving._MemoryBudget, "take", noted)
     watch_writes(monkeypatch, before=lambda *_: time.sleep(0.01))
 
     in_a_folder.ingest(saved(2, hidden=32), run="r")
