@@ -1,7 +1,7 @@
 """
 A bucket: one prefix of S3, Google Cloud Storage or Azure, a folder, or this process's memory.
 
-Transient failures are retried with growing pauses, and every retry is reported: as a warning, or to whoever asks.
+Transient failures are retried with growing pauses, and every retry is reported: as a warning, or to a callback.
 """
 
 import copy
@@ -45,22 +45,22 @@ from layerstore.threads import Threads, start
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Chunks = Callable[[], Iterable[bytes | memoryview]]
-"""Returns the bytes to write, from the start each time: a request may be retried."""
+"""Returns the bytes to write, from the start at each call, because a request may be retried."""
 
 OBJECT_FOLDERS = tuple(f"objects/{prefix:02x}" for prefix in range(256))
 """The folders that hold objects."""
 COLLECTIONS_AT_WORK, COLLECTIONS_ENDED = "gc/at-work", "gc/ended"
 """Each collection of the last day leaves a mark here."""
 LISTED_AT_ONCE = 1000
-"""How many names a server lists for one request."""
+"""How many names a server lists per request."""
 _QUICK_SECONDS = REMOTE_UPLOAD_SECONDS / 16
 """
-Whoever has sent several small parts in this time is sure to send two large ones, eight times as much, in the time that
-a request has. On a slow line parts stay small.
+If several small parts took less than this, two large parts, eight times as much, fit into the timeout of a request. On
+a slow line parts stay small.
 """
 _REMOVED_AT_ONCE = 200
 _RANDOM = random.SystemRandom()
-"""Not the generator of the program that saves: it draws the same numbers with and without us."""
+"""Our own: the training program's generator must draw the same numbers with and without us."""
 
 # Answers, in the first line of obstore's message, after which a retry is pointless.
 _REFUSED = re.compile(
@@ -74,7 +74,7 @@ _BAD_ANSWER = re.compile(r"invalid DeleteObjects response", re.IGNORECASE)
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
 
 _PASSING = frozenset({"GenericError", "JoinError", "TimeoutError", "ConnectionError", "OSError"})
-"""Names of errors that may be transient: a dropped connection, a busy server."""
+"""Names of obstore's errors that may be transient: a dropped connection, a busy server."""
 
 
 class RemoteNotice(UserWarning):
@@ -82,11 +82,11 @@ class RemoteNotice(UserWarning):
 
 
 class NoBucket(NoStore):
-    """There is no bucket in which a store could be."""
+    """The bucket itself does not exist."""
 
 
 class _Download:
-    """A download of a byte range; after an error it resumes where the old stream was cut."""
+    """A download of a byte range; after an error it resumes where the stream was cut off."""
 
     def __init__(self, stream_of: Callable[[int, int], Iterator[Any]], at: int, end: int) -> None:
         self._stream_of = stream_of
@@ -96,7 +96,7 @@ class _Download:
 
     def next_piece(self) -> memoryview:
         """Return the next bytes, empty at the end."""
-        for _ in range(2):  # a stream that ended early is replaced by another
+        for _ in range(2):  # a stream that ended early is replaced once
             if self._stream is None:
                 self._stream = self._stream_of(self.at, self.end)
             stream, self._stream = self._stream, None  # stays None if this raises
@@ -129,13 +129,13 @@ class Bucket:
         self._retries = True
         self._report: Callable[[str], None] | None = None
         self._warned_until = 0.0
-        """No further failures are warned of before this time: many requests fail at once for the same reason."""
+        """Until then no further warning: many requests fail at once for the same reason."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
 
     def without_retries(self) -> "Bucket":
-        """Return the same bucket, which tries each request only once."""
+        """Return the same bucket, but one that tries each request only once."""
         bucket = copy.copy(self)
         bucket._retries = False
         return bucket
@@ -162,11 +162,11 @@ class Bucket:
         """
         Yield *size_bytes* of *name* from *start*, in pieces; resumes after a dropped connection.
 
-        *is_whole* says that this is all of it.
+        *is_whole* means that this is the whole object.
 
         Raises:
             NotFound: There is no such name.
-            IntegrityError: It is shorter.
+            IntegrityError: The object is shorter.
         """
         download = _Download(lambda at, end: self._stream(name, at, end, is_whole=is_whole), start, start + size_bytes)
         while download.at < download.end:
@@ -178,7 +178,7 @@ class Bucket:
             yield piece
 
     def _next_piece(self, name: str, download: _Download) -> memoryview:
-        """Return the next bytes of *name*, empty if it is shorter: that an answer ends early does not say so."""
+        """Return the next bytes of *name*, empty if the object is shorter; an answer may also end early by accident."""
         piece = download.next_piece()
         if not piece and (self.size(name) or 0) >= download.end:
             raise ConnectionError("the answer ends early")
@@ -215,7 +215,7 @@ class Bucket:
                 f"{self.url}: cannot list {folder}: the server says that there is no such place",
                 errno=errnos.EIO,
                 filename=self.url,
-                hint="an empty folder is listed as empty; is there a proxy before the server?",
+                hint="an empty folder is listed as empty; is there a proxy in front of the server?",
             )
         return sorted(entries, key=attrgetter("name"))
 
@@ -259,7 +259,7 @@ class Bucket:
 
     def create(self, name: str, data: bytes) -> None:
         """
-        Write *data* as *name* unless it exists. Read it afterwards to see whose it is.
+        Write *data* as *name* unless it exists. The caller reads it afterwards to see whose data is there.
 
         Servers that do not support conditions overwrite it.
         """
@@ -307,22 +307,22 @@ class Bucket:
         if entry is None:
             raise IntegrityError(
                 f"{self._url_of(name)} was just written and is not there",
-                hint="a store needs a server that shows at once what it has taken",
+                hint="a store needs a server that shows a write as soon as it has confirmed it",
             )
         return entry.modified_ns
 
     def check_process(self) -> None:
-        """Raise Internal in a child of the process that opened it."""
+        """Raise Internal in a forked child of the process that opened the bucket."""
         if self._pid != os.getpid():
             raise Internal(
                 f"this remote was opened in process {self._pid} and is used in its child {os.getpid()}",
                 hint="open it again after the fork, or start workers with 'spawn'",
             )
 
-    # -- trouble -------------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------
 
     def report_retries(self, report: Callable[[str], None] | None) -> None:
-        """Call *report* with one line for each retry, from any thread, instead of warning; None: warn again."""
+        """Call *report* with one line per retry, from any thread, instead of warning; None restores the warnings."""
         self._report = report
 
     def _url_of(self, name: str) -> str:
@@ -341,7 +341,7 @@ class Bucket:
                 if _NO_BUCKET.search(str(exc)):
                     raise self._no_bucket() from None
                 return None
-            except Exception as exc:  # noqa: BLE001  # told apart by name and text
+            except Exception as exc:  # noqa: BLE001  # obstore's errors are recognised by name and text
                 problem = self._problem(doing, exc)
                 if problem is not None or attempt == tries:
                     # Drop the cause: its text is long and may hold secrets from the endpoint's URL.
@@ -438,7 +438,7 @@ def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | 
     """
     Return *chunks* joined if they fit into one part, since a multipart upload takes three requests; else one by one.
 
-    The chunks are copied, once: obstore holds on to them until they are sent.
+    Each chunk is copied once, because obstore keeps it until it is sent.
     """
     rest = iter(chunks)
     first = bytearray()
@@ -450,6 +450,6 @@ def _body(chunks: Iterable[bytes | memoryview], part_bytes: int) -> bytearray | 
 
 
 def _code_of(text: str) -> str:
-    """Return which of its codes a server's answer gives, in brackets: a wrong clock is refused as a wrong key is."""
+    """Return the code in a server's answer, in brackets: a wrong clock is refused in the same way as a wrong key."""
     match = re.search(r"<Code>(\w+)</Code>", text)
     return f" ({match[1]})" if match else ""

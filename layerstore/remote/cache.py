@@ -1,8 +1,8 @@
 """
 The cache of mirrors: its location, its size limit, and eviction.
 
-``LAYERSTORE_CACHE_DIR`` names the folder, and ``LAYERSTORE_CACHE_SIZE`` the most that the objects of all mirrors may
-take together, once a command that fetches has ended. The least recently used go first, and are fetched again on demand.
+``LAYERSTORE_CACHE_DIR`` names the folder. ``LAYERSTORE_CACHE_SIZE`` limits the objects of all mirrors together, after
+each command that fetches. The least recently used are evicted first, and fetched again on demand.
 """
 
 import os
@@ -22,7 +22,7 @@ _DOWNLOAD_SECONDS_MAX = 86_400.0
 
 _guard = threading.Lock()
 _sums: dict[Path, int] = {}
-"""Bytes per folder: what this process last found there, plus what it has added since."""
+"""Bytes per folder: those found by this process's last scan, plus those that it has added since."""
 
 
 def cache_folder() -> Path:
@@ -39,7 +39,7 @@ def cache_bytes() -> int:
 
 
 def trim(files: Files) -> None:
-    """Remove the oldest objects of all mirrors until no more is left than may lie there."""
+    """Remove the oldest objects of all mirrors until the cache is within its limit."""
     with _guard:
         _sums[cache_folder()] = _emptied(files, cache_folder(), left_max=cache_bytes())
 
@@ -55,12 +55,12 @@ def make_room(files: Files, size_bytes: int) -> None:
 
 def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     """
-    Remove the oldest objects of all mirrors until at most *left_max* bytes are left; return how many are.
+    Remove the oldest objects of all mirrors until at most *left_max* bytes are left; return how many are left.
 
-    Downloads that were killed go after a day.
+    Files of killed downloads are removed after a day.
     """
     evictable = []
-    for mirror in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors are named so
+    for mirror in filter(OBJECT_ID.fullmatch, files.names_in_folder(folder)):  # mirrors have such names
         layout = layout_at(folder / mirror)
         for path in (layout.tmp / file_name for file_name in files.names_in_folder(layout.tmp)):
             state = files.look(path)

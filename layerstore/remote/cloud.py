@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 _PARTS_AT_ONCE = 2
-"""Of one object; another part of it is filled meanwhile."""
+"""Parts of one object that are uploaded at once, while another is filled."""
 
 _memories: dict[str, "Client"] = {}
-"""One client per ``memory://`` URL: all buckets of this process with the same URL see the same bytes."""
+"""One client per ``memory://`` URL, so that all buckets of this process with the same URL see the same bytes."""
 _memories_guard = threading.Lock()
 
 
 class Cloud:
-    """One bucket of a server; a Folder takes the same requests."""
+    """One bucket of a server; `Folder` has the same methods."""
 
     def __init__(self, url: str) -> None:
         self._obstore = _imported()
         self._reader, self._writer = _clients_of(url)
         self.part_bytes = REMOTE_PART_BYTES_LEAST
-        """The size of the parts of what is larger."""
+        """The part size for multipart uploads; smaller objects take one request."""
         self._part_bytes_max = part_bytes_for(free_memory_bytes())
 
     def get(self, name: str, stretch: tuple[int, int] | None = None) -> tuple[int, Iterator[Any]]:
@@ -56,7 +56,7 @@ class Cloud:
         return answer.meta["size"], iter(answer.stream(IO_CHUNK_BYTES))
 
     def head(self, name: str) -> Listed:
-        """Return the listing entry of *name*."""
+        """Return the size and time of *name*."""
         return _listed(self._obstore.head(self._reader, name))
 
     def list(self, folder: str) -> Iterator[Listed]:
@@ -76,7 +76,7 @@ class Cloud:
         )
 
     def use_large_parts(self, are_large: bool) -> None:
-        """Upload in parts as large as memory allows from now on, or in the smallest."""
+        """From now on upload in parts as large as memory allows, or in the smallest."""
         self.part_bytes = self._part_bytes_max if are_large else REMOTE_PART_BYTES_LEAST
 
     def create(self, name: str, data: bytes) -> None:
@@ -95,7 +95,7 @@ class Cloud:
 
 
 def part_bytes_for(free_bytes: int) -> int:
-    """Return the size of parts where *free_bytes* of memory are free."""
+    """Return the part size for *free_bytes* of free memory."""
     ranks_here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     room = free_bytes // 4 // ranks_here // REMOTE_REQUESTS_MAX // (_PARTS_AT_ONCE + 1)
     return max(REMOTE_PART_BYTES_LEAST, min(room // MIB * MIB, REMOTE_PART_BYTES))
@@ -110,7 +110,7 @@ def _imported() -> Any:
 
 
 def _clients_of(url: str) -> "tuple[Client, Client]":
-    """Return the clients for reading and for writing; the writer may stay silent for as long as an upload takes."""
+    """Return the clients for reading and for writing; the writer's may be silent for as long as an upload takes."""
     from obstore.store import MemoryStore
 
     scheme = urlsplit(url).scheme

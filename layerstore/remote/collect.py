@@ -1,10 +1,10 @@
 """
-Collect a remote: move the records that retention does not keep to its trash, remove unnamed objects a day later.
+Collect a remote: move records that retention does not keep to the trash, and remove unnamed objects a day later.
 
-The rule is that of a local store, but by the server's clock, and a day's grace replaces the renames. An object is named
-if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash, because they
-move in that direction, and both before anything is moved. Then each folder of objects is listed and swept at once.
-Whatever a push relies on stays named or young until its own record is there; docs/internals/durability.md says why.
+The rule is that of a local store, but by the server's clock, and a grace of a day replaces the renames. An object is
+named if a record, a pin, or a record trashed within the grace names it. Records are listed before the trash, because
+they move in that direction, and both before anything is moved. Then each folder of objects is listed and swept at once.
+Everything that a push relies on stays named or young until its own record is there (docs/internals/durability.md).
 """
 
 import contextlib
@@ -44,27 +44,27 @@ _EVER_NS = 1 << 63
 
 def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Progress) -> GcOutcome:
     """
-    Remove what *request* does not keep, and what nothing has named for a day; with *dry_run*, only report it.
+    Remove the commits that *request* does not keep, and objects unnamed for a day; with *dry_run*, only report them.
 
     Safe to kill at any moment, and several may run at once.
 
     Raises:
-        IntegrityError: A record, pin or blob cannot be read, so what it needs is unknown.
+        IntegrityError: A record, pin or blob cannot be read, so it is unknown what it needs.
         Conflict: More would be removed than was confirmed; nothing was removed.
         Unsupported: *request* drops moments, or trash that is younger than the grace.
-        InvalidInput: The grace is shorter than a push relies on, and not zero.
+        InvalidInput: The grace is neither zero nor the day that pushes rely on.
     """
     if request.keep.drop_optimizer_older_than is not None:
         raise Unsupported("a remote's commits keep their moments", hint="trim them in a store, and push that")
     if request.trash_seconds is not None:
         raise Unsupported(
             "a remote's trash goes by its age alone: a push may count on it",
-            hint="--grace 0s takes all that is unneeded, where nobody pushes or saves",
+            hint="--grace 0s removes everything that is not needed; only while nobody pushes or saves",
         )
     if request.grace_seconds and request.grace_seconds < REMOTE_GRACE_SECONDS:
         raise InvalidInput(
             f"a remote's grace cannot be {request.grace_seconds:g} s: pushes and saves count on 24 hours",
-            hint="--grace 0s, where nobody pushes or saves; else 24h or more",
+            hint="--grace 0s while nobody pushes or saves; else 24h or more",
         )
     remote.bucket.check_links()
     watch = _Watch()  # before the mark: it must expire before pushes ignore the mark as old
@@ -74,7 +74,7 @@ def collect(remote: Remote, request: GcRequest, *, dry_run: bool, progress: Prog
 
 @contextlib.contextmanager
 def _at_work(bucket: Bucket) -> Iterator[int]:
-    """Yield the time, and let pushes see that a collection is or was running."""
+    """Yield the server's time, and leave marks for pushes: a collection is running, or has run."""
     name = f"{random.getrandbits(64):016x}"
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
@@ -88,7 +88,7 @@ def _collected(
 ) -> GcOutcome:
     bucket, repo = remote.bucket, remote.repo
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
-    # Where nobody pushes, what moves to the trash now holds nothing either.
+    # With a grace of zero nobody pushes, so records that move to the trash now need not keep anything either.
     old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
     remote.refresh()
     with concluding("nothing was removed"):
@@ -104,7 +104,7 @@ def _collected(
     check_confirmed(fates, Gone(), request)  # only age decides about the trash
     if not dry_run:
         trashed = [_to_trash(remote, name, watch) for name in moved]
-        # Those that were there before and have come once more are young again.
+        # Old trash that was moved there again by this collection is young now.
         old_trash = [*(name for name in old_trash if name not in trashed), *(() if grace_seconds else trashed)]
         _empty_trash(bucket, old_trash, old_before_ns, watch)
     progress.start("folders of objects", len(OBJECT_FOLDERS))
@@ -125,7 +125,7 @@ def _collected(
     return GcOutcome(
         commits=tuple(replace(fate, reference=name) for fate, name in zip(fates, references, strict=True)),
         objects=objects,
-        orphans=Gone(),  # which of them the removed commits had named was not looked up
+        orphans=Gone(),  # nobody looks up which objects the removed commits had named
         young=young,
         unfinished=Gone(),
         trash=Gone(len(old_trash)),
@@ -134,7 +134,7 @@ def _collected(
 
 
 class _Watch:
-    """A deadline for the collection: what it has marked is valid for half a grace."""
+    """The deadline of a collection: what it has determined is valid for half a grace."""
 
     def __init__(self) -> None:
         self._deadline = hours_on() + REMOTE_GRACE_SECONDS / 2
@@ -143,7 +143,7 @@ class _Watch:
         """Raise Overtaken if the deadline has passed; call it before removing anything."""
         if hours_on() > self._deadline:
             raise Overtaken(
-                "this collection was stopped for too long, and what it found out may have changed",
+                "this collection was suspended for too long, and its listings may be out of date",
                 hint="repeat the command",
             )
 
@@ -158,7 +158,7 @@ def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName
     Return what the listed records, except *without*, and the listed pins need.
 
     Raises:
-        IntegrityError: One cannot be read, or is under another name, so what it needs is unknown.
+        IntegrityError: One cannot be read, or has another name, so it is unknown what it needs.
     """
     repo, layout = remote.repo, remote.repo.layout
     records = {record for name in remote.listed if (record := repo.records.name_at(layout.root / name)) is not None}
@@ -198,11 +198,11 @@ def _trash(remote: Remote, needs: Needs, old_before_ns: int) -> tuple[list[str],
     Return the names of expired trash, and what the rest of the trash needs besides *needs*.
 
     Raises:
-        IntegrityError: Something in it is not a record by its name, so what it needs is unknown.
+        IntegrityError: Something in it is not a record by its name, so it is unknown what it needs.
     """
     held, old = Needs(remote.repo, besides=needs), []
     for entry in remote.bucket.listed("trash"):
-        if entry.name.startswith("trash/damaged/"):  # it keeps nothing
+        if entry.name.startswith("trash/damaged/"):  # damaged records keep nothing
             old += [entry.name] if entry.modified_ns < old_before_ns else []
             continue
         if not entry.name.startswith("trash/commits"):
@@ -243,7 +243,7 @@ def _to_trash(remote: Remote, record: RecordName, watch: "_Watch") -> str:
 
 
 def _empty_trash(bucket: Bucket, names: Collection[str], old_before_ns: int, watch: "_Watch") -> None:
-    """Remove *names* from the trash, but for those that have come there once more since they were listed."""
+    """Remove *names* from the trash, except those that were moved there again since they were listed."""
     if names:
         watch.check()
         entries, expired = bucket.listed("trash"), set(names)
@@ -254,11 +254,11 @@ def _swept(
     bucket: Bucket, folder: str, needs: Needs, held: Needs, old_before_ns: int, *, watch: "_Watch | None"
 ) -> tuple[Gone, Gone]:
     """
-    Remove the old, unnamed objects in *folder*; return what was removed, and what is young.
+    Remove the old, unnamed objects in *folder*; return how much was removed, and how much is too young.
 
-    A push may rewrite an old object at any time; if a collection is running, it checks two moments later that the
-    object is still there. So only what was listed within the last moment is removed; if this process was stopped in
-    between, it lists again.
+    A push may rewrite an old object at any time. If a collection is running, the push checks two moments later that the
+    object is still there. So an object is removed only within a moment of the listing; if this process was suspended
+    meanwhile, it lists again.
     """
     for _ in range(_LISTINGS_MAX):
         listed_at = hours_on()
@@ -278,7 +278,7 @@ def _swept(
             break
     else:
         raise Overtaken(
-            f"{bucket.url}: {folder} cannot be listed and thinned out within {REMOTE_MOMENT_SECONDS:.0f} s",
+            f"{bucket.url}: {folder} cannot be listed and cleared within {REMOTE_MOMENT_SECONDS:.0f} s",
             hint="repeat the command where the connection is better",
         )
     return Gone(len(unneeded), sum(entry.size_bytes for entry in unneeded)), young

@@ -1,9 +1,8 @@
 """
-Who we are to the servers of remotes: to S3, where the environment does not say it, the profile of the AWS tools says
-so, in ``~/.aws``.
+Credentials for S3, from the profiles of the AWS tools in ``~/.aws``.
 
 obstore itself reads keys, endpoint and region from the environment, and falls back to the machine's own role. This
-module reads profiles with keys and leaves the others (single sign-on, assumed roles, a process) to boto3.
+module reads profiles that have keys; it leaves others (single sign-on, assumed roles, a process) to boto3.
 """
 
 import configparser

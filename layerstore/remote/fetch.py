@@ -1,9 +1,9 @@
 """
 Objects that are fetched from a bucket on first read, each checked against its name before it is used.
 
-No check is remembered: verifying an object reads and hashes it, however often it was verified before. Only what has
-just been fetched was hashed on arrival, and is not read again for the use that it was fetched for.
-Several processes may share the folder that they are fetched into. Where a stretch is enough, no more is fetched.
+No check is remembered: verifying an object reads and hashes it, however often it was verified before. Only an object
+that was fetched for this very use, and hashed on arrival, is not read again.
+Several processes may share the folder into which objects are fetched. If a stretch is enough, no more is fetched.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _EVICTIONS_MAX = 20
 
 
 class Source:
-    """The objects in a bucket, and what it lacks in *rest*; *url* is opened on first use."""
+    """The objects in a bucket and, if it lacks some, in *rest*; *url* is opened on first use."""
 
     def __init__(self, url: str, layout: Layout, *, bucket: Bucket | None = None, rest: "Source | None" = None) -> None:
         self.url = url
@@ -52,8 +52,8 @@ class Source:
             return self._bucket
 
     def listed(self, prefix: str) -> dict[ObjectId, int]:
-        """Return the sizes of the objects whose ids start with the two digits *prefix*; listed once for a question."""
-        sizes = self._sizes  # what this question began to list is not an answer to the next one
+        """Return the sizes of objects whose ids start with the two digits *prefix*; listed once until `look_anew`."""
+        sizes = self._sizes  # taken first: a listing that began before `look_anew` must not be an answer after it
         if prefix not in sizes:
             folder = f"{self._layout.objects.name}/{prefix}"
             entries = self.bucket.listed(folder)
@@ -69,7 +69,7 @@ class Source:
             self._bucket.check_process()
 
     def look_anew(self) -> None:
-        """Forget the listings: a new question begins."""
+        """Forget the listings, since the bucket may have changed."""
         self._sizes = {}
 
     def check_there(self, ref: BlobRef) -> None:
@@ -84,7 +84,7 @@ class Source:
         Yield the bytes of *ref* from the bucket, each piece with its offset.
 
         Raises:
-            IntegrityError: It is missing; or, raised at the end, the bytes do not match its name.
+            IntegrityError: It is missing; or its bytes do not match its name, which is raised at the end.
         """
         if (holder := self._holder_of(ref)) is not self:
             yield from holder.checked(ref)
@@ -97,7 +97,7 @@ class Source:
                 hasher.update(data)
             check_hash(ref, hasher)
         except NoStore:
-            raise  # the bucket itself is not there, which says nothing about the object
+            raise  # the bucket itself is missing, which is no damage to the object
         except (NotFound, IntegrityError) as exc:
             raise self.damaged(ref, exc) from exc
 
@@ -128,9 +128,9 @@ class Source:
 
 class FetchedObjects(ObjectStore):
     """
-    The objects of a partial clone: those that it lacks are fetched on first use, and stay.
+    The objects of a partial clone: missing ones are fetched on first use, and stay.
 
-    A damaged one is damage, as in any store: nobody knows whether the bucket ever had it.
+    A damaged one is reported as in any store, not fetched again: the bucket may never have had it.
     """
 
     _is_durable = True
@@ -139,7 +139,7 @@ class FetchedObjects(ObjectStore):
         super().__init__(layout, files)
         self.source = source
         self._objects = ObjectStore(layout, files)
-        """The objects that are here."""
+        """The objects on this disk."""
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="fetch")
         self._sparse_objects = _SparseObjects(layout, files, source, self._pool, make_room=self._make_room)
         self._bytes_of_whole_objects = 0
@@ -160,7 +160,7 @@ class FetchedObjects(ObjectStore):
         return self.find_at_once(ref) or self._layout.object(ref.id)
 
     def look_anew(self) -> None:
-        """Forget what the source has listed: it may have lost something since."""
+        """Forget the source's listings: it may have lost something since."""
         self.source.look_anew()
 
     def check_there(self, ref: BlobRef) -> None:
@@ -169,18 +169,18 @@ class FetchedObjects(ObjectStore):
             self.source.check_there(ref)
 
     def check_bytes(self, ref: BlobRef) -> None:
-        """Read all of *ref*, here or else in the bucket, and compare its hash with its name; nothing is kept."""
+        """Read all of *ref*, here or else from the bucket, and compare its hash with its name; keep nothing."""
         if self.find_at_once(ref) is None:
             self.source.check_bytes(ref)
         else:
             self._objects.verify(ref)
 
     def verify(self, ref: BlobRef) -> None:
-        """Fetch *ref*, or read what is here; compare its hash with its name. Raises as `open` does."""
+        """Fetch *ref*, or read it here, and compare its hash with its name; raises as `open` does."""
         self.wait(self.start(ref))
 
     def verify_all(self, stretches: Mapping[BlobRef, Iterable[Stretch]]) -> set[BlobRef]:
-        """Make sure that *stretches* are here and sound; return the objects that are completely so."""
+        """Make sure that *stretches* are here and sound; return the objects of which every byte is."""
         chunks = {
             ref: self._sparse_objects.chunks(ref, wanted) for ref, wanted in stretches.items() if not self._is_here(ref)
         }
@@ -208,11 +208,11 @@ class FetchedObjects(ObjectStore):
         return any(self._files.exists(path) for path in self._places_now(ref.id))
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
-        """Note what *version* says about *objects*."""
+        """Remember how *objects*, which *version* names, can be verified in parts."""
         self._sparse_objects.know(objects)
 
     def open(self, ref: BlobRef, stretches: Iterable[Stretch] | None = None) -> OpenFile:
-        """Open *ref*, first fetching what is missing of *stretches*, or of the whole object."""
+        """Open *ref*, after fetching the missing parts of *stretches*, or of the whole object."""
         numbers = [] if stretches is None or self._is_here(ref) else self._sparse_objects.chunks(ref, stretches)
         if numbers:
             return self._opened_sparse(ref, numbers)
@@ -225,7 +225,7 @@ class FetchedObjects(ObjectStore):
 
     @contextlib.contextmanager
     def expected(self, refs: Iterable[BlobRef]) -> Iterator[ObjectStore]:
-        """Yield the objects for one use of *refs*, which are fetched or verified ahead of the reader, in order."""
+        """Yield the objects for one use of *refs*, which are fetched or verified in order, ahead of the reader."""
         with contextlib.closing(_Expected(self, self._layout, self._files, refs)) as objects:
             yield objects
 
@@ -236,7 +236,7 @@ class FetchedObjects(ObjectStore):
         return self._pool.submit(self._verify_or_fetch, ref)
 
     def wait(self, verified: "Future[None]") -> None:
-        """Return once what `start` began has been done; raises if it failed, or the objects were closed."""
+        """Wait for a verification that `start` began; raises if it failed, or the objects were closed."""
         try:
             verified.result()
         except CancelledError:
@@ -274,11 +274,11 @@ class FetchedObjects(ObjectStore):
             raise InvalidInput(f"{self.source.url} was closed, and nothing more is fetched", hint="open it again")
 
     def _make_room(self, size_bytes: int) -> None:
-        """Make room for *size_bytes* more; a clone only grows."""
+        """Do nothing: a clone only grows. A cache evicts objects."""
 
 
 class _Expected(ObjectStore):
-    """One use of objects: each is verified once, ahead of its readers, and none of them opens it before that."""
+    """One use of objects: each is verified once, ahead of its readers, and opened only after that."""
 
     def __init__(self, objects: FetchedObjects, layout: Layout, files: Files, refs: Iterable[BlobRef]) -> None:
         super().__init__(layout, files)
@@ -287,11 +287,11 @@ class _Expected(ObjectStore):
         self._expected = deque(dict.fromkeys(refs))
         self._verified: dict[BlobRef, Future[None]] = {}
         self._ahead: set[BlobRef] = set()
-        """Those that nobody has asked for yet."""
+        """Objects that no reader has asked for yet."""
         self._start_prefetch()
 
     def close(self) -> None:
-        """Cancel what nobody has asked for."""
+        """Cancel verifications that have not begun."""
         for verified in self._verified.values():
             verified.cancel()
 
@@ -324,10 +324,10 @@ class _Expected(ObjectStore):
 
 class _SparseObjects:
     """
-    The folder ``sparse/``: parts of objects, for a resume with another number of ranks needs a stretch of each slice.
+    The folder ``sparse/``: parts of objects, since a resume on another number of ranks needs only a stretch of each.
 
-    They are fetched in chunks of 16 MiB into sparse files, and each chunk is checked against the digest in its version
-    blob. Chunks that are there already are checked again, so no bookkeeping is needed.
+    They are fetched in chunks of 16 MiB into sparse files, and each chunk is checked against its digest in the version
+    blob. Chunks that are there already are checked again, so nothing has to record which are there.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class _SparseObjects:
             self.bytes_fetched += size_bytes
 
     def _fetched(self, ref: BlobRef, start: int, size_bytes: int, target: NewFile) -> Iterator[memoryview]:
-        """Yield a stretch of *ref* as it arrives, and write it to *target*: nobody uses it before it is checked."""
+        """Yield a stretch of *ref* as it arrives, and write it to *target*; nobody reads it before it is checked."""
         at = start
         for data in self._source.chunks(ref, start=start, size_bytes=size_bytes):
             target.write_at(at, data)

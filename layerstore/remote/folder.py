@@ -1,8 +1,8 @@
 """
-A folder that serves as a bucket: ``file://``. It is held to the rule of a store on disk.
+A folder that serves as a bucket: ``file://``. It follows the rules of a store on disk.
 
-Its path is resolved once, on opening. Below it no link is followed, for reading, writing, listing or removing: a link
-is refused by name. What is written is durable, and replaces the old content whole.
+Its path is resolved once, on opening. Below it no link is followed when reading, writing, listing or removing; the
+error names the link. Writes are durable and atomic.
 """
 
 import errno as errnos
@@ -18,14 +18,14 @@ from layerstore.errors import IntegrityError, InvalidInput, NoStore, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
 
 _UNFINISHED = "gc/unfinished"
-"""What killed writers leave here is removed by a collection of the remote, with its other old marks."""
+"""Files that killed writers leave here are removed by a collection of the remote, with its other old marks."""
 
 _TOP = ("objects", "commits", "pins", "parts", "trash", "gc")
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One name in a bucket."""
+    """A listing's entry for one name in a bucket."""
 
     name: str
     size_bytes: int
@@ -34,10 +34,10 @@ class Listed:
 
 
 class Folder:
-    """The folder at *path*; every name becomes a path in one place, which refuses links."""
+    """The folder at *path*; only `_path` turns names into paths, and it refuses links."""
 
     part_bytes = IO_CHUNK_BYTES
-    """What is larger is written piece by piece."""
+    """Larger objects are written piece by piece."""
 
     def __init__(self, path: Path, *, url: str, may_make: bool) -> None:
         """
@@ -78,7 +78,7 @@ class Folder:
                 yield file.read_at(at, min(IO_CHUNK_BYTES, end - at))
 
     def head(self, name: str) -> Listed:
-        """Return the listing entry of *name*."""
+        """Return the size and time of *name*."""
         with self._bucket_errors():
             path = self._path(name)
             state = self._files.state(path)
@@ -87,7 +87,7 @@ class Folder:
         return Listed(name, state.st_size, state.st_mtime_ns)
 
     def list(self, folder: str) -> Iterator[Listed]:
-        """Yield everything below *folder*, but for files that were removed while somebody had them open."""
+        """Yield everything below *folder*, except files that were removed while a process had them open."""
         with self._bucket_errors():
             if not self._files.is_directory(self._root):
                 raise FileNotFoundError(self._root)
@@ -107,7 +107,7 @@ class Folder:
                         raise _refused(path / name)
 
     def check(self) -> None:
-        """Raise IntegrityError if anything in the folders of the remote is a link."""
+        """Raise IntegrityError if there is a link anywhere in the remote's folders."""
         for name in _TOP:
             for _ in self.list(name):
                 pass
@@ -164,7 +164,7 @@ class Folder:
     # -- names and errors ----------------------------------------------------------------------------------------
 
     def _path(self, name: str) -> Path:
-        """Return the path of *name*; raises IntegrityError if a folder on the way is a link, or no folder."""
+        """Return the path of *name*; raises IntegrityError if a folder on the way is not a real folder."""
         *folders, last = name.split("/")
         if not {"", ".", ".."}.isdisjoint(folders) or last in {".", ".."}:
             raise InvalidInput(f"{name!r} is not a name in a remote")
@@ -185,12 +185,12 @@ class Folder:
 
     @contextmanager
     def _bucket_errors(self) -> Iterator[None]:
-        """Raise what a bucket raises: FileNotFoundError for what is missing, EIO for what may work later."""
+        """Raise the errors that a bucket raises: FileNotFoundError if a name is missing, EIO if a retry may help."""
         try:
             yield
         except StorageIO as exc:
-            is_ours = Path(exc.filename).is_relative_to(self._root)  # else what is sent cannot be read
-            if not is_ours or exc.exit_code != StorageIO.exit_code:  # nobody may, or no room is left
+            is_ours = Path(exc.filename).is_relative_to(self._root)  # else the source of a write cannot be read
+            if not is_ours or exc.exit_code != StorageIO.exit_code:  # no permission, or a full disk: no retry helps
                 raise
             if exc.errno == errnos.ENOENT:
                 raise FileNotFoundError(exc.filename) from exc
@@ -199,7 +199,7 @@ class Folder:
 
 def _refused(path: Path) -> IntegrityError:
     return IntegrityError(
-        f"{path} is a link, or no file or folder of a remote; it is never followed",
+        f"{path} is a link, or neither a file nor a folder; a remote never follows it",
         hint="remove it by hand, and find out who put it there",
         path=str(path),
     )

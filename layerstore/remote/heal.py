@@ -1,4 +1,4 @@
-"""Verify a remote as one verifies a store, and repair it from a store that has sound copies."""
+"""Verify a remote as a store is verified, and repair it from a store that has sound copies."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +17,7 @@ from layerstore.remote.mirror import Remote, reread
 from layerstore.remote.push import chunks_of
 from layerstore.storage import Repository
 
-# A restored blob names objects that could not be checked before.
+# More than one, because a restored blob names objects that could not be checked before.
 _LOOKS_MAX = 4
 
 
@@ -34,8 +34,8 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
     Flags that can still be read in it are kept, because an older layerstore must not write there.
 
     Raises:
-        IntegrityError: The bucket has a commit that *repo* does not have; or ``store.json`` is damaged, and there is no
-            commit to tell whose it is.
+        IntegrityError: The bucket has a commit that *repo* lacks; or ``store.json`` is damaged, and no commit shows
+            which store it belongs to.
     """
     records, flags = records_in(bucket), frozenset(repo.identity.flags)
     try:
@@ -44,7 +44,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
     except IntegrityError:
         if not records:
             raise
-        with suppress(IntegrityError):  # it is larger than any
+        with suppress(IntegrityError):  # too large to be one: it has no flags to keep
             flags |= {*(stated_flags(bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX) or b"") or ())}
     if unknown := records.keys() - pushed_records(repo, bucket):
         first = min(unknown)
@@ -61,7 +61,7 @@ def heal_identity(repo: Repository, bucket: Bucket, *, dry_run: bool) -> tuple[F
 
 def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, progress: Progress) -> Repaired:
     """
-    Send whatever *remote* has lost or damaged, if *repo* has it sound; nothing else there is changed.
+    Send everything that *remote* lacks or has damaged, if *repo* has a sound copy; nothing else there is changed.
 
     A concurrent reader sees either the damaged bytes or the sound ones.
     """
@@ -69,7 +69,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
     for _ in range(_LOOKS_MAX):
         verdict = verify_remote(remote, read_data=read_data, progress=progress)
         new = replace(verdict, damaged=tuple(damage for damage in verdict.damaged if damage.path not in before))
-        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # what did not help is not sent again
+        sent = tuple(_sent(repo, remote, new, dry_run=dry_run))  # not what was sent before without effect
         paths = {fetched.path for fetched in sent}
         left = [damage for damage in verdict.damaged if damage.path not in paths]
         done = replace(
@@ -86,7 +86,7 @@ def heal(repo: Repository, remote: Remote, *, read_data: bool, dry_run: bool, pr
 
 
 def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) -> Iterator[Fetched]:
-    """Send everything that is damaged there and sound here."""
+    """Send everything that is damaged in the bucket and sound here."""
     for damage in verdict.damaged:
         try:
             chunks, size_bytes = _sound(repo, damage)

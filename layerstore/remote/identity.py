@@ -1,9 +1,9 @@
 """
-Whose a bucket is, and which records it has, with or without all that they name.
+Which store a bucket belongs to, and which of its records are complete.
 
-A bucket becomes a remote of a store by that store's ``store.json``, which the first push writes there. A record there
-promises that everything it names is there, too; but a bucket may lose objects (by a lifecycle rule, say), so whoever
-lets bytes go here, or says that a bucket has a commit, looks at the objects.
+A bucket becomes a remote of a store when the first push writes that store's ``store.json`` there. A record in a bucket
+promises that everything it names is there, too. But a bucket may lose objects (to a lifecycle rule, say), so before
+bytes are removed here, or a commit is reported as pushed, the objects themselves are looked at.
 """
 
 import time
@@ -28,10 +28,11 @@ IDENTITY = "store.json"
 
 def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
     """
-    Make *bucket* a remote of the store *identity* if it holds no store yet; return whether it held none.
+    Make *bucket* a remote of the store *identity* unless it is one; return whether it was made one now.
 
     Raises:
         Conflict: It belongs to another store.
+        IntegrityError: It holds commits or objects, but no ``store.json``.
     """
     actual, made = identity_of(bucket), False
     if actual is None:
@@ -70,7 +71,7 @@ def identity_of(bucket: Bucket) -> StoreIdentity | None:
         data = bucket.read(IDENTITY, size_bytes_max=OWN_JSON_BYTES_MAX)
         return None if data is None else StoreIdentity.decode(data, what=f"{bucket.url}/{IDENTITY}")
     except IntegrityError as exc:
-        if "path" not in exc.facts:  # else it is a link, and its hint says so
+        if "path" not in exc.facts:  # else it is a link, with a hint of its own
             exc.hint = f"layerstore repair --remote {typed(bucket.url)}, in a store that has it all, puts it back"
         raise
 
@@ -89,22 +90,22 @@ def pushed_records(repo: Repository, bucket: Bucket) -> set[RecordName]:
 
 class Inventory:
     """
-    Which objects a bucket has, held against what records of *repo* name.
+    Which of the objects that records of *repo* name a bucket has.
 
-    Asked for one by one or all listed, whichever takes fewer requests; listed at once where *lists* is set.
+    They are looked up one by one or all listed, whichever takes fewer requests; with *lists*, they are listed at once.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, *, lists: bool) -> None:
         self._repo = repo
         self._bucket = bucket
         self._entries: dict[str, Listed | None] = {}
-        """By name, what is known to be there, or not; of what is listed, only what is there."""
+        """By name; None for objects that were looked up and are not there. A listing has only those that are there."""
         self._looked_up = 0
         self.is_listed = False
         self.nothing_is_lost = False
-        """Whether everything that is here is known to be there, too: then a blob that is there need not be read."""
+        """Whether the bucket is known to have everything that is here; then its blobs need not be read."""
         self._blobs: dict[ObjectId, bool] = {}
-        """Whether each blob that was asked for is there with all that it names."""
+        """For each blob that was looked up, whether the bucket has it with everything that it names."""
         if lists:
             self._list()
 
@@ -113,7 +114,7 @@ class Inventory:
         self.is_listed = True
 
     def look_for(self, refs: Sequence[BlobRef]) -> None:
-        """Find out which of *refs* are there; what is known is not asked again."""
+        """Find out which of *refs* are there; those already known are not looked up again."""
         names = [name for name in self._names(refs) if name not in self._entries]
         if self.is_listed or not names:
             return
@@ -126,10 +127,10 @@ class Inventory:
 
     def look_for_new(self, refs: Sequence[BlobRef]) -> None:
         """
-        Do that for *refs* that a push is about to send, in its order: where the first ones are not there, none are.
+        Do that for *refs* that a push is about to send, in its order: if the first ones are missing, all are.
 
-        A push that was killed has sent some of the first, since all send in one order. Whoever errs here sends once
-        more what is there.
+        A push that was killed has sent some of the first, since all pushes send in the same order. If that is wrong,
+        objects are sent again, and nothing else happens.
         """
         new = [ref for ref, name in zip(refs, self._names(refs), strict=True) if name not in self._entries]
         first, others = new[:REMOTE_REQUESTS_MAX], new[REMOTE_REQUESTS_MAX:]
@@ -141,14 +142,14 @@ class Inventory:
 
     @cached_property
     def _requests_of_listing(self) -> int:
-        """How many requests a listing takes at least, if the bucket has what is here."""
+        """The fewest requests that a listing takes, if the bucket has as many objects as this store."""
         return max(len(OBJECT_FOLDERS), sum(1 for _ in self._repo.objects.ids()) // LISTED_AT_ONCE)
 
     def _names(self, refs: Iterable[BlobRef]) -> list[str]:
         return [self._repo.layout.object_name(ref.id) for ref in refs]
 
     def find(self, ref: BlobRef) -> Listed | None:
-        """Return the entry of *ref*, None unless it is there in full size."""
+        """Return the entry of *ref*; None unless it is there in full size."""
         name = self._repo.layout.object_name(ref.id)
         if not self.is_listed and name not in self._entries:
             self.look_for([ref])
@@ -160,15 +161,15 @@ class Inventory:
         Whether everything that *record* names is there in full size.
 
         Raises:
-            IntegrityError: A blob is damaged here, so what it names is unknown.
+            IntegrityError: A blob is damaged here, so it is unknown what it names.
         """
         self.look_for(record.blobs)
         return all(map(self._has_all_of_blob, record.blobs))
 
     def has_all_here(self, *, besides: Container[object]) -> bool:
-        """Whether every object of this store, *besides* some, is there in full size."""
+        """Whether the bucket has every object of this store, except *besides*, in full size."""
         if self._repo.files.exists(self._repo.layout.partial):
-            return False  # not every object is here
+            return False  # a partial clone does not know all objects
         sizes = ((name, self._repo.files.size(self._repo.layout.object(name))) for name in self._repo.objects.ids())
         return all(
             name in besides or self.find(BlobRef(id=name, size_bytes=size)) is not None
@@ -191,7 +192,7 @@ class SecondCopies:
     """
     The commits of *repo* that its remote *bucket* has with everything that they name, in full size.
 
-    Objects are looked for once somebody asks for a commit whose record is there.
+    Objects are looked up when a commit is asked for whose record is there.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket) -> None:
@@ -213,10 +214,10 @@ class SecondCopies:
         return self._wholeness[name.id]
 
     def _is_whole(self, name: RecordName) -> bool:
-        with suppress(IntegrityError, NotFound):  # damaged here: what it names is unknown
+        with suppress(IntegrityError, NotFound):  # damaged here, so it is unknown what it names
             if self._inventory.has_all_of(self._repo.records.read(name).record):
                 return True
-        if all(self._wholeness.values()):  # the first one; a lifecycle rule takes thousands
+        if all(self._wholeness.values()):  # warn once: a lifecycle rule removes thousands
             warnings.warn(
                 f"{self._bucket.url} has the record of {name.run}@{name.step}, but not all that it names: such commits "
                 "count as not pushed; layerstore push sends the rest",
@@ -241,14 +242,14 @@ def collected_since(bucket: Bucket, listed_ns: int) -> bool:
 
 def kept_there(repo: Repository, bucket: Bucket) -> Container[object]:
     """
-    Return the commits of *repo* that may go here, since its remote *bucket* has them whole.
+    Return the commits of *repo* that may be removed here, since its remote *bucket* has them whole.
 
     Raises:
         Conflict: It belongs to another store.
     """
     actual = identity_of(bucket)
     if actual is None:
-        return ()  # nobody can open or clone it
+        return ()  # without store.json nobody can open or clone it
     check_own(bucket, actual, expected=repo.identity, outcome="nothing was removed")
     return SecondCopies(repo, bucket)
 

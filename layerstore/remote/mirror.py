@@ -1,10 +1,10 @@
 """
-A store opened straight from a bucket: records are fetched when it is opened, tensor bytes when they are read.
+A store opened directly from a bucket: records are fetched on opening, tensor bytes when they are read.
 
     store = layerstore.open("s3://checkpoints/sft")
 
-The mirror is in the user's cache folder: the bucket's records and pins, and the objects that were needed so far.
-Several processes may share it. Saves write straight to the bucket (`saving.py`), records last.
+The mirror, in the user's cache folder, has the bucket's records and pins, and the objects that were needed so far.
+Several processes may share it. Saves go directly to the bucket (`saving.py`), records last.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Remote:
             )
         self.bucket = bucket
         self.url = bucket.url
-        cache_bytes()  # a size that makes no sense is told before something is fetched
+        cache_bytes()  # raises now if the setting is not a size, before anything is fetched
         path = cache_folder() / object_id(f"{bucket.url} {identity.store_id}".encode())
         layout = layout_at(path)
         _make_mirror(layout, files, identity)
@@ -75,7 +75,7 @@ class Remote:
         )
         """The mirror; saves go to the bucket."""
         self.listed: frozenset[str] = frozenset()
-        """The records and pins that the bucket had at the last refresh: others may prune the mirror meanwhile."""
+        """The records and pins that the bucket had at the last refresh; others may prune the mirror meanwhile."""
         self.refresh()
 
     def __enter__(self) -> "Remote":
@@ -88,7 +88,7 @@ class Remote:
 
     @property
     def stranger_names(self) -> list[str]:
-        """What lay among records and pins at the last refresh and is neither."""
+        """The names among records and pins, at the last refresh, that are neither."""
         return self._records.stranger_names
 
     def checked(self, ref: BlobRef) -> Iterator[memoryview]:
@@ -101,7 +101,7 @@ class Remote:
 
 
 def _make_mirror(layout: Layout, files: Files, identity: StoreIdentity) -> None:
-    """Make the mirror, or the parts of it that a cleaner removed: cleaners go by the age of each file."""
+    """Make the mirror, or those parts of it that a cleaner has removed, since cleaners go by the age of each file."""
     try:
         files.make_directories(layout.root)
         for folder in layout.folders:
@@ -129,13 +129,13 @@ def _write(layout: Layout, files: Files, path: Path, data: bytes, *, modified_ns
 
 
 def is_stranger(entry: Listed) -> bool:
-    """Whether *entry*, among records and pins or among records in the trash, is none by its name."""
+    """Whether *entry*, which lies among records and pins or in the trash, is neither by its name."""
     name = entry.name.removeprefix("trash/")
     return not _is_ours(name) and not _is_folder(name, entry.size_bytes)
 
 
 def _is_folder(name: str, size_bytes: int) -> bool:
-    """Whether *name* is the empty object that consoles and mounts put in a folder's place."""
+    """Whether *name* is the empty object with which consoles and mounts stand in for a folder."""
     return not size_bytes and (name in {"commits", "pins"} or is_name(name.removeprefix("commits/")))
 
 
@@ -148,19 +148,19 @@ def _is_ours(name: str) -> bool:
 
 
 class MirroredRecords(RecordStore):
-    """The records and pins of a remote; one that has rotted here is fetched again, so that damage is the bucket's."""
+    """The records and pins of a remote; damaged copies are fetched again, so any damage reported is the bucket's."""
 
     def __init__(self, layout: Layout, files: Files, *, store_id: str, bucket: Bucket) -> None:
         super().__init__(layout, files, store_id=store_id)
         self._bucket = bucket
         self.stranger_names: list[str] = []
-        """What lay beside them in the bucket at the last refresh."""
+        """Names found among them in the bucket, at the last refresh, that are neither."""
 
     def refresh(self, *, run: str | None = None, anew: bool = False) -> frozenset[str]:
         """
-        Update them from the bucket, or only the records of *run*; return the names of those that it has.
+        Update all from the bucket, or only the records of *run*; return the names of those that the bucket has.
 
-        *anew* rereads all.
+        With *anew*, all are read again.
         """
         files, layout = self._files, self._layout
         if run is None:
@@ -200,7 +200,7 @@ class MirroredRecords(RecordStore):
         return True
 
     def strangers(self) -> Iterator[Path]:
-        """Yield what is not a record or pin in the bucket and in its trash, by the path that it had here."""
+        """Yield everything in the bucket and its trash that is not a record or pin, as the path that it would have."""
         in_trash = (entry.name for entry in self._bucket.listed("trash/commits") if is_stranger(entry))
         yield from (self._layout.root / name for name in (*self.stranger_names, *in_trash))
 
@@ -299,14 +299,14 @@ class MirroredObjects(FetchedObjects):
     """
     The objects of a remote: the bucket's listing decides which exist.
 
-    What is here is a cache: whatever has rotted is fetched again, and what was used longest ago makes room.
+    The local copies are a cache: damaged ones are fetched again, the least recently used are evicted.
     """
 
     _is_durable = False
     reliance: Reliance
 
     def know(self, version: BlobRef, objects: Iterable[StoredObject]) -> None:
-        """Note what *version* says about *objects*."""
+        """Remember that *version* names *objects*, and how they can be verified in parts."""
         named = list(objects)
         super().know(version, named)
         self.reliance.know((stored.id for stored in named), version.id)
@@ -327,19 +327,19 @@ class MirroredObjects(FetchedObjects):
         self.source.check_there(ref)
 
     def check_bytes(self, ref: BlobRef) -> None:
-        """Read all of *ref* from the bucket, whatever is here of it, and compare it with its name."""
+        """Read all of *ref* from the bucket, not the local copy, and compare its hash with its name."""
         self.source.check_bytes(ref)
 
     def read(self, ref: BlobRef) -> bytes:
-        """Return the bytes of the small object *ref*; a rotted copy would look like damage in the bucket."""
+        """Return the bytes of the small object *ref*, verified first: a damaged copy is fetched again."""
         self.verify(ref)
         return super().read(ref)
 
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
-        """Map the bytes of *ref* as read-only memory, verified as that of any store."""
+        """Map the bytes of *ref* as read-only memory, verified as in any store."""
         try:
             return super().map(ref, verify=verify)
-        except IntegrityError:  # it has rotted here
+        except IntegrityError:  # the local copy is damaged
             self.verify(ref)
             return super().map(ref, verify=verify)
 
@@ -370,13 +370,13 @@ class MirroredObjects(FetchedObjects):
 
 
 def reread(repo: Repository) -> None:
-    """Read all records and pins of the mirror *repo* once more from its bucket."""
+    """Read all records and pins of the mirror *repo* again from its bucket."""
     assert isinstance(repo.records, MirroredRecords), "it is a mirror"
     repo.records.refresh(anew=True)
 
 
 class BucketTrash(Trash):
-    """The trash of a bucket, where records that were dropped, replaced or collected lie for a day."""
+    """The trash of a bucket, which keeps records that were dropped, replaced or collected for a day."""
 
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, records: RecordStore) -> None:
         super().__init__(layout, files, records)
@@ -398,7 +398,7 @@ class BucketTrash(Trash):
         return self._layout.trash / "damaged" / name if is_there else None
 
     def listed(self) -> Iterator[RecordName | Path]:
-        """Yield the name of every record in the trash; the store's own records yield what else lies there."""
+        """Yield the name of every record in the trash; strangers there are listed by `MirroredRecords`."""
         for entry in self._bucket.listed("trash/commits"):
             *_, run, file_name = entry.name.split("/")
             if is_name(run) and (name := name_in(run, file_name)) is not None:
@@ -422,9 +422,9 @@ class BucketTrash(Trash):
     @contextlib.contextmanager
     def restoring(self, commit: Commit) -> Iterator[None]:
         """
-        Keep what *commit* needs while the block makes its record visible; then remove it from here.
+        Keep what *commit* needs while the block makes its record visible; then remove the record from the trash.
 
-        Its record is written here once more, so that every collection that begins from now on holds what it needs for
+        The record is first written to the trash again: every collection that begins after that keeps what it needs for
         another day. One that had begun before may have found it too old.
         """
         name = self._records.name_of(commit)
@@ -439,7 +439,8 @@ class BucketTrash(Trash):
             )
         self._reliance.note_named(commit.record.blobs)
         yield
-        # One that has begun since may have listed the records before this one was there, and lists the trash after it.
+        # A collection that has begun since may have listed the records before this one was there. It lists the trash
+        # after that, so the record has to stay in the trash as well.
         if not collected_since(self._bucket, renewed_ns):
             self._bucket.remove([self._name_in_trash(name)])
 
@@ -448,7 +449,7 @@ def to_trash(bucket: Bucket, name: str, check: Callable[[], None] = lambda: None
     """
     Move the record *name* to the trash of *bucket*, or to another *target*; return False if it was gone.
 
-    It is copied first, so that it is always in at least one place, and removed after *check*, which may raise.
+    It is copied first, so that it is always in at least one place, and removed only after *check*, which may raise.
     """
     data = bucket.read(name, size_bytes_max=RECORD_BYTES_MAX)
     if data is None:

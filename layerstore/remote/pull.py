@@ -1,10 +1,10 @@
 """
-Pull: fetch the commits and pins that a remote has and a store lacks, each through the one transaction.
+Pull: fetch the commits and pins that a remote has and a store lacks, each in a transaction of its own.
 
-Every object is checked against its name before anything names it. What was dropped here stays dropped.
+Every object is checked against its name before anything names it. Commits that were dropped here stay dropped.
 
 A partial clone has all records and blobs of its origin, but only the tensors that were needed so far; ``partial.json``
-says where the rest is. New saves in such a store are complete.
+names the remote that has the rest. New saves in such a store are complete.
 """
 
 import json
@@ -60,7 +60,7 @@ class Pulled:
     pins: tuple[str, ...]
     objects: int
     bytes_received: int
-    """Size of the objects and blobs that were fetched."""
+    """The size of the objects and blobs that were fetched."""
 
 
 class Origin(Protocol):
@@ -68,7 +68,7 @@ class Origin(Protocol):
 
     @property
     def url(self) -> str:
-        """Its name for people, and that of a remote for other processes."""
+        """Its name in messages; for a remote, the URL by which other processes open it."""
 
     @property
     def repo(self) -> Repository:
@@ -79,7 +79,7 @@ class Origin(Protocol):
 
 
 class OnDisk:
-    """An open store on a disk as the origin of commits; what it lacks itself, it fetches."""
+    """An open store on a disk as the origin of commits; a partial clone fetches what it lacks."""
 
     def __init__(self, repo: Repository) -> None:
         self.repo = repo
@@ -104,8 +104,9 @@ def pull(
     progress: Progress,
 ) -> Pulled:
     """
-    Fetch the commits and pins of *remote*, in *runs* or in all runs, that are missing here, or only *refs*, which are
-    names in the remote.
+    Fetch the commits and pins of *remote* that are missing here: those of *runs*, of all runs, or only *refs*.
+
+    *refs* are names in the remote.
 
     Raises:
         Conflict: It belongs to another store.
@@ -124,13 +125,13 @@ def pull(
 
 def send_to_folder(repo: Repository, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
-    Copy what *run* has that is newer than all that the store at *path* has of it.
+    Copy the commits of *run* that are newer than all those in the store at *path*.
 
-    If that has nothing of it: everything or, unless it is to be *is_whole*, the newest commit.
+    If that has none yet, copy all of them or, unless *is_whole*, only the newest.
 
     Raises:
         Conflict: There is another store.
-        IntegrityError: A commit is damaged here; all others were copied.
+        IntegrityError: A commit is damaged here; the others were copied.
     """
     target = open_repository(path, Files())
     try:
@@ -150,16 +151,16 @@ def _newer_commits(
     repo: Repository, target: Repository, run: str, failures: Failures, *, is_whole: bool
 ) -> list[Commit]:
     """
-    Return the commits of *run* in *repo* that are newer than all in *target*; if it has none, all or the newest.
+    Return the commits of *run* in *repo* that are newer than all in *target*.
 
-    Damaged ones are added to *failures*.
+    If *target* has none, return all or, unless *is_whole*, the newest. Damaged ones are added to *failures*.
     """
     mine, there = repo.catalog.find(run), target.catalog.find(run)
     newest = None if there is None else there.newest
     rows = [] if mine is None else mine.newer_than(newest)
     commits = []
     for row in rows if is_whole or newest is not None else rows[-1:]:
-        # A collection may take an old one meanwhile.
+        # NotFound: a collection may remove an old one meanwhile.
         with _deferring_errors(failures, f"{run}@{row.step}"), suppress(NotFound):
             commits.append(repo.catalog.commit(row.name))
     return commits
@@ -177,9 +178,9 @@ def clone(
     remote: Remote, path: Path, *, is_partial: bool = False, shares: Shares = ALONE, progress: Progress
 ) -> Pulled:
     """
-    Make *path* a store with everything that *remote* has, and name the remote ``origin``. After a kill, just repeat it.
+    Make *path* a store with everything that *remote* has, and name the remote ``origin``.
 
-    A *partial* clone fetches tensors only when they are needed.
+    After a kill, repeat the call. A *partial* clone fetches tensors only when they are needed.
 
     Raises:
         AlreadyExists: *path* holds another store, or something else.
@@ -230,7 +231,7 @@ class _Pull:
         return self.fetch(commits, pins, failures)
 
     def fetch(self, commits: Sequence[Commit], pins: Sequence[Pin], failures: Failures) -> Pulled:
-        """Fetch *commits* and *pins*; raise what is in *failures* or joins it there."""
+        """Fetch *commits* and *pins*; raise at the end if there are *failures*, earlier ones or new ones."""
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="pull") as pool:
             for commit in commits:
                 with (
@@ -292,7 +293,7 @@ class _Pull:
         return lacking, missing
 
     def _fetch(self, pool: ThreadPoolExecutor, objects: ObjectWriter, record: CommitRecord) -> None:
-        """Stage everything that *record* names and the store lacks; blobs come after what they name."""
+        """Stage everything that *record* names and the store lacks; blobs come after the objects they name."""
         blobs = [blob for blob in record.blobs if not objects.claim(blob)]
         with self._remote.repo.objects.expected(blobs) as theirs:
             source = replace(self._remote.repo, objects=theirs)
@@ -319,10 +320,10 @@ class _Pull:
 
     def _stage_all(self, pool: ThreadPoolExecutor, objects: ObjectWriter, refs: Sequence[BlobRef]) -> None:
         """
-        Stage *refs*, and now and then give those that are there their names: a pull that is cut off resumes there.
+        Stage *refs*, and publish them a few at a time: a pull that is cut off resumes there.
 
-        No record names them yet, so a collection may take them again once they are older than its grace. While this
-        process lives its drafts are links to them, and the transaction puts them back.
+        No record names them yet, so a collection may remove them once they are older than its grace. While this process
+        lives, its staged files are links to them, from which the transaction puts them back.
         """
         sizes = [ref.size_bytes for ref in refs]
         for part in filter(None, cut(sizes, count=min(sum(sizes) // _PUBLISHED_BYTES + 1, _PUBLISHED_TIMES_MAX))):
@@ -382,7 +383,7 @@ def completed(repo: Repository) -> Repository:
 
 
 def _source(repo: Repository, url: str) -> Source:
-    """Return what completes *repo*: the store at *url* and, if that is itself a partial clone, what completes it."""
+    """Return the source for *repo*: the store at *url* and, if that is itself a partial clone, its own source."""
     rest = None
     if (folder := folder_at(url)) is not None and repo.files.exists(layout_at(folder).partial):
         rest = partial_of(open_repository(folder, repo.files))
@@ -391,9 +392,9 @@ def _source(repo: Repository, url: str) -> Source:
 
 def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) -> None:
     """
-    Give the store at *path*, made where there is none, what *remote* has of *run*; tensors are fetched when needed.
+    Pull *run* from *remote* into the store at *path*, which is made if needed; tensors are fetched when needed.
 
-    Unless *is_whole*, only what is newer than all that is there, or the newest commit.
+    Unless *is_whole*, pull only commits newer than those that are there or, if there are none, the newest.
 
     Raises:
         Conflict: It is another store.
@@ -414,7 +415,7 @@ def take_over(remote: Remote, path: Path, *, run: str, is_whole: bool = True) ->
 
 def make_partial(path: Path, identity: StoreIdentity, url: str) -> None:
     """
-    Make the store at *path*, made where there is none, a partial clone of the remote at *url*, which is *identity*.
+    Make the store at *path*, new or existing, a partial clone of the remote at *url*, which holds the store *identity*.
 
     Raises:
         Conflict: It is another store.

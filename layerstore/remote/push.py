@@ -1,8 +1,9 @@
 """
-Push: send what a bucket lacks of a store: objects first, then version and state blobs, then records, pins last.
+Push: send everything that a bucket lacks of a store: objects first, then version and state blobs, then records, then
+pins.
 
-So if the bucket has a record, it has all that the record names, however often a push is killed and no matter who else
-pushes. Nothing relies on conditional writes: objects are named by their content, and records never change.
+So if the bucket has a record, it has everything that the record names, however often a push is killed and whoever else
+pushes. Nothing depends on conditional writes: objects are named by their content, and records never change.
 """
 
 import errno as errnos
@@ -45,7 +46,7 @@ class Pushed:
 
     url: str
     commits: tuple[str, ...]
-    """References of the commits that the remote did not have, or of which it had lost something."""
+    """References of the commits that the remote did not have, or had lost something of."""
     pins: tuple[str, ...]
     objects: int
     bytes_sent: int
@@ -62,12 +63,12 @@ def push(
     progress: Progress,
 ) -> Pushed:
     """
-    Send what *bucket* lacks of *refs*, or else of every visible commit and pin, of *runs* or of all runs.
+    Send everything that *bucket* lacks of *refs*, or else of every visible commit and pin of *runs*, or of all runs.
 
     Once a commit is reported as sent, the remote has all of it. After a kill, a repeated push sends only the rest.
-    Where a commit or pin is there already, objects are listed, and their sizes compared: what the remote has lost is
-    sent again. Unless it *compares*, what is there already counts as whole, and only what is new costs requests.
-    A pin that means something else there is left alone, unless *moves_pins* is set.
+    If commits or pins are there already, the objects are listed and their sizes compared: those that the remote has
+    lost are sent again. Unless it *compares*, such commits count as whole, and only new ones cost requests.
+    A pin that means something else there stays as it is, unless *moves_pins* is set.
 
     Raises:
         Conflict: The bucket holds another store.
@@ -91,10 +92,10 @@ def follow(
     progress: Progress,
 ) -> Iterator[Pushed]:
     """
-    Push, then keep pushing what is new until *stop* is set; yield the first result, and later ones that sent something.
+    Push, then keep pushing new commits until *stop* is set; yield the first result, and later ones that sent something.
 
-    *refs* is called each time. If the server does not answer, warn and try again. If something cannot be sent, name it
-    once in a warning, and send everything else.
+    *refs* is called each time. If the server does not answer, this warns and tries again. Something that cannot be sent
+    is named in one warning, and everything else is sent.
 
     Raises:
         StorageIO: The server refuses the key, or is full.
@@ -109,7 +110,7 @@ def follow(
         except StorageIO as exc:
             if (exc.errno, exc.filename) != (errnos.EIO, bucket.url):
                 raise
-            # List anew: we do not know what arrived.
+            # A new one, which lists again: we do not know what arrived.
             pushes = _Push(repo, bucket, progress, moves_pins=moves_pins)
             warnings.warn(f"{exc}; trying again in {FOLLOW_SECONDS:.0f} s", RemoteNotice, stacklevel=2)
         else:
@@ -125,11 +126,11 @@ def follow(
 
 
 Failures = dict[str, LayerstoreError]
-"""What was not sent or fetched, by name, and why."""
+"""The commits and pins that were not sent or fetched, by name, and why."""
 
 
 def raise_failures(failures: Failures, what: str) -> None:
-    """Raise the error of the first of *failures*, and name all of them as not *what* (sent, say)."""
+    """Raise the first of *failures*, with the names of all in its message as "not *what*", such as "not sent"."""
     problem = _problem_of(failures, what)
     if problem is not None:
         raise problem
@@ -138,7 +139,7 @@ def raise_failures(failures: Failures, what: str) -> None:
 def _problem_of(failures: Failures, what: str) -> LayerstoreError | None:
     for first in failures.values():
         names = ", ".join(failures)
-        problem = type(first)(f"{first}; not {what}: {names}; all else was", hint=first.hint, **first.facts)
+        problem = type(first)(f"{first}; not {what}: {names}; everything else was", hint=first.hint, **first.facts)
         problem.__cause__ = first
         return problem
     return None
@@ -165,17 +166,16 @@ def _requested(
 
 
 _Wanted = tuple[Path, CommitRecord]
-"""A record to send, or that of a pin, with its file."""
+"""The file of a record or pin to send, and the record."""
 
 
 class _Push:
     """
     One push.
 
-    An object in the bucket is safe if one of our records there names it. Any other may be about to go, since a
-    collection there removes what is old and unnamed. So we resend such an object once it is half as old, list anew
-    before the listing is half a day old, and if a collection is running, check our objects again after it has removed
-    what it had listed.
+    An object in the bucket is safe if one of our records there names it. A collection may remove any other one that is
+    old. So we send such an object again once it is half as old, list again before the listing is half a day old, and,
+    if a collection is running, check our objects after it has removed everything that it had listed.
     """
 
     def __init__(self, repo: Repository, bucket: Bucket, progress: Progress, *, moves_pins: bool) -> None:
@@ -195,9 +195,9 @@ class _Push:
         self._list_again_at = 0.0
         self._sent: set[ObjectId] = set()
         self._unnamed: dict[ObjectId, BlobRef] = {}
-        """What this push relies on though no record in the bucket names it: sent since the last listing, or young."""
+        """Objects that this push relies on though no record there names them: sent since the last listing, or young."""
         self.failures: Failures = {}
-        """What the last run could not send."""
+        """The failures of the last `run`."""
         self._made = False
         self._objects = 0
         self._bytes_sent = 0
@@ -206,10 +206,11 @@ class _Push:
         self, names: Sequence[RecordName], pins: Sequence[Pin], failures: Failures, *, made: bool, compares: bool = True
     ) -> Pushed:
         """
-        Send the records *names* and *pins* with all that they name; what cannot be sent is added to *failures*.
+        Send the records *names* and *pins* with everything that they name.
 
-        *made* says that the bucket was empty: two stores may have seen that at the same time. The first run *compares*
-        what is there already.
+        `failures` is then *failures* and those of this run. *made* means that this push made the bucket a remote, so
+        another store may have done the same at that moment. If it *compares*, the first run checks the commits that are
+        there already.
         """
         self.failures, self._made = dict(failures), made
         before = pushed_to(self._repo).get(self._bucket.url, frozenset())
@@ -264,7 +265,7 @@ class _Push:
     def _incomplete(
         self, names: Iterable[RecordName], *, new: Iterable[CommitRecord]
     ) -> dict[RecordName, CommitRecord]:
-        """Return those of *names*, records in the bucket, of which it has lost something; *new* ones are not there."""
+        """Return those of *names*, records in the bucket, that lack an object there; *new* ones are not there yet."""
         incomplete, needs = {}, Needs(self._repo)
         for record in new:
             needs.add_readable(record)
@@ -274,12 +275,12 @@ class _Push:
             try:
                 if not self._inventory.has_all_of(record):
                     incomplete[name] = record
-            except (IntegrityError, NotFound) as exc:  # damaged here, so nobody knows what it needs there
+            except (IntegrityError, NotFound) as exc:  # damaged here, so it is unknown what it needs there
                 self.failures[f"{name.run}@{name.step}"] = exc
         return incomplete
 
     def _is_settled(self, pin: Pin, *, is_first: bool) -> bool:
-        """Whether nothing is to be sent of *pin*; at *first*, also look for what it names."""
+        """Whether nothing of *pin* is to be sent; the first time, also look for the objects that it needs."""
         try:
             return self._has_pin(pin) and (not is_first or self._inventory.has_all_of(pin.record))
         except (AlreadyExists, IntegrityError) as exc:
@@ -312,7 +313,7 @@ class _Push:
     # -- what is missing -----------------------------------------------------------------------------------------
 
     def _begin(self, *, lists: bool = False) -> None:
-        """Find out which records the bucket has, and what else, if it *lists* all; valid for half a grace."""
+        """Find out which records the bucket has and, with *lists*, which objects; valid for half a grace."""
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
@@ -325,7 +326,7 @@ class _Push:
         self._unnamed.clear()
 
     def _missing(self, record: CommitRecord, seen: set[ObjectId]) -> list[BlobRef]:
-        """Return what is missing of *record* and not *seen* yet, each blob after all that it names."""
+        """Return the objects of *record* that are missing and not yet *seen*, each blob after everything it names."""
         self._inventory.look_for([blob for blob in record.blobs if blob.id in self._common_blobs])
         new: dict[BlobRef, bool] = {}
         for blob in record.blobs:
@@ -341,16 +342,16 @@ class _Push:
 
     def _doubtful(self, blob: BlobRef, *, is_common: bool) -> Sequence[BlobRef]:
         """
-        Return what *blob* names, unless that is relied on without asking.
+        Return the objects that *blob* names, unless this push relies on them without looking.
 
-        As by a save to a bucket: a blob that is there, and named by a record there, has come after all that it names.
-        Where all is listed, nobody need be asked.
+        A blob that is there, and named by a record there, was sent after everything that it names; saves to a bucket
+        rely on that, too. With a listing, looking costs nothing.
         """
         is_relied_on = is_common and not self._inventory.is_listed and self._inventory.find(blob) is not None
         return () if is_relied_on else named_by(self._repo, blob)
 
     def _has(self, ref: BlobRef, *, is_common: bool) -> bool:
-        """Whether the bucket has *ref* and will keep it; *is_common* says that a record there names it."""
+        """Whether the bucket has *ref* and will keep it; with *is_common*, a record there names it."""
         entry = self._inventory.find(ref)
         if entry is None:
             return False
@@ -372,9 +373,9 @@ class _Push:
 
     def _send(self, pool: ThreadPoolExecutor, waiting: deque[_Wanted]) -> list[_Wanted]:
         """
-        Send the first record of *waiting*, after all that it names; return it, unless it was collected here meanwhile.
+        Send the first of *waiting*, after everything it names; return it, unless it was collected here meanwhile.
 
-        While the bucket is being collected, send all of *waiting*, so that one check covers them all.
+        While a collection of the bucket is at work, send all of *waiting*, so that one check covers them all.
         """
         group = [waiting.popleft()]
         while group:
@@ -396,12 +397,12 @@ class _Push:
                 self._made = False
             group = self._process_each(group, self._send_record)
             if not self._is_stale():  # else we were suspended before a record, and its objects may be gone
-                self._unnamed.clear()  # these records name it
+                self._unnamed.clear()  # these records name them now
                 break
         return group
 
     def _process_each(self, group: Iterable[_Wanted], do: Callable[[Path, CommitRecord], None]) -> list[_Wanted]:
-        """*Do* something with each of *group*; return those that were neither damaged nor collected here meanwhile."""
+        """Call *do* for each of *group*; return those that were neither damaged nor collected here meanwhile."""
         done = []
         for path, record in group:
             try:
@@ -414,7 +415,7 @@ class _Push:
                     raise
                 else:
                     self.failures[f"pin {path.name}" if self._is_pin(path) else f"{record.run}@{record.step}"] = exc
-                self._list_again_at = 0.0  # no record names what was already sent of it
+                self._list_again_at = 0.0  # no record will name the objects that were already sent for it
         return done
 
     def _send_objects(self, pool: ThreadPoolExecutor, record: CommitRecord) -> None:
@@ -435,8 +436,8 @@ class _Push:
         self._bytes_sent += len(data)
 
     def _are_there(self) -> bool:
-        """Check what no record names yet, after waiting for collections to remove what they had listed as old."""
-        self._progress.start("objects looked at beside a collection", len(self._unnamed))
+        """Check objects that no record names yet, after collections have removed everything that they had listed."""
+        self._progress.start("objects checked during a collection", len(self._unnamed))
         time.sleep(2 * REMOTE_MOMENT_SECONDS)
         with Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="look") as pool:
             sizes = pool.map(self._bucket.size, [self._repo.layout.object_name(name) for name in self._unnamed])
@@ -487,7 +488,7 @@ def _warn_removed(run: str, step: int) -> None:
 
 
 def chunks_of(repo: Repository, ref: BlobRef) -> Iterator[memoryview]:
-    """Yield the bytes of *ref*; raises IntegrityError at the end if they do not match its name."""
+    """Yield the bytes of *ref*; raises IntegrityError at the end unless they match its name."""
     hasher = NameHasher()
     with repo.objects.open(ref) as file:
         for data in read_chunks(file):

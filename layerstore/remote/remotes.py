@@ -1,5 +1,5 @@
 """
-The remotes of a store: their URLs, which hold no key or password, and ``remotes.json``, which maps names to them.
+The remotes of a store: ``remotes.json``, which maps names to URLs. A URL never holds a key or a password.
 """
 
 import json
@@ -31,13 +31,13 @@ class Remotes:
 
     @property
     def _repo(self) -> Repository:
-        """The store's repository, unless it was closed since."""
+        """The store's repository; raises if it was closed."""
         self._opened.check_open()
         return self._opened
 
     def urls(self) -> dict[str, str]:
         """
-        Return all URLs, by name; what somebody has written that may hold a key is cut to its scheme.
+        Return all URLs, by name; one that somebody has edited and that may hold a key is cut to its scheme.
 
         Raises:
             IntegrityError: The file is damaged.
@@ -65,7 +65,7 @@ class Remotes:
 
         Raises:
             AlreadyExists: The name has another URL.
-            InvalidInput: *url* is not a URL, or *name* not a name.
+            InvalidInput: *url* is not a URL, or *name* is not a valid name.
         """
         check_name(name, what="the remote's name")
         url = checked_url(url)
@@ -116,7 +116,7 @@ class Remotes:
         return urls[name]
 
     def _change(self, change: Callable[[dict[str, str]], None]) -> None:
-        """Let *change* work on the remotes while no other process does."""
+        """Apply *change* to the remotes, under a lock against other processes."""
 
         def changed() -> bytes:
             urls = self._recorded()
@@ -128,7 +128,7 @@ class Remotes:
 
 
 def check_elsewhere(url: str, root: Path) -> None:
-    """Raise InvalidInput if *url* is the folder of the store at *root*: nothing would be kept anywhere else."""
+    """Raise InvalidInput if *url* is the folder of the store at *root*, because that would be no second copy."""
     folder = folder_at(url)
     if folder is not None and folder.resolve() == root.resolve():
         raise InvalidInput(f"{url} is this very folder; nothing was changed", hint="name another folder")
@@ -161,10 +161,10 @@ def checked_url(url: str) -> str:
     shown = shown_url(url)
     try:
         parts = urlsplit(url)
-    except ValueError:  # its text repeats the URL
+    except ValueError:  # whose text repeats the URL, and perhaps a key
         raise InvalidInput(f"{shown!r} is not a remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
     if not parts.scheme and (folder := _folder_meant(url)) is not None:
-        raise InvalidInput(f"the folder {url} is no URL", hint=f"say {folder.as_uri()}")
+        raise InvalidInput(f"the folder {url} is not a URL", hint=f"write {folder.as_uri()}")
     if parts.scheme not in SCHEMES:
         raise InvalidInput(
             f"{shown!r} is not a remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
@@ -183,25 +183,25 @@ def checked_url(url: str) -> str:
 
 
 def _folder_meant(text: str) -> Path | None:
-    """Return the folder that *text* names as a path; None if it may be a key, which no message repeats."""
+    """Return the folder whose path *text* is; None if it may be a key, which no message repeats."""
     try:
         path = Path(text).expanduser().resolve()
         is_new = text.startswith(("/", "./", "../", "~/")) and path.parent != Path("/") and path.parent.is_dir()
         return path if is_new or path.is_dir() else None
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, no such user
+    except (OSError, ValueError, RuntimeError):  # a name that is too long, a NUL, a user that does not exist
         return None
 
 
 def _is_place(parts: SplitResult) -> bool:
-    """Whether a URL has nothing but a bucket, if any, and a prefix; a key may also be percent-encoded."""
+    """Whether a URL has nothing but a bucket and a prefix; a key may also be percent-encoded."""
     return re.fullmatch(r"[A-Za-z0-9._$-]*", parts.netloc) is not None and "@" not in unquote(parts.path)
 
 
 def credentials_hint(url: str) -> str:
-    """Return which variables say who we are to the server at *url*."""
+    """Return the hint that names the variables with credentials for the server at *url*."""
     scheme = url.partition(":")[0].lower()
     if scheme == "s3":
-        return "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE, say who you are"
+        return "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or AWS_PROFILE"
     if scheme == "gs":
-        return "GOOGLE_APPLICATION_CREDENTIALS names the file that says who you are"
-    return "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY say who you are"
+        return "set GOOGLE_APPLICATION_CREDENTIALS to the path of your key file"
+    return "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"

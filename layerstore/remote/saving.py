@@ -1,9 +1,9 @@
 """
-Saves straight into a bucket: objects are uploaded from memory, then what names them, then parts and the record.
+Saves directly to a bucket: objects are uploaded from memory, then the blobs that name them, then parts and the record.
 
-Nothing there can be touched, linked or moved, and nothing rests on conditional writes. A save relies on an object
+A bucket cannot touch, link or move anything, and nothing depends on conditional writes. A save relies on an object
 because it has just uploaded it, because the object is less than half a day old, or because a record in the bucket names
-it: then no collection takes it before the save's own record is there (docs/internals/durability.md).
+it: then no collection removes it before the save's own record is there (docs/internals/durability.md).
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from layerstore.storage import Draft, ObjectStore, ObjectWriter, PartStore, Repo
 from layerstore.threads import Threads
 
 _YOUNG_SECONDS = REMOTE_GRACE_SECONDS / 2
-"""An object so old is relied on only if a record names it."""
+"""A save relies on an object older than this only if a record names it."""
 _STILL_YOUNG_SECONDS = REMOTE_GRACE_SECONDS * 2 / 3
-"""Likewise where a save took long, and looks at all that it relies on once more."""
+"""The same limit for a save that took so long that it checks everything again."""
 _WINDOW_SECONDS = REMOTE_GRACE_SECONDS / 8
-"""What was looked at holds for so long until a part, and a part until the record."""
+"""How old a check may be when the part is written, and how old a part when the record is written."""
 
 
 class Reliance:
-    """What saves may rely on in a bucket that *repo* mirrors; *refresh* reads its records and pins again."""
+    """Decides what saves may rely on in the bucket that *repo* mirrors; *refresh* reads its records and pins again."""
 
     def __init__(self, bucket: Bucket, repo: Repository, refresh: Callable[[], None]) -> None:
         self.bucket = bucket
@@ -54,31 +54,31 @@ class Reliance:
         self._refreshed_at = hours_on()
         self._server_ahead_ns: int | None = None
         self._version_of: dict[ObjectId, ObjectId] = {}
-        """By object, the version that named it when that was read."""
+        """By object, a version that names it, among those read so far."""
 
     def know(self, objects: Iterable[ObjectId], version: ObjectId) -> None:
         """Note that *version* names *objects*."""
         self._version_of.update(dict.fromkeys(objects, version))
 
     def note_named(self, blobs: Iterable[BlobRef]) -> None:
-        """Count on *blobs* as on those that a record names, for half a day at most."""
+        """Treat *blobs* as named by a record, until the records are read again half a day later."""
         with self._guard:
             self._blobs.update(blob.id for blob in blobs)
 
     def ask_time(self) -> None:
-        """Ask the server for its time: this host's clock may have stood still since."""
+        """Ask the server for its time, because this host may have been suspended since the last call."""
         sent_at = hours_on()
         self._server_ahead_ns = self.bucket.now_ns() - int(sent_at * 1e9)
 
     def server_ns(self, at: float) -> int:
-        """Return by the server's clock the time *at*, which is one of `hours_on`."""
+        """Return the server's time at *at*, a time of `hours_on`."""
         if self._server_ahead_ns is None:
             self.ask_time()
-        assert self._server_ahead_ns is not None, "it was asked"
+        assert self._server_ahead_ns is not None, "ask_time sets it"
         return int(at * 1e9) + self._server_ahead_ns
 
     def has(self, ref: BlobRef, *, seconds: float = _YOUNG_SECONDS, counts_named: bool = True) -> bool:
-        """Whether the bucket has *ref*, and it is younger than *seconds*, or a record names it if that counts."""
+        """Whether the bucket has *ref*, younger than *seconds* or, if *counts_named*, named by a record there."""
         entry = self.bucket.look(self._repo.layout.object_name(ref.id))
         if entry is None or entry.size_bytes != ref.size_bytes:
             return False
@@ -97,7 +97,7 @@ class Reliance:
 
     @cached_property
     def _blobs(self) -> set[ObjectId]:
-        """The version and state blobs that records name. Pins do not count: who deletes one keeps nothing of it."""
+        """The version and state blobs that records name. Pins do not count: one may be deleted at any time."""
         records = self._repo.records
         names = (name for run in records.runs() for name in records.names(run))
         commits = (commit for _, commit in records.each(names) if isinstance(commit, Commit))
@@ -114,7 +114,7 @@ class Reliance:
 
 
 class _MemoryDraft:
-    """The bytes of an object, which has no name yet."""
+    """The bytes of an object whose name is not known yet."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -126,7 +126,7 @@ class _MemoryDraft:
 
 
 class _MemoryBudget:
-    """Memory for what is in flight; one object may be larger."""
+    """Limits the memory of uploads in flight; a single object may exceed it."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -135,7 +135,7 @@ class _MemoryBudget:
         self._problem: Exception | None = None
 
     def take(self, size_bytes: int) -> None:
-        """Wait for room; raises what went wrong."""
+        """Wait until *size_bytes* fit; raises the error of an upload that failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._problem or not self._taken or self._taken + size_bytes <= self._size_bytes
@@ -144,30 +144,30 @@ class _MemoryBudget:
             self._taken += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Give room back."""
+        """Give *size_bytes* back."""
         with self._changed:
             self._taken -= size_bytes
             self._changed.notify_all()
 
     def fail(self, problem: Exception | None) -> None:
-        """Let everybody who waits for room raise *problem*, as whoever asks from now on; None: nobody."""
+        """Make every waiting and future `take` raise *problem*; None clears it."""
         with self._changed:
             self._problem = problem
             self._changed.notify_all()
 
     @property
     def has_failed(self) -> bool:
-        """Whether something went wrong."""
+        """Whether an upload has failed."""
         return self._problem is not None
 
     def check(self) -> None:
-        """Raise what went wrong."""
+        """Raise the error of an upload that failed."""
         if self._problem is not None:
             raise self._problem
 
 
 class BucketWriter(ObjectWriter):
-    """One commit's new objects: uploaded as they come, each unless the bucket has it already; blobs come last."""
+    """Uploads one commit's new objects as they come, except those that the bucket already has; blobs come last."""
 
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, store: ObjectStore, **options: bool) -> None:
         super().__init__(layout, files, store, **options)
@@ -178,24 +178,24 @@ class BucketWriter(ObjectWriter):
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
         self._in_flight: list[Future[None]] = []
         self._taken = set[ObjectId]()
-        """What was uploaded, or will be."""
+        """Objects that were uploaded or are queued for it."""
         self._blobs: list[tuple[BlobRef, Bytes]] = []
-        """They must not name objects that are not there yet."""
+        """Held back until `publish`: a blob must not name objects that are not there yet."""
 
     @property
     def bytes_new(self) -> int:
-        """How many bytes were uploaded; waits for those in flight."""
+        """How many bytes were uploaded; waits for uploads in flight."""
         self._wait()
         return self._bytes_new + sum(len(data) for _, data in self._blobs)
 
     @property
     def bytes_reused(self) -> int:
-        """How many bytes were already in the bucket; waits for those in flight."""
+        """How many bytes were already in the bucket; waits for uploads in flight."""
         self._wait()
         return self._bytes_reused
 
     def put_back(self, ref: BlobRef) -> bool:
-        """Whether the bucket has *ref*, and keeps it until this commit is there."""
+        """Whether the bucket has *ref*, and will keep it until this commit is there."""
         return self._reliance.has(ref)
 
     def claim(self, ref: BlobRef) -> bool:
@@ -211,7 +211,7 @@ class BucketWriter(ObjectWriter):
         return [ref for ref, is_there in zip(refs, self._pool.map(self.claim, refs), strict=True) if not is_there]
 
     def _is_sound(self, ref: BlobRef) -> bool | None:
-        """Whether *ref* is sound in the bucket, which is read there; None if it is not there."""
+        """Whether *ref* is sound in the bucket, from where it is read; None if it is not there."""
         if not self.put_back(ref):
             return None
         try:
@@ -222,16 +222,16 @@ class BucketWriter(ObjectWriter):
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
-        """Yield room for bytes whose name becomes known only afterwards."""
+        """Yield memory for bytes whose name becomes known only afterwards."""
         yield _MemoryDraft()
 
     def keep(self, draft: Draft, ref: BlobRef) -> bool:
-        """Upload *draft* as *ref* in the background, unless the bucket has it; return False if we have done so."""
+        """Upload *draft* as *ref* in the background, unless the bucket has it; return False if it is queued already."""
         assert isinstance(draft, _MemoryDraft), "it is a draft of ours"
         return self._upload(ref, draft.data)
 
     def put(self, data: Bytes, ref: BlobRef) -> None:
-        """Likewise upload the small object *data*."""
+        """Upload the small object *data* as *ref*, too; blobs wait until `publish`."""
         if bytes(data[: len(STATE_MAGIC)]) in {STATE_MAGIC, VERSION_MAGIC}:
             with self._guard:
                 if ref.id not in self._taken:
@@ -263,8 +263,8 @@ class BucketWriter(ObjectWriter):
                 with self._guard:
                     self._staged[ref.id] = ref, self._layout.object(ref.id)
                     self._bytes_new += ref.size_bytes
-        except Exception as exc:  # noqa: BLE001  # raised by whoever waits for this
-            self._budget.fail(exc.with_traceback(None))  # a traceback would hold the data
+        except Exception as exc:  # noqa: BLE001  # raised where somebody waits for the uploads
+            self._budget.fail(exc.with_traceback(None))  # a traceback would keep the data in memory
         finally:
             self._budget.give_back(ref.size_bytes)
 
@@ -282,10 +282,10 @@ class BucketWriter(ObjectWriter):
 
     def publish(self) -> None:
         """
-        Upload what is left; make sure that everything relied on is there, and stays.
+        Upload the blobs; make sure that everything this commit relies on is there, and will stay.
 
         Raises:
-            Overtaken: This took too long, or a collection has removed something that was about to go.
+            Overtaken: A collection has removed something, or may be about to.
         """
         self._wait()
         for ref, data in self._blobs:
@@ -295,7 +295,7 @@ class BucketWriter(ObjectWriter):
         self._reliance.ask_time()
         is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
         if is_collected:
-            time.sleep(2 * REMOTE_MOMENT_SECONDS)  # until that collection has removed what it had listed as old
+            time.sleep(2 * REMOTE_MOMENT_SECONDS)  # by then that collection has removed what it had listed as old
         if is_collected or not self._is_in_time():
             self._looked_at = hours_on()
             for ref in self._lost(counts_named=True):
@@ -314,21 +314,21 @@ class BucketWriter(ObjectWriter):
         return [ref for ref, is_there in zip(relied, answers, strict=True) if not is_there]
 
     def look_again(self) -> list[BlobRef]:
-        """Return what may be gone, or about to go, since the process was suspended; else nothing can be."""
-        # Our own record names it all by now, which a collection may not have seen.
+        """Return objects that may be gone, or may go soon, because the process was suspended; usually none."""
+        # Our own record does not count as naming them: a collection may have listed the records before it.
         return [] if self._is_in_time() else self._lost(counts_named=False)
 
     def claimed_elsewhere(self) -> list[BlobRef]:
-        """Return nothing: a bucket moves nothing aside."""
+        """Return nothing: nothing is moved aside in a bucket."""
         return []
 
     def discard(self) -> None:
-        """Drop what was not uploaded yet; what was stays for the next save, or for a collection."""
+        """Drop objects that were not uploaded yet; the others stay for the next save, or until a collection."""
         with self._guard:
             self._is_over = True
         self._pool.shutdown(cancel_futures=True)
         self._in_flight.clear()
-        self._budget.fail(None)  # an error that was raised holds the data
+        self._budget.fail(None)  # an error that was raised keeps the data in memory
 
 
 def _pieces(data: Bytes) -> Iterator[memoryview]:
@@ -338,7 +338,7 @@ def _pieces(data: Bytes) -> Iterator[memoryview]:
 
 
 class BucketParts(PartStore):
-    """The parts of saves that are under way, in the bucket: a collection there removes those of dead jobs."""
+    """The parts of unfinished saves, in the bucket; a collection there removes those of dead jobs after a day."""
 
     def __init__(self, reliance: Reliance, layout: Layout, files: Files, *, store_id: str) -> None:
         super().__init__(layout, files, store_id=store_id)
@@ -346,17 +346,17 @@ class BucketParts(PartStore):
         self._bucket = reliance.bucket
         self._without_retries = reliance.bucket.without_retries()
         """
-        For what ends a save: retries would hold the next one, where the server has often failed five times already.
+        For the end of a save: retries would delay the next one, and often the server has failed five times already.
 
-        A part that stays behind is of no save that anybody joins, and `close_session` or a collection a day later
-        removes it. Where a failure is not written, the ranks learn of it from their next reports.
+        Nobody joins a part that stays behind; `close_session` or a collection removes it. If a failure cannot be
+        written, the other ranks learn of it from the next reports.
         """
 
     def open_session(self, session: str) -> None:
         """Do nothing: a bucket has no folders."""
 
     def sees_session(self, session: str) -> bool:
-        """Return True: all ranks have opened the bucket by its URL, and have compared the store's id."""
+        """Return True: all ranks have opened the bucket by its URL and compared the store's id."""
         return True
 
     def ranks(self, session: str, save: int) -> set[int]:
@@ -364,7 +364,7 @@ class BucketParts(PartStore):
         Return the ranks that have left a part of *save*.
 
         Raises:
-            Overtaken: One of them is so old that what it names may be about to go.
+            Overtaken: A part is so old that a collection may soon remove what it names.
         """
         ranks, pattern = set(), re.compile(rf"parts/{session}/{save}\.(\d{{1,9}})")
         old_ns = self._reliance.server_ns(hours_on() - _WINDOW_SECONDS)
@@ -373,25 +373,25 @@ class BucketParts(PartStore):
                 continue
             if entry.modified_ns < old_ns:
                 raise Overtaken(
-                    f"what rank {match[1]} had written may be collected, since nothing was done for so long",
+                    f"the share of rank {match[1]} may be collected, because the save was idle for too long",
                     hint="repeat the command",
                 )
             ranks.add(int(match[1]))
         return ranks
 
     def draft(self, part: Part) -> None:
-        """Do nothing: no collection reads parts here, since what they name is young."""
+        """Do nothing: collections of a bucket do not read parts, because everything that parts name is young."""
 
     def confirm(self, part: Part) -> None:
-        """Make *part* visible; raises Overtaken if that took so long that what it names may be about to go."""
+        """Make *part* visible; raises Overtaken if that took so long that a collection may remove what it names."""
         began = hours_on()
         self._publish(part, self._bucket)
         if hours_on() > began + _WINDOW_SECONDS / 6:
             self._bucket.remove([part_name(part.session, part.save, part.rank)])
-            raise Overtaken("the process was suspended while it said what it had written", hint="save again")
+            raise Overtaken("the process was suspended while it wrote its part", hint="save again")
 
     def publish(self, part: Part) -> None:
-        """Make *part* visible, at the first try or not at all; one that is there stands."""
+        """Make *part* visible unless it is there already; does not retry."""
         self._publish(part, self._without_retries)
 
     def _publish(self, part: Part, bucket: Bucket) -> None:
@@ -410,7 +410,7 @@ class BucketParts(PartStore):
         """Do nothing: there are no drafts."""
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
-        """Remove the parts of a save that was committed or given up, at the first try or not at all."""
+        """Remove the parts of a save that was committed or given up; does not retry."""
         self._without_retries.remove([part_name(session, save, rank) for rank in range(world_size)])
 
     def close_session(self, session: str, *, is_over: bool) -> None:

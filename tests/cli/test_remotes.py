@@ -119,9 +119,9 @@ def test_a_folder_where_a_url_belongs_is_said_as_one(run: Run, store: Path, tmp_
     hidden = run("--store", store, "remote", "add", "b", key)
 
     assert [outcome.code for outcome in (added, cloned, hidden)] == [2, 2, 2]
-    assert added.err.splitlines()[0] == f"error: the folder {folder} is no URL"
-    assert added.err.splitlines()[1] == f"hint: say file://{tmp_path}/my%20bucket"
-    assert cloned.err.splitlines()[1] == f"hint: say file://{store}"
+    assert added.err.splitlines()[0] == f"error: the folder {folder} is not a URL"
+    assert added.err.splitlines()[1] == f"hint: write file://{tmp_path}/my%20bucket"
+    assert cloned.err.splitlines()[1] == f"hint: write file://{store}"
     assert key not in hidden.err
 
 

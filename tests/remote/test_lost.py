@@ -112,7 +112,7 @@ def test_what_cannot_be_compared_is_not_called_pushed(pushed: Store, bucket: Buc
     path.write_bytes(bytes(path.stat().st_size))
     bucket.remove([names_of(pushed, 4, "state")[0]])
 
-    with pytest.raises(IntegrityError, match="not sent: r@2; all else was"):
+    with pytest.raises(IntegrityError, match="not sent: r@2; everything else was"):
         pushed.push()
     pushed.repair(sources=[bucket.url], read_data=True)
     assert pushed.push().commits == ()

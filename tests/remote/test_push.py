@@ -236,7 +236,7 @@ def test_damage_there_is_not_taken(store: Store, saved: Checkpoints, bucket: Buc
     data[-1] ^= 1
     bucket.write(victim, lambda: [bytes(data)])
 
-    with pytest.raises(IntegrityError, match=rf"{victim.rpartition('/')[2]}.*not fetched: r@4; all else was"):
+    with pytest.raises(IntegrityError, match=rf"{victim.rpartition('/')[2]}.*not fetched: r@4; everything else was"):
         layerstore.clone(bucket.url, tmp_path / "clone")
 
     with layerstore.open(tmp_path / "clone") as clone:

@@ -195,7 +195,7 @@ def test_a_push_sends_all_that_is_sound(store: Store, saved: Checkpoints, bucket
     record = next((store.path / "commits/r").glob("4.*"))
     record.write_bytes(b"rotten")
 
-    with pytest.raises(IntegrityError, match=r"not sent: r@[24], r@[24]; all else was"):
+    with pytest.raises(IntegrityError, match=r"not sent: r@[24], r@[24]; everything else was"):
         store.push(bucket.url)
 
     assert steps(bucket.url) == [6, 8]
@@ -231,7 +231,7 @@ def test_a_clone_names_what_is_rotten_there(
     for name in (records[4], "pins/best"):
         bucket.write(name, lambda: [b"rotten"])
 
-    with pytest.raises(IntegrityError, match="not fetched: r@4, pin best; all else was"):
+    with pytest.raises(IntegrityError, match="not fetched: r@4, pin best; everything else was"):
         layerstore.clone(bucket.url, tmp_path / "clone")
 
     with layerstore.open(tmp_path / "clone") as clone:
