@@ -101,6 +101,7 @@ class _Download:
                 self._stream = self._stream_of(self.at, self.end)
             stream, self._stream = self._stream, None  # stays None if this raises
             piece = memoryview(next(stream, b""))
+            # Kept only now: after an error or the end, the next call asks for the rest with a new request.
             if piece:
                 self._stream = stream
                 self.at += len(piece)
@@ -421,6 +422,7 @@ def in_parallel(pool: Executor, work: Callable[[Item], object], items: Iterable[
         for future in futures:
             future.result()
     except BaseException:
+        # Wait for the rest: the caller may close files or discard drafts that they still use.
         for future in futures:
             future.cancel()
         wait(futures)

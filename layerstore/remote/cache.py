@@ -70,7 +70,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
         for place in (layout.sparse, *(objects / prefix for prefix in files.names_in_folder(objects))):
             for path in (place / file_name for file_name in files.names_in_folder(place)):
                 state = files.look(path)
-                if state is not None:
+                if state is not None:  # else another process has evicted it
                     evictable.append((state.st_mtime_ns, state.st_blocks * 512, path))  # sparse files have holes
     left = sum(size_bytes for _, size_bytes, _ in evictable)
     if left <= left_max:
@@ -78,6 +78,7 @@ def _emptied(files: Files, folder: Path, *, left_max: int) -> int:
     for _, size_bytes, path in sorted(evictable):
         if left <= left_max:
             break
+        # No lock against readers: an open file stays readable, and a reader that comes too late fetches it again.
         files.discard(path)
         left -= size_bytes
     return left

@@ -79,6 +79,7 @@ def _at_work(bucket: Bucket) -> Iterator[int]:
     try:
         yield bucket.mark(f"{COLLECTIONS_AT_WORK}/{name}")
     finally:
+        # The second mark before the first goes: at every moment, a push that looks for marks finds one of them.
         bucket.mark(f"{COLLECTIONS_ENDED}/{name}")
         bucket.remove([f"{COLLECTIONS_AT_WORK}/{name}"])
 
@@ -90,6 +91,7 @@ def _collected(
     grace_seconds = REMOTE_GRACE_SECONDS if request.grace_seconds is None else request.grace_seconds
     # With a grace of zero nobody pushes, so records that move to the trash now need not keep anything either.
     old_before_ns = now_ns - int(grace_seconds * 1e9) if grace_seconds else _EVER_NS
+    # After the mark, and before the trash is listed: a record that moves meanwhile is then seen in at least one place.
     remote.refresh()
     with concluding("nothing was removed"):
         runs = chosen(Facts(repo, request.keep), request, now_ns)
@@ -99,6 +101,7 @@ def _collected(
         _check_strangers(remote, remote.stranger_names)
         needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
+        # What moves to the trash now keeps its objects for a day: a push may have relied on these records.
         for name in moved if grace_seconds else ():
             held.add_readable(repo.catalog.commit(name).record)
     check_confirmed(fates, Gone(), request)  # only age decides about the trash
@@ -118,7 +121,7 @@ def _collected(
         swept = list(pool.map(sweep, OBJECT_FOLDERS))
     objects, young = (sum(parts, Gone()) for parts in zip(*swept, strict=True))
     if not dry_run:
-        # Marks of collections, and parts of jobs that are over.
+        # Last: marks of collections, and parts of dead jobs. Never those of this collection, however short the grace.
         leftovers = (entry for folder in ("gc", "parts") for entry in bucket.listed(folder))
         bucket.remove([entry.name for entry in leftovers if entry.modified_ns < min(old_before_ns, now_ns)])
     references = references_to(repo, fates) if dry_run else [f"{fate.run}@{fate.step}" for fate in fates]
@@ -188,7 +191,7 @@ def _read(remote: Remote, name: RecordName) -> Commit | None:
         return records.read(name)
     except IntegrityError:
         if remote.repo.files.exists(path):
-            raise
+            raise  # damaged in the bucket, too; a copy that another process pruned is read from there
     data = remote.bucket.read(layout.name(path), size_bytes_max=RECORD_BYTES_MAX)
     return None if data is None else records.decode(data, name)
 

@@ -156,7 +156,8 @@ class FetchedObjects(ObjectStore):
         return self._bytes_of_whole_objects + self._sparse_objects.bytes_fetched
 
     def find(self, ref: BlobRef) -> Path | None:
-        """Return where *ref* is or will be: if the bucket has a record, it has all that the record names."""
+        """Return where *ref* is or will be."""
+        # Never None: if the bucket has a record, it has everything that the record names.
         return self.find_at_once(ref) or self._layout.object(ref.id)
 
     def look_anew(self) -> None:
@@ -251,6 +252,7 @@ class FetchedObjects(ObjectStore):
             if self.find_at_once(ref) is None:
                 self._download(ref)
                 return
+        # Another process fetched it while we waited; its check does not count for us.
         self._objects.verify(ref)
 
     def _download(self, ref: BlobRef) -> None:
@@ -264,6 +266,7 @@ class FetchedObjects(ObjectStore):
                 if self._is_durable:
                     file.sync()  # writers reuse it without another sync
             self._files.make_directory(home.parent, durable=False)
+            # A rename, since a damaged copy in a cache has to be replaced. The bytes match the name: `checked` ended.
             self._files.rename(path, home)
         finally:
             self._files.discard(path)
@@ -361,6 +364,7 @@ class _SparseObjects:
             NotFound: The bucket does not have it.
         """
         path = self._layout.sparse / ref.id
+        # Opened under the lock, and kept open: if the file is evicted now, this reader still has its chunks.
         with alone(self._layout.locks / f"sparse-{ref.id}"):
             if not self._files.exists(path):
                 self._make_sparse(path.name, ref)
@@ -377,6 +381,7 @@ class _SparseObjects:
     def _make_sparse(self, name: str, ref: BlobRef) -> None:
         folder, made = self._layout.sparse, self._layout.tmp / secrets.token_hex(16)
         self._files.make_directory(folder, durable=False)
+        # Full size from the start, and never synced: a chunk that a power cut loses fails its check, and is fetched.
         with self._files.create(made) as file:
             file.write_at(ref.size_bytes - 1, b"\0")
         self._files.rename(made, folder / name)

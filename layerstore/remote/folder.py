@@ -133,10 +133,12 @@ class Folder:
             self._make(folder)
         self._files.state(path)  # raises if it is a link
         try:
+            # Written and synced under another name, so that readers see the old content or all of the new one.
             self._write(source, [body] if isinstance(body, bytes | bytearray) else body)
             yield source, path
         finally:
             self._files.discard(source)
+        # The new name is durable only after this; a push reports a commit as sent once it returns.
         self._files.sync_directory(path.parent)
 
     def _write(self, path: Path, pieces: Iterable[bytes | bytearray]) -> None:

@@ -90,7 +90,7 @@ def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) 
     for damage in verdict.damaged:
         try:
             chunks, size_bytes = _sound(repo, damage)
-        except (IntegrityError, NotFound):  # damaged or missing here as well
+        except (IntegrityError, NotFound):  # damaged or missing here as well: `heal` reports it as left
             continue
         if not dry_run:
             remote.bucket.write(damage.path, chunks)
@@ -99,6 +99,7 @@ def _sent(repo: Repository, remote: Remote, verdict: Verdict, *, dry_run: bool) 
 
 def _sound(repo: Repository, damage: Damage) -> tuple[Chunks, int]:
     """Return the bytes that repair *damage*, and their size; raises if they are not here."""
+    # Verified before it is sent, so that damage here never replaces anything in the bucket.
     if damage.size_bytes is not None:
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
         repo.objects.verify(ref)

@@ -44,6 +44,7 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
                     hint=f"layerstore repair --remote {typed(bucket.url)} puts it back, if that is this store's; "
                     "else name another prefix",
                 )
+        # Read back: two stores may push to an empty prefix at once, and not every server makes only one of them win.
         bucket.create(IDENTITY, identity.encode())
         actual = identity_of(bucket) or identity
     check_own(bucket, actual, expected=identity)
@@ -227,13 +228,15 @@ class SecondCopies:
         return False
 
 
-# Servers report times in whole seconds.
+# Servers report times in whole seconds, so two events that close together cannot be ordered.
 _CLOCK_NS = 2 * 10**9
 
 
 def collected_since(bucket: Bucket, listed_ns: int) -> bool:
     """Whether a collection may have run in *bucket* since *listed_ns*, by the server's clock."""
+    # A collection stops by itself after half a grace, so an older mark is that of a killed one.
     old_before_ns = listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
+    # In this order: a collection that ends between the two listings is in the second one.
     at_work, ended = map(bucket.listed, (COLLECTIONS_AT_WORK, COLLECTIONS_ENDED))
     return any(mark.modified_ns >= old_before_ns for mark in at_work) or any(
         mark.modified_ns >= listed_ns - _CLOCK_NS for mark in ended

@@ -174,6 +174,7 @@ class MirroredRecords(RecordStore):
         listed = {entry.name: entry for entry in entries if _is_ours(entry.name)}
         if run is None:
             self.stranger_names = [entry.name for entry in entries if is_stranger(entry)]
+        # The mirror shows what the bucket has, so records that were dropped or collected there go here, too.
         for name in here.keys() - listed.keys():
             files.discard(here[name])
         # A pin may mean something else by now; a record never changes.
@@ -237,6 +238,7 @@ class MirroredRecords(RecordStore):
         self.check_store()
         path = self._path(self.name_of(commit))
         name, data = self._layout.name(path), self.encode(commit)
+        # No condition on the write: two writers of one record write the same bytes.
         was_there = self._bucket.size(name) == len(data)
         self._put(path, data)
         return None if was_there else ()
@@ -244,6 +246,7 @@ class MirroredRecords(RecordStore):
     def _put(self, path: Path, data: bytes) -> None:
         name = self._layout.name(path)
         self._bucket.write(name, lambda: [data])
+        # The bucket first. The mirror gets the server's time: the age of a commit must not depend on this host's clock.
         entry = self._bucket.look(name)
         self._files.make_directory(path.parent, durable=False)
         modified_ns = time.time_ns() if entry is None else entry.modified_ns
@@ -261,6 +264,7 @@ class MirroredRecords(RecordStore):
         self.check_store()
         path = self._layout.pin(pin.name)
         name = self._layout.name(path)
+        # Two writers that make one pin at the same moment may both see none; then the later one stays.
         if self._bucket.size(name) is not None:
             raise AlreadyExists(
                 f"somebody else has just made the pin {pin.name!r}; nothing was changed",
@@ -346,6 +350,7 @@ class MirroredObjects(FetchedObjects):
     def _verify_or_fetch(self, ref: BlobRef) -> None:
         home = self._layout.object(ref.id)
         if not self.is_sound(home, ref):
+            # One process downloads it, and the others wait; without flock each downloads its own, which costs time.
             with alone(self._layout.locks / f"fetch-{ref.id}"):
                 if not self.is_sound(home, ref):
                     self._download(ref)
@@ -431,6 +436,7 @@ class BucketTrash(Trash):
         data = self._records.encode(commit)
         self._bucket.write(self._name_in_trash(name), lambda: [data])
         renewed_ns = self.modified_ns(name)
+        # Marks are looked for after the write: a collection that began before it may have found the old record expired.
         if collected_since(self._bucket, renewed_ns):
             raise Locked(
                 f"a collection of {self._bucket.url} is at work, or was killed less than half a day ago, and may be "

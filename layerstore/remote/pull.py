@@ -243,7 +243,7 @@ class _Pull:
             for pin in pins:
                 with _deferring_errors(failures, f"pin {pin.name}"), Transaction(self._repo) as tx:
                     self._fetch(pool, tx.objects, pin.record)
-                    tx.objects.publish()  # before a pin names them
+                    tx.objects.publish()  # first, since `pin` expects everything that the record names in its place
                     tx.pin(pin)
         raise_failures(failures, "fetched")
         return Pulled(
@@ -297,9 +297,11 @@ class _Pull:
         blobs = [blob for blob in record.blobs if not objects.claim(blob)]
         with self._remote.repo.objects.expected(blobs) as theirs:
             source = replace(self._remote.repo, objects=theirs)
+            # A partial clone gets the blobs alone: its source has the objects that they name.
             described = [] if self._is_partial else blobs
             named = dict.fromkeys(ref for blob in described for ref in named_by(source, blob))
             self._fetch_tensors(pool, objects, record, [ref for ref in named if not objects.reuse(ref)])
+            # After their objects: in its place, a blob promises that everything it names can be found.
             for blob in blobs:
                 objects.copy(blob, theirs)
 
@@ -330,7 +332,7 @@ class _Pull:
             try:
                 in_parallel(pool, partial(self._stage, objects), refs[part.start : part.stop])
             finally:
-                objects.publish()
+                objects.publish()  # after an error, too: what has arrived need not be fetched again
 
     def _stage(self, objects: ObjectWriter, ref: BlobRef) -> None:
         objects.stage(ref, self._counted(ref))
@@ -453,6 +455,7 @@ def partial_of(repo: Repository) -> str | None:
 
 def _make_partial(repo: Repository, url: str) -> None:
     """Record that the remote at *url* has what *repo* lacks."""
+    # Synced before the first record comes: without this file, a missing tensor would look like damage.
     with repo.files.temporary(repo.layout.tmp, json.dumps({"url": url}).encode() + b"\n") as source:
         repo.files.rename(source, repo.layout.partial)
     repo.files.sync_directory(repo.layout.root)

@@ -1,6 +1,5 @@
 """
-Push: send everything that a bucket lacks of a store: objects first, then version and state blobs, then records, then
-pins.
+Push: send everything that a bucket lacks: objects first, then version and state blobs, then records, pins last.
 
 So if the bucket has a record, it has everything that the record names, however often a push is killed and whoever else
 pushes. Nothing depends on conditional writes: objects are named by their content, and records never change.
@@ -208,11 +207,11 @@ class _Push:
         """
         Send the records *names* and *pins* with everything that they name.
 
-        `failures` is then *failures* and those of this run. *made* means that this push made the bucket a remote, so
-        another store may have done the same at that moment. If it *compares*, the first run checks the commits that are
-        there already.
+        `failures` is then *failures* and those of this run. *made* means that this push made the bucket a remote, as
+        another store may have done at that moment. If it *compares*, the first run checks the commits that are there.
         """
         self.failures, self._made = dict(failures), made
+        # Read before anything is sent, so that notes which another push makes meanwhile stay.
         before = pushed_to(self._repo).get(self._bucket.url, frozenset())
         layout, there = self._repo.layout, pushed_records(self._repo, self._bucket)
         new = [name for name in names if name not in there]
@@ -314,9 +313,11 @@ class _Push:
 
     def _begin(self, *, lists: bool = False) -> None:
         """Find out which records the bucket has and, with *lists*, which objects; valid for half a grace."""
+        # Both clocks are read before anything is listed, so a slow listing only shortens how long it is valid.
         self._list_again_at = hours_on() + REMOTE_GRACE_SECONDS / 2
         self._listed_ns = self._bucket.now_ns()
         self._old_before_ns = self._listed_ns - int(REMOTE_GRACE_SECONDS / 2 * 1e9)
+        # Our own records do not vouch for objects: we may have sent one while a collection removed what it names.
         there = (name for name in pushed_records(self._repo, self._bucket) if name not in self._own)
         self._common = [record for _, record in self._read(there)]
         self._common_blobs = {blob.id for record in self._common for blob in record.blobs}
@@ -382,6 +383,7 @@ class _Push:
             if self._is_stale():
                 self._begin()
             group = self._process_each(group, lambda _, record: self._send_objects(pool, record))
+            # After the objects: records follow only if the listing is still valid and no collection was at work since.
             if self._is_stale():
                 continue
             if collected_since(self._bucket, self._listed_ns):
@@ -392,6 +394,7 @@ class _Push:
                 if not self._are_there():
                     self._list_again_at = 0.0
                     continue
+            # Right before the first record: another store may have claimed the same prefix at the same moment.
             if self._made:
                 claim(self._bucket, self._repo.identity)
                 self._made = False
@@ -449,8 +452,8 @@ class _Push:
     def _send_shares(self, pool: ThreadPoolExecutor, refs: Sequence[BlobRef]) -> None:
         """Send *refs*, split among the processes."""
         shares = self._repo.shares
-        spans = cut([ref.size_bytes for ref in refs], count=shares.count)
-        mine, *theirs = (refs[span.start : span.stop] for span in spans)
+        parts = cut([ref.size_bytes for ref in refs], count=shares.count)
+        mine, *theirs = (refs[part.start : part.stop] for part in parts)
         with shares.scatter_work(self._repo, send_share, [(self._bucket.url, part) for part in theirs]) as answers:
             in_parallel(pool, self._send_object, mine)
             answers()

@@ -82,12 +82,14 @@ class Reliance:
         entry = self.bucket.look(self._repo.layout.object_name(ref.id))
         if entry is None or entry.size_bytes != ref.size_bytes:
             return False
+        # Age first: it costs nothing, while naming may need the records of the whole bucket.
         return entry.modified_ns > self.server_ns(hours_on() - seconds) or (counts_named and self._is_named(ref.id))
 
     def _is_named(self, object_id: ObjectId) -> bool:
         with self._guard:
+            # A record that was read half a day ago may have gone to the trash since, which keeps its objects for a day.
             if hours_on() > self._refreshed_at + _YOUNG_SECONDS:
-                began = hours_on()
+                began = hours_on()  # before the records are listed, since the listing is as old as its beginning
                 self._refresh()
                 self._refreshed_at = began
                 for name in ("_blobs", "_needs"):
@@ -173,6 +175,7 @@ class BucketWriter(ObjectWriter):
         super().__init__(layout, files, store, **options)
         self._reliance = reliance
         reliance.ask_time()
+        # L in docs/internals/durability.md: collections since then matter, and the part has to follow within hours.
         self._begun = self._looked_at = hours_on()
         self._budget = _MemoryBudget(REMOTE_FLIGHT_BYTES)
         self._pool = Threads(REMOTE_REQUESTS_MAX, thread_name_prefix="save")
@@ -249,7 +252,7 @@ class BucketWriter(ObjectWriter):
         return True
 
     def _submit(self, ref: BlobRef, data: Bytes) -> None:
-        self._budget.take(ref.size_bytes)
+        self._budget.take(ref.size_bytes)  # not under the lock, because it waits for uploads, which take the lock
         with self._guard:
             if self._is_over:
                 self._budget.give_back(ref.size_bytes)
@@ -287,11 +290,13 @@ class BucketWriter(ObjectWriter):
         Raises:
             Overtaken: A collection has removed something, or may be about to.
         """
+        # All objects before the first blob: a blob in the bucket promises that everything it names is there.
         self._wait()
         for ref, data in self._blobs:
             self._submit(ref, data)
         self._blobs.clear()
         self._wait()
+        # Marks are looked for once the objects are there: a collection that begins later also lists later.
         self._reliance.ask_time()
         is_collected = collected_since(self._reliance.bucket, self._reliance.server_ns(self._begun))
         if is_collected:
@@ -325,7 +330,7 @@ class BucketWriter(ObjectWriter):
     def discard(self) -> None:
         """Drop objects that were not uploaded yet; the others stay for the next save, or until a collection."""
         with self._guard:
-            self._is_over = True
+            self._is_over = True  # before the pool ends, or a submit after that would raise
         self._pool.shutdown(cancel_futures=True)
         self._in_flight.clear()
         self._budget.fail(None)  # an error that was raised keeps the data in memory
@@ -386,6 +391,7 @@ class BucketParts(PartStore):
         """Make *part* visible; raises Overtaken if that took so long that a collection may remove what it names."""
         began = hours_on()
         self._publish(part, self._bucket)
+        # The server dates the part when it arrives, so a write that took hours would make old looks seem fresh.
         if hours_on() > began + _WINDOW_SECONDS / 6:
             self._bucket.remove([part_name(part.session, part.save, part.rank)])
             raise Overtaken("the process was suspended while it wrote its part", hint="save again")
@@ -396,7 +402,7 @@ class BucketParts(PartStore):
 
     def _publish(self, part: Part, bucket: Bucket) -> None:
         if bucket.size(part_name(part.session, part.save, part.rank)) is not None:
-            return
+            return  # it may have been joined by now; writing it again would also make it look younger
         data = seal_part(part, store_id=self._store_id)
         bucket.write(part_name(part.session, part.save, part.rank), lambda: [data])
 
