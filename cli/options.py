@@ -148,6 +148,7 @@ def opened(path: str | None, *, remote: str | None = None) -> Iterator["Store"]:
     from layerstore.remote import RemoteNotice
     from layerstore.storage import IndexNotice
 
+    # Python itself shows a warning once for each place in the code, whatever it says the next time.
     warnings.simplefilter("always", IndexNotice)
     warnings.simplefilter("once", WeakDurability)
     warnings.simplefilter("always", RemoteNotice)

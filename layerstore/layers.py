@@ -106,10 +106,12 @@ def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
 def _layer_by_rule(name: str) -> str:
     parts = name.split(".")
     for position, part in enumerate(parts[:-1]):
+        # The first number is the block's; one behind it is of an expert, or of a module within.
         if part.isdecimal():
             return ".".join(parts[: position + 1])
     owner = parts[:-1]
     for position, part in enumerate(owner):
+        # Never the first component: no name would be left.
         if position and _ADAPTER_COMPONENTS.fullmatch(part):
             owner = owner[:position]
             break

@@ -207,6 +207,7 @@ class Slices:
         for parts in means.values():
             averaged = [(Slices([_masters_of(version)]), weight) for version, weight in parts]
             first = averaged[0][0]
+            # Frozen parameters have no master, and so no mean.
             self._means |= {name: averaged for name in first.parameters if first.shards(Kind.MASTER, name)}
         self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
         self._shards: dict[tuple[Kind, str], int] = {}
@@ -313,6 +314,7 @@ class Slices:
         made_of: list[tuple[StoredSlice, int, int, Sequence[_Part]]] = []
         for first, last in pairwise(sorted(ends)):
             parts = [(*source.stretches(kind, name, begin=first, end=last)[0], weight) for source, weight in averaged]
+            # The mean of a single save is its bytes, which are copied as they are.
             made_of.append((*parts[0][:3], parts if len(parts) > 1 else ()))
         return made_of
 
@@ -379,6 +381,7 @@ def _addends(parts: Sequence[_Part]) -> tuple[Addend, ...]:
         piece = stored.piece(0, start=start, elements=elements)
         addends.append(Addend(object=piece.object, object_offset=piece.object_offset, weight=weight))
         first = parts[0][0].tensor
+        # `mean` gives fp32, which is less than fp64 has.
         if stored.tensor.dtype != first.dtype or first.dtype == "F64":
             raise LayoutMismatch(
                 f"{first.name!r} is stored as {first.dtype} and as {stored.tensor.dtype}: these have no mean",

@@ -156,7 +156,7 @@ def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree
             return _pairs(tree, replacement)
         case list():
             return [replace_tensors(item, replacement) for item in tree]
-        case tuple() if type(tree) is tuple:
+        case tuple() if type(tree) is tuple:  # a Size is a leaf
             return tuple(replace_tensors(item, replacement) for item in tree)
         case _:
             return tree
@@ -226,6 +226,7 @@ class Template:
         """Whether *other* is *node* with other storages; notes these in *copies*."""
         key = id(node)
         if not self._has_tensors.get(key, False) or type(node) is not type(other):
+            # `filled` shares the parts without tensors: any other object is of another tree.
             return node is other
         if key in seen:
             return seen[key] is other
@@ -281,7 +282,7 @@ def _with_parts(node: Any, parts: Iterator[Any], storages: Mapping[Storage, Stor
         names = ("arguments", "state", "appended", "items")
         return replace(node, **dict(zip(names, parts, strict=True)))
     if isinstance(node, dict):
-        items = dict(zip(node, parts, strict=False))
+        items = dict(zip(node, parts, strict=False))  # attributes come after the values
         return OrderedMap(items, next(parts)) if isinstance(node, OrderedMap) else items
     return type(node)(parts)
 

@@ -68,6 +68,7 @@ def _mean(
                 repo.verify_object(ref)
             verified.update(piece.objects)
         parts += list(read_mean(repo, piece)) if piece.mean_of else [_whole(repo, piece)]
+    # torch.frombuffer refuses an empty buffer.
     master = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32) if parts else torch.empty(0)
     target_type: torch.dtype = getattr(torch, by_code(code).torch_name)
     return master.reshape(parameter.shape).to(target_type)

@@ -245,6 +245,7 @@ class _Judging:
         """Return the verdict on *composition*, which *asked* describes."""
         plan = self.trials.plan(composition)
         key = key_of_export(plan)
+        # Equal weights, of another save or of a search that was stopped, are judged once.
         known = next((trial for trial in self.log.trials if trial.key == key), None)
         if known is not None:
             return known.verdict

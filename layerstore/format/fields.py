@@ -118,6 +118,7 @@ def _reader_of(cls: Any) -> FieldReader:
             raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
         made: dict[str, Any] = value.copy()
         for name, default in defaults.items():
+            # Else one record could be written in two ways, and have two ids.
             if made.setdefault(name, default) == default and name in value:
                 raise _Misfit(f"a {cls.__name__} spells out a default")
         for name, kind, check in plain:

@@ -92,6 +92,7 @@ def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     """
     if not _is_envelope(data):
         raise IntegrityError(f"{name} is not a record: it is empty, cut short or something else", path=name)
+    # Before the schema is looked at: a bit of it that flipped is damage, and not a newer format.
     if not _is_whole(data):
         raise IntegrityError(f"{name} is damaged: its checksum does not match its bytes", path=name)
     body = data[:-DIGEST_BYTES]
@@ -198,6 +199,7 @@ def unseal_entries(
     return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), entries
 
 
+# In msgpack: the head of a map of two with its first key, and the second key.
 _BEFORE_BODY, _AFTER_BODY = b"\x82\xa4body", b"\xa8observed"
 
 

@@ -19,7 +19,7 @@ from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Template, 
 
 Value = TypeVar("Value")
 
-_INT64 = range(-(1 << 63), 1 << 64)
+_INT64 = range(-(1 << 63), 1 << 64)  # what msgpack can hold; random seeds have 128 bits
 
 ContentToPlain = Callable[[object], Plain]
 ContentFromPlain = Callable[[Plain, str], object]
@@ -66,7 +66,7 @@ class _Encoder:
             case tuple():
                 return ["t", *map(self.node, tree)]
             case set():
-                return ["s", *sorted(map(self.node, tree), key=pack)]
+                return ["s", *sorted(map(self.node, tree), key=pack)]  # a set has no order that lasts
             case _:
                 raise InvalidInput(f"a {type(tree).__name__} cannot be part of a tree")
 

@@ -74,6 +74,7 @@ def _samples(
         for begin, end in sampled(elements):
             old = b""
             for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
+                # Not verified: these numbers decide which layers are due, and go into none.
                 with repo.open_object(piece.object) as file:
                     old += file.read_at(piece.object_offset, piece.size_bytes)
             yield (

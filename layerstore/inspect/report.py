@@ -105,6 +105,7 @@ def make_report(
             "runs_left_out": len(listed) - len(shown),
             **pinned,
             "retention": retention,
+            # `stats` and the growth of a run meet the same damage.
             "left_out": list(dict.fromkeys(problems))[:_PROBLEMS_MAX],
         }
         if target is None and version is None:
@@ -261,6 +262,7 @@ def _composites(
                 mixed if entries is None else mixture_fields(commit.record, entries)
                 for commit, entries, mixed in zip(shown, entries_of_saves, mixtures["latest"], strict=True)
             ]
+    # Numbers and times of other runs' saves are not at hand here.
     own = [origin if origin.run == view.run else None for origin, _ in indexes]
     origins: dict[str, object] = {
         "run": [origin.run for origin, _ in indexes],
@@ -287,6 +289,7 @@ def _layers_by(repo: Repository, commit: Commit, view: RunView, policy: Policy) 
 
 
 def _versions(commit: Commit, layers: Iterable[str]) -> str:
+    # One text per save, which the page cuts by place: shorter than a list.
     ids = {entry.layer: entry.version.id[:VERSION_DIGITS] for entry in commit.record.layers}
     return "".join(ids.get(name, "-" * VERSION_DIGITS) for name in layers)
 

@@ -117,12 +117,12 @@ class Meter:
         return movement_of(dd=self._dd, aa=self._aa, elements=self._elements) if self._elements else None
 
     def _relative_l2(self) -> float:
-        if self._dd == 0:
+        if self._dd == 0:  # first: two layers of zeros are equal
             return 0.0
         return math.sqrt(self._dd) / math.sqrt(self._aa) if self._aa else math.inf
 
     def _cosine(self) -> float:
-        lengths = math.sqrt(self._aa) * math.sqrt(self._bb)
+        lengths = math.sqrt(self._aa) * math.sqrt(self._bb)  # the product of the sums could overflow
         cosine = self._ab / lengths if lengths else math.nan
         # Rounding may exceed 1; NaN passes through.
         return math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine
@@ -223,6 +223,7 @@ def _numbers(data: memoryview, dtype: str) -> "npt.NDArray[np.float64]":
     import numpy as np
 
     if dtype == _BF16:
+        # A bf16 is the upper half of an fp32; numpy has none.
         words = np.frombuffer(data, "<u2").astype(np.uint32)
         words <<= np.uint32(16)
         numbers: npt.NDArray[Any] = words.view(np.float32)
