@@ -260,7 +260,7 @@ CASES = (
 
 def run() -> None:
     """Print the tables of docs/internals/scale.md."""
-    for table in (a_month, a_save, calls_by_name, metadata, packed, seconds, index):
+    for table in (a_month, a_save, metadata, packed, seconds, index):
         for line in table():
             print(line, flush=True)
         print()
@@ -320,17 +320,6 @@ def a_save() -> Iterator[str]:
                 _count(puts),
                 _time(puts / REMOTE_REQUESTS_MAX * REQUEST_SECONDS),
             )
-
-
-def calls_by_name() -> Iterator[str]:
-    """Yield the calls of all ranks by their names, of the same saves."""
-    names = ("create", "link", "fsync", "unlink", "utime", "lstat")
-    yield from _head("", *names)
-    for case in CASES:
-        for name in ("full", "filter"):
-            save = case.largest(POLICIES[name])
-            each, first = save.of_a_rank(), save.of_the_first()
-            yield _row(f"{case.title}: {name}", *(_count(save.ranks * each[call] + first[call]) for call in names))
 
 
 def metadata() -> Iterator[str]:

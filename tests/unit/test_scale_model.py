@@ -88,7 +88,7 @@ def test_the_shapes_are_those_of_the_family() -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        *(pytest.param(table, marks=pytest.mark.full) for table in ("a_month", "a_save", "calls_by_name", "packed")),
+        *(pytest.param(table, marks=pytest.mark.full) for table in ("a_month", "a_save", "packed")),
         pytest.param("metadata", marks=pytest.mark.exhaustive),  # a blob of 8,192 objects
     ],
 )
