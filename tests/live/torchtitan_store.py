@@ -10,20 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import fully_shard
-from torchtitan.components.checkpoint import CheckpointManager
 
-import layerstore
-from layerstore.dcp import StoreReader, StoreWriter
+MANAGER = Path(__file__).parents[2] / "docs" / "examples" / "with_torchtitan.py"
 
 STEPS, LEFT_AT, SAVE_STEPS = 6, 3, 2
 
@@ -44,44 +40,6 @@ def main() -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
-
-
-class StoreCheckpoints(CheckpointManager):  # type: ignore[misc]  # torchtitan is not installed with the tests
-    """torchtitan's manager with a store behind it; the guide shows it."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """As torchtitan's, and where the store is."""
-
-        store: str
-        run: str
-
-    def __init__(self, config: Config, **others: Any) -> None:
-        """Note where the store is."""
-        super().__init__(config, **others)
-        self.store, self.run = config.store, config.run
-
-    def dcp_save(self, state_dict: Any, checkpoint_id: str, async_mode: str, *_: Any, **__: Any) -> Any:
-        """Save to the store."""
-        writer = StoreWriter(self.store, run=self.run, step=int(checkpoint_id.rpartition("step-")[2]))
-        if async_mode == "disabled":
-            return save(state_dict, storage_writer=writer)
-        return async_save(state_dict, storage_writer=writer, process_group=self.pg)
-
-    @torch.no_grad()
-    def _load(self, step: int = -1) -> bool:
-        """Load the run's newest commit, or *step*; without one, what torchtitan loads at the first launch."""
-        try:
-            with layerstore.open(self.store) as store:
-                runs = store.runs()
-        except layerstore.NoStore:
-            runs = []  # the first launch
-        if self.run not in runs:
-            return bool(super()._load(step))
-        states = self._states_to_load(model_only=False)
-        load(states, storage_reader=StoreReader(self.store, self.run if step == -1 else f"{self.run}@{step}"))
-        self.states["model"].load_state_dict(states)
-        return True
 
 
 class TrainState:
@@ -111,7 +69,8 @@ def job(out: Path, mode: str, *, steps: int, saves: bool = True) -> list[list[An
     optimizers = config.build(model_parts=[model])
     schedules = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=STEPS)
     state = TrainState()
-    manager = StoreCheckpoints.Config(
+    store_checkpoints = runpy.run_path(str(MANAGER))["StoreCheckpoints"]
+    manager = store_checkpoints.Config(
         enable=True,
         store=str(out / "store"),
         run=mode,
