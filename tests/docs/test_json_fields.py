@@ -85,10 +85,10 @@ SELDOM = {
     "`ingest`, one checkpoint": "store trust",
     "`ingest`, several": "store trust",
     "`ingest --all`, `--watch`": "code hint kind message path store trust",
-    "`log`": "blocked_seconds copied_bytes damaged durable_seconds queued reason save visible_seconds written_bytes "
+    "`log`": "blocked_seconds copied_bytes damaged durable_seconds queued reason visible_seconds written_bytes "
     "metric name value",
     "`runs`": "name value",
-    "`show`": "gc kind name relative_greatest relative_rms size state value",
+    "`show`": "kind name relative_greatest relative_rms size state value",
     "`ls`": "kind relative_greatest relative_rms size state",
     "`bisect log`": "layers layers_from sentence skipped",
     "`compose`": "count name",
@@ -97,7 +97,6 @@ SELDOM = {
     "`diff`": "kind stat state",
     "`report`": "blocked durable given_up max median visible",
     "`pin --list`": "damaged reason",
-    "`pin --delete`": "gc",
     "`drop`": "given_up",
     "`verify`": "commit costs everything id kind layers needed_by path reason run stands",
     "`repair`": "bytes commit everything from gc json kind layers or path pin reason reference store",
