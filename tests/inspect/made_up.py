@@ -6,7 +6,7 @@ Objects have sizes and no bytes: a report reads none.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,9 @@ class History:
     """Instead of so many layers with the usual names."""
     policy: str = "full"
     """Or ``parity``, or ``drift``, with how far each layer had moved."""
+    due: Sequence[Collection[str]] = ()
+    """The layers that each save holds, in place of those that are made up for *policy*."""
+    step_size: int = STEP_SIZE
     goes_back: Sequence[int] = ()
     """After how many saves training returns by a quarter of them."""
     is_live: bool = False
@@ -95,19 +98,19 @@ class _Writing:
 
     def write(self) -> None:
         """Write every save."""
-        history = self._history
+        history, size = self._history, self._history.step_size
         self._repo.layout.run(history.run).mkdir()
         attempt, step, lineage = 1, 0, tuple[Fork, ...]()
         entries: dict[str, LayerEntry] = {}
         past: dict[int, dict[str, LayerEntry]] = {}
         for number in range(history.saves):
             if number in history.goes_back:
-                back = step - STEP_SIZE * max(1, (step // STEP_SIZE) // 4)
+                back = step - size * max(1, (step // size) // 4)
                 lineage = (Fork(attempt=attempt, step=back), *lineage)
                 attempt, step, entries = attempt + 1, back, dict(past[back])
-            step += STEP_SIZE
-            origin = Origin(run=history.run, attempt=attempt, step=step, save_number=step // STEP_SIZE - 1)
-            moved = self._movements(number) if history.policy == "drift" else {}
+            step += size
+            origin = Origin(run=history.run, attempt=attempt, step=step, save_number=step // size - 1)
+            moved = self._movements(number) if history.policy == "drift" and not history.due else {}
             due = self._due(number, moved) if entries else self._names
             for name in due:
                 version = self._version(self._names.index(name), number % VERSIONS)
@@ -125,6 +128,8 @@ class _Writing:
                 self._note(number, origin, len(due))
 
     def _due(self, number: int, moved: dict[str, float]) -> list[str]:
+        if self._history.due:
+            return [name for name in self._names if name in self._history.due[number]]
         if self._history.policy == "parity":
             return [name for index, name in enumerate(self._names) if index % 2 == number % 2]
         if self._history.policy == "drift":
