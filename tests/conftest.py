@@ -14,6 +14,7 @@ import layerstore
 from layerstore import Store
 from tests import generated, operators, sampling, tiers
 from tests.environment import memory
+from tests.inspect.chromium import Browser, program
 from tests.unit.checkpoints import Checkpoints
 
 # A busy machine is not a failure. Examples are random: a failure prints how to repeat it.
@@ -76,3 +77,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("LAYERSTORE_") and not name.endswith("_SEED"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Return a browser of the module's own."""
+    path, profile = program(), tmp_path_factory.mktemp("profile")
+    assert path is not None
+    started = Browser(path, profile)
+    yield started
+    started.close()
+    shutil.rmtree(profile, ignore_errors=True)

@@ -52,16 +52,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[s
         server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Return a browser of the module's own."""
-    path = program()
-    assert path is not None
-    started = Browser(path, tmp_path_factory.mktemp("profile"))
-    yield started
-    started.close()
-
-
 @pytest.mark.timeout(600)
 def test_nothing_is_cut_off(browser: Browser, site: tuple[str, list[str]]) -> None:
     """No line of code and no column, on a phone, a laptop and a large screen, light and dark; no page complains."""
