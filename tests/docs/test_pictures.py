@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.drawn import PICTURES as PROGRAMS
+from tests.docs.drawn import drawn
+from tests.docs.drawn.recording import said
 from tests.docs.pages import DOCS, PAGES, prose
+from tests.inspect.chromium import Browser, program
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = sorted((DOCS / "pictures").glob("*.svg"))
@@ -45,3 +49,14 @@ def test_a_picture_is_whole_by_itself(picture: Path) -> None:
     assert len(description.text or "") > 100
     assert not any(each.tag in {f"{SVG}script", f"{SVG}image", f"{SVG}foreignObject"} for each in root.iter())
     assert re.findall(r"(?:href|src|url\()\S*?//", picture.read_text().replace("http://www.w3.org/2000/svg", "")) == []
+
+
+@pytest.mark.full
+@pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian: chromium)")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_picture_is_what_its_program_draws(browser: Browser, name: str) -> None:
+    """Whoever changes what it shows, or the page of the report, draws it anew: python -m tests.docs.drawn."""
+    # Of a recording its words: seconds and ids are its own.
+    alike = said if name == "first-minute" else str
+
+    assert alike(drawn(name).read_text()) == alike(PROGRAMS[name](browser))
