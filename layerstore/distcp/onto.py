@@ -14,7 +14,7 @@ from layerstore.distcp.read import DcpFolder
 from layerstore.distcp.transfer import Wanted, stage
 from layerstore.distcp.whole import open_folder
 from layerstore.dtypes import by_code, dtype_name
-from layerstore.errors import LayoutMismatch
+from layerstore.errors import LayoutMismatch, Overtaken
 from layerstore.filenames import SCHEDULES
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.framing import canonical_order
@@ -107,8 +107,7 @@ class DcpCheckpoint:
         states = self.checkpoint.states
         if self._updates_since.is_nothing and versions == {entry.layer: entry.version for entry in self._base.layers}:
             # Nothing has happened since: it is the base's own save.
-            for ref in (*self._base.states, *(ref for state in states for ref in objects_of_state(state))):
-                writer.reuse(ref)
+            self._claim([*self._base.states, *(ref for state in states for ref in objects_of_state(state))], writer)
             return self._base.states, []
         paths = {file.path for state in states for file in state.files} | {
             weights.path for state in states for weights in state.gathered
@@ -130,9 +129,17 @@ class DcpCheckpoint:
             for name, path in self._files.items()
         }
         moved = advance(state, self._updates_since, files)
-        for ref in objects_of_state(moved):
-            writer.reuse(ref)  # the base's own: a collection must not take them meanwhile
+        self._claim(objects_of_state(moved), writer)
         return staging.whole_state(moved)
+
+    def _claim(self, refs: Iterable[BlobRef], writer: ObjectWriter) -> None:
+        """Claim what is named of the base, which a collection must not take meanwhile; Overtaken if one has."""
+        for ref in refs:
+            if not writer.reuse(ref):
+                raise Overtaken(
+                    f"a rank's state of {self._base.run}@{self._base.step} is gone; nothing was saved",
+                    hint="repeat the command",
+                )
 
 
 # -- reading the folder --------------------------------------------------------------------------------------------

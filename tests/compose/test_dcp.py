@@ -16,8 +16,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from layerstore import Keep, Store
 from layerstore.distcp import Chunk, DcpFolder, Entry, metadata_bytes
 from layerstore.distcp import write as dcp
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.errors import (
+    Conflict,
+    IntegrityError,
+    InvalidInput,
+    LayoutMismatch,
+    Overtaken,
+    SourceCheckpoint,
+    Unsupported,
+)
 from layerstore.filenames import DCP_METADATA
+from layerstore.history import objects_of_state
+from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import Kind
 from layerstore.tree import Located
 from layerstore.zero3.pt import read_pt
@@ -220,6 +230,24 @@ def test_an_older_base_is_not_counted_on_silently(stored: Store, folder: Path, t
         stored.ingest(on, onto="sft@2")
 
     assert stored.ingest(on, onto="sft@2", run="other").run == "other"
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+def test_what_the_base_has_lost_is_not_named_again(store: Store, tmp_path: Path, updates: int) -> None:
+    """A collection may take it at any moment; the new commit would lack it and look whole."""
+    source = checkpoint(tmp_path, layout="hf")
+    (source / "tokenizer.json").write_bytes(bytes(2 * INLINE_BYTES_MAX))
+    store.ingest(source)
+    folder = store.compose("sft").export(tmp_path / "dcp", format="dcp").out
+    on = trained_on(folder, tmp_path / "on", updates=updates) if updates else folder
+    states = store.compose("sft").composition.base.states
+    for ref in (ref for state in states for ref in objects_of_state(store.repo.state(state))):
+        store.repo.layout.object(ref.id).unlink()
+
+    with pytest.raises(Overtaken, match="a rank's state of sft@2 is gone; nothing was saved"):
+        store.ingest(on, onto="sft", run="other")
+
+    assert store.runs() == ["sft"]
 
 
 def test_links_are_not_followed_unasked(stored: Store, folder: Path, tmp_path: Path) -> None:
