@@ -84,6 +84,7 @@ def log(
         )
         is_pushed = any(entry.pushed for entry in page.entries)
         remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
+        # Asked while the store is open, and printed last.
         if not page.entries:
             next_one = _next_of_empty(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()

@@ -503,6 +503,7 @@ class Store:
         from layerstore.gc import GcRequest, execute_gc, plan_gc
         from layerstore.policy import Keep, chosen_keep
 
+        # A store that was opened by its URL is collected where it is.
         remote = remote or self._repo.remote
         request = GcRequest(
             keep=chosen_keep(keep) or Keep(),

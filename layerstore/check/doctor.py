@@ -248,6 +248,7 @@ def _tried_out(layout: Layout, files: Files, untried: list[str]) -> list[Finding
                 "clock": probes.clock(files, folder),
                 "space": probes.space(files, folder),
             }
+            # Each probe runs only here, so that one that fails keeps none of the others from running.
             return [finding for check, findings in tried.items() for finding in _findings_of(check, findings, untried)]
     except LayerstoreError as exc:
         if _is_full(exc):

@@ -143,6 +143,7 @@ def _stretches(name: str, state: str, a: _Side, b: _Side, tally: Tally) -> list[
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return None
     if state not in a.places[name] or state not in b.places[name]:
+        # A parameter without elements is in no object, and equal to itself.
         return None if prod(ours.shape) else []
     stretches = list(_unsplit(ours, state, a, b, tally))
     return (
