@@ -209,7 +209,7 @@ def layerstore_(
     if about(context.invoked_subcommand).answers:
         mark_as_answer()
     if cache is not None:
-        size_in_bytes(cache)
+        size_in_bytes(cache)  # raises if it is none
         os.environ["LAYERSTORE_CACHE_SIZE"] = cache  # it is only read from there
     shared = {"store": store, "as_json": as_json}
     # So that --store and --json may stand before the command as well as behind it.

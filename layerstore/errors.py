@@ -62,6 +62,7 @@ class LayerstoreError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
+        # By default the class would be called with *args*, and StorageIO takes more.
         return _unpickled, (type(self), self.args, self.__dict__)
 
     def locate(self, place: object) -> None:
@@ -112,6 +113,7 @@ class StorageIO(LayerstoreError, OSError):
             self.exit_code, self.kind = 23, "no_space"
 
     def __reduce__(self) -> tuple[object, ...]:
+        # OSError keeps these two outside of __dict__.
         return _unpickled, (type(self), self.args, {**self.__dict__, "errno": self.errno, "filename": self.filename})
 
 

@@ -41,6 +41,7 @@ def size(size_bytes: int) -> str:
     if size_bytes < 1000:
         return f"{size_bytes} B"
     units = ("kB", "MB", "GB", "TB", "PB")
+    # Not 1000: what would be shown as 1000.0 takes the next unit.
     power = next((power for power in range(1, len(units)) if size_bytes / 1000**power < 999.95), len(units))
     return f"{size_bytes / 1000**power:.1f} {units[power - 1]}"
 

@@ -71,6 +71,7 @@ class WholeFolder(DcpFolder):
 
 def _leaves(steps: KeyPath, tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     """Yield what is in nested maps, and in the list of param groups, with the way to it."""
+    # An empty map is a value: nothing below it would tell of it.
     if isinstance(tree, dict) and tree:
         pairs = list(tree.items())
     elif isinstance(tree, list) and steps[-1] == "param_groups":  # other lists are settings, such as betas

@@ -96,7 +96,7 @@ def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) 
 
 def _logged_at(data: bytes, step: int) -> dict[str, float]:
     try:
-        entries = parse_json(data, parse_int=float)["log_history"]
+        entries = parse_json(data, parse_int=float)["log_history"]  # a score may be a whole number
         return {
             name: value
             for entry in entries

@@ -12,7 +12,7 @@ from layerstore.states import ObjectContent, RankState
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, replace_tensors
 
-_ROW = struct.Struct(">16sQ")
+_ROW = struct.Struct(">16sQ")  # an id and a size; sorted as bytes, they are in the order of ids
 
 
 class NumberedRefs:

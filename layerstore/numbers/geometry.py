@@ -16,6 +16,7 @@ def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int])
     """
     if not prod(sizes):
         return
+    # In its last dimensions the box is as wide as the tensor: these lie together.
     split = len(shape)
     while split and sizes[split - 1] == shape[split - 1]:
         split -= 1

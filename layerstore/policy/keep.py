@@ -219,4 +219,5 @@ def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidates, preferring newer ones on ties; ignores non-finite values."""
     sign = 1 if best.direction == "min" else -1
     valued = [candidate for candidate in candidates if math.isfinite(candidate.metrics.get(best.metric, math.nan))]
+    # Candidates come newest first, and the sort is stable: of equal ones the newer is kept.
     return sorted(valued, key=lambda candidate: sign * candidate.metrics[best.metric])[: best.count]

@@ -25,7 +25,7 @@ _METAS = 2
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _NO_ROOT = 2**64 - 1
-_DEPTH_MAX = 32
+_DEPTH_MAX = 32  # LMDB's own: a cursor has room for no more
 _NODE_IS_LARGE = 1
 # Flags of LMDB's table of free pages, whose keys are integers, and of our table: no duplicate keys, no named tables.
 _FREE_FLAGS, _MAIN_FLAGS = 8, 0

@@ -388,6 +388,7 @@ def _place(raw_name: bytes, size_bytes: int, alignment_bytes: int, *, header_off
 
 def _local_header(record: Placed, crc32: int) -> bytes:
     is_wide = record.size_bytes >= _MAX32
+    # A local header wants both sizes, whichever is full; the directory only those that are.
     wide = struct.pack("<HHQQ", _ZIP64_TAG, 16, record.size_bytes, record.size_bytes) if is_wide else b""
     name_bytes = len(record.raw_name)
     used = _LOCAL_HEADER.size + name_bytes + len(wide) + _EXTRA_HEAD_BYTES
