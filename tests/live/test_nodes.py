@@ -122,6 +122,8 @@ def test_the_level_behind_may_be_away_for_a_while(ranks: Nursery, tmp_path: Path
     assert losses(launched) == undisturbed
     assert steps_in(options["levels"][1]) == [*range(STEPS, 0, -1)]
     assert one(launched, "status")["failed"] == 0
+    with layerstore.open(options["levels"][1]) as store:
+        assert [timing.step for timing in store.timings(RUN)] == [*range(1, STEPS + 1)]
 
 
 def test_whatever_lies_behind_is_found_and_pinned(ranks: Nursery, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from layerstore.errors import StorageIO
+from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.live.saver.collector import Collector
@@ -11,6 +12,7 @@ from layerstore.live.saver.results import ERRORS_MAX, Job, Status
 from layerstore.live.saver.sending import Sender
 from layerstore.parts import Part
 from layerstore.policy import Keep
+from layerstore.publish import SaveTiming, note_timing
 from layerstore.storage import Repository
 from layerstore.store import Store
 
@@ -70,6 +72,17 @@ class Following:
         """Go on with a commit that is visible in the first level."""
         if self._sender is None:
             self._committed()
+
+    def note(self, session: str, timing: SaveTiming) -> None:
+        """Write *timing* where commits are made in the end; if that is behind, training does not wait for it."""
+        write = partial(note_timing, self.repo, session, timing)
+        if self._sender is not None:
+            self._sender.after_commits(write, timing.step)
+            return
+        try:
+            write()
+        except LayerstoreError as exc:
+            LOG.warning("could not record the timing of step %d: %s", timing.step, exc)
 
     def _copied(self) -> None:
         # The rank that commits has a record near before the level behind has one.

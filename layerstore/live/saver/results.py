@@ -2,17 +2,17 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from layerstore.errors import Conflict, LayerstoreError
+from layerstore.errors import Conflict
 from layerstore.live.log import LOG
 from layerstore.live.saver.options import SaverOptions
 from layerstore.live.saver.request import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
-from layerstore.publish import JointCommit, SaveTiming, note_timing
-from layerstore.storage import Repository
+from layerstore.publish import JointCommit, SaveTiming
 
 if TYPE_CHECKING:
     import torch
@@ -232,8 +232,8 @@ class LastSave:
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
-def note_job(repo: Repository, session: str, job: Job, options: SaverOptions) -> None:
-    """Write the timing of the finished *job* to the store, and pass it to the user's function; on rank 0 only."""
+def note_job(job: Job, options: SaverOptions, *, write: Callable[[SaveTiming], None]) -> None:
+    """Let *write* keep the timing of the finished *job*, and pass it to the user's function; on rank 0 only."""
     joint = job.joint
     assert job.durable_seconds is not None
     timing = SaveTiming(
@@ -253,10 +253,7 @@ def note_job(repo: Repository, session: str, job: Job, options: SaverOptions) ->
         failure=job.failure,
         commit="" if job.commit is None else job.commit.id,
     )
-    try:
-        note_timing(repo, session, timing)
-    except LayerstoreError as exc:
-        LOG.warning("could not record the timing of step %d: %s", joint.step, exc)
+    write(timing)
     name, hook = ("on_saved", options.on_saved) if timing.commit else ("on_failed", options.on_failed)
     try:
         if hook is not None:

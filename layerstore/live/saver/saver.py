@@ -371,7 +371,7 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
         if self._is_first:
-            note_job(self._repo, self._session, job, self.options)
+            note_job(job, self.options, write=partial(self._following.note, self._session))
 
     # -- one save ------------------------------------------------------------------------------------------------
 

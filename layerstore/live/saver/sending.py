@@ -47,7 +47,7 @@ class Sender:
         """Whether no rank leaves a part any more."""
         self._changed = threading.Condition()
         self._to_copy = self._pending = 0
-        self._why_waiting = {"copy": "", "commit": ""}
+        self._why_waiting = {"copy": "", "commit": "", "timing": ""}
         self._own: set[CommitId] = set()
         """What this job has tried to commit there."""
         self.lost: list[str] = []
@@ -56,20 +56,26 @@ class Sender:
         """On the rank that commits: the newest step that the next level has."""
         self.has_lost_base = False
         """Whether a save will never be there, so that the next one must be whole."""
-        self._copying = Worker("send", self._copy)
-        self._committing = Worker("publish", self._commit) if commits else None
+        self._copying = _in_order("send")
+        self._committing = _in_order("publish") if commits else None
 
     @property
     def error(self) -> str:
         """Why something is not there yet; empty if all is on its way."""
-        return next(filter(None, self._why_waiting.values()), "")
+        return self._why_waiting["copy"] or self._why_waiting["commit"]
 
     def send(self, job: Job, part: Part) -> None:
         """Copy *part*, which is written; on the rank that commits, make the commit of *job* then."""
         with self._changed:
             self._pending += 1
             self._to_copy += 1
-        self._copying.add((job, part))
+        self._copying.add(partial(self._copy, job, part))
+
+    def after_commits(self, write: Callable[[], None], step: int) -> None:
+        """On the rank that commits: call *write*, which writes there too, after the commits so far."""
+        assert self._committing is not None
+        # Behind the shares whose commits are yet to come.
+        self._copying.add(partial(self._committing.add, partial(self._write, write, step)))
 
     def wait(self, seconds: float) -> bool:
         """Return whether all that was written is there, after at most *seconds*, or cannot be sent any more."""
@@ -100,22 +106,21 @@ class Sender:
 
     # -- threads -------------------------------------------------------------------------------------------------
 
-    def _copy(self, item: tuple[Job, Part]) -> None:
-        job, part = item
+    def _copy(self, job: Job, part: Part) -> None:
         try:
-            if self._repeated(lambda: copy_share(self._near, self._repo, part), job, "copy"):
+            if self._repeated(lambda: copy_share(self._near, self._repo, part), job.joint.step, "copy"):
                 assert isinstance(self._near.parts, GroupParts)
                 self._near.parts.forget(part.session, part.save, part.rank)
                 self._copied()
         except Exception as exc:  # noqa: BLE001  # training goes on
             self._fail(job, exc)
-            self._repeated(partial(fail_share, self._repo, job.joint, words_of(exc)), job, "copy")
+            self._repeated(partial(fail_share, self._repo, job.joint, words_of(exc)), job.joint.step, "copy")
         finally:
             with self._changed:
                 self._to_copy -= 1
                 self._changed.notify_all()
             if self._committing is not None:
-                self._committing.add(job)
+                self._committing.add(partial(self._commit, job))
             else:
                 self._end_one()
 
@@ -126,7 +131,7 @@ class Sender:
             if commit is not None and (parts := self._parts(job)) is not None:
                 after = job.joint.place.after
                 copy = partial(copy_commit, self._near, self._repo, commit, parts, own=self._own, after=after)
-                if not self._repeated(copy, job, "commit"):
+                if not self._repeated(copy, job.joint.step, "commit"):
                     return
                 self.sent_step = job.joint.step
                 pin(self._repo, commit, job.joint)
@@ -146,7 +151,7 @@ class Sender:
         begun = time.monotonic()
         while True:
             is_last = self._is_last  # before the look, which may miss what comes meanwhile
-            if not self._repeated(lambda: parts_of(self._repo, job.joint, found), job, "commit"):
+            if not self._repeated(lambda: parts_of(self._repo, job.joint, found), job.joint.step, "commit"):
                 return None
             if len(found) == job.joint.share.world_size:
                 return [found[rank] for rank in sorted(found)]
@@ -157,7 +162,7 @@ class Sender:
             if self._at_once.wait(min(max(waited_seconds / 10, _POLL_SECONDS), _POLL_SECONDS_MAX)):
                 return None
 
-    def _repeated(self, do: Callable[[], object], job: Job, what: str) -> bool:
+    def _repeated(self, do: Callable[[], object], step: int, what: str) -> bool:
         """Do it, if need be again and again, where that may help; return False if this ends before."""
         pause_seconds = 1.0
         while not self._at_once.is_set():
@@ -167,7 +172,7 @@ class Sender:
                 if isinstance(exc, IntegrityError | GivenUp | Conflict):
                     raise
                 if not self._why_waiting[what]:
-                    LOG.warning("step %d waits to be sent to %s: %s", job.joint.step, self._repo.name, words_of(exc))
+                    LOG.warning("step %d waits to be sent to %s: %s", step, self._repo.name, words_of(exc))
                 self._why_waiting[what] = words_of(exc)
                 if self._is_stopping.wait(pause_seconds):
                     return False
@@ -176,6 +181,12 @@ class Sender:
                 self._why_waiting[what] = ""
                 return True
         return False
+
+    def _write(self, write: Callable[[], None], step: int) -> None:
+        try:
+            self._repeated(write, step, "timing")
+        except LayerstoreError as exc:
+            LOG.warning("could not record the timing of step %d: %s", step, exc)
 
     def _fail(self, job: Job, exc: Exception) -> None:
         self.lost.append(f"step {job.joint.step}: {words_of(exc)}")
@@ -186,6 +197,11 @@ class Sender:
         with self._changed:
             self._pending -= 1
             self._changed.notify_all()
+
+
+def _in_order(name: str) -> Worker[Callable[[], None]]:
+    """Return a thread that calls what it is given."""
+    return Worker(name, lambda do: do())
 
 
 def forget_record(near: Repository, name: RecordName) -> None:
