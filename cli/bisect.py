@@ -64,7 +64,6 @@ def bisect(
 
     COMMAND judges a folder as compose --format hf writes it: exit 0 for good, 125 for cannot tell, 1 to 124 for bad.
     First the step is searched for, then the smallest set of its layers that makes the last good save bad.
-    A trial writes only the layers that the trials before it did not have.
     The same command goes on where it was interrupted; `layerstore bisect log` shows the trials.
 
     \b
