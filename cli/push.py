@@ -78,6 +78,7 @@ def remote_and_references(store: "Store", words: list[str], *, from_here: bool) 
     runs = store.runs()
     known = [*remotes, *runs, *(pin.name for pin in store.pins())]
     similar = nearest(words[0], known if from_here else remotes)
+    # Anything else can only be a reference, and resolving it says best what is wrong with it.
     is_plain = is_name(words[0]) and not begins_id(words[0])
     if words[0] not in known and (remotes and is_plain if from_here else similar):
         here = f"remotes here: {some([*remotes])}; runs here: {some(runs) or 'none'}"

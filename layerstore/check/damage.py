@@ -112,6 +112,7 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
                 pin=saved.pin,
                 is_shown=saved.pin is not None or view is None or saved.commit not in view.hidden,
                 lost=lost,
+                # States are its own; only versions are inherited.
                 origins=dict.fromkeys(lost, save) | origins,
             )
         )
@@ -202,6 +203,7 @@ def hurt_by(
     """
     counts: dict[str, int] = {}
     hurt = []
+    # A run's newest first: only so many are tried.
     for name, holder in sorted(holders.items(), key=lambda item: (item[1].save.run, -item[1].save.step)):
         if not holder.is_shown:
             continue

@@ -101,10 +101,12 @@ def _checked(delta: DeltaFolder, held: Mapping[str, GatheredSource], folder: Pat
                 f"{folder} has no tensor {name!r}, which the delta knows; nothing was changed",
                 hint="is it an export of the same model?",
             )
+    # The target's, too: an apply that was killed is repeated.
     expected = {name: {tensor.base, tensor.target} for name, tensor in delta.tensors.items()}
     expected |= {name: {checksum} for name, checksum in delta.unchanged.items()}
     actual = {name: _checksum(held[name]) for name in expected}
     for name, checksums in expected.items():
+        # None: a delta by somebody else says nothing of the base.
         if None not in checksums and actual[name] not in checksums:
             raise LayoutMismatch(
                 f"{name!r} in {folder} is not that of {delta.base_name}, which the delta is for; nothing was changed",

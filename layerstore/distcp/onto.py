@@ -319,7 +319,7 @@ class _Reading:
             if prod(buffer.shape)
         ]
         if buffers:
-            objects[Kind.BUFFERS, 0, 1] = buffers
+            objects[Kind.BUFFERS, 0, 1] = buffers  # one copy, as in the folder, whatever the base has
         steps = {counts[parameter.name] for parameter in version.parameters if parameter.name in counts}
         return LayerSource(
             layer=version.layer,

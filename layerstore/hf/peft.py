@@ -152,6 +152,7 @@ def plan_adapter(repo: Repository, file: SourceFile, slices: Slices, *, own: Col
     strange = [tensor.name for tensor in weights.tensors if not tensor.layer_name]
     of_adapter = {name for name in older if adapter in name.split(".")}
     lost = of_adapter - {tensor.layer_name for tensor in weights.tensors}
+    # Only together: a stranger is kept as it is, unless it may be the very one that has to change.
     if strange and lost:
         raise Unsupported(
             f"{file.path} cannot be mixed of several saves: {strange[0]!r} in it is of no parameter, and "

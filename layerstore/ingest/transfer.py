@@ -281,6 +281,7 @@ class _Transfer:
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
+        # Also of what is derived: compose compares with it what it has rounded.
         checksum, _ = crc32_of(self.readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
         if in_layer or self.readers.check.is_derived(tensor):
             is_parameter = tensor.supplier in self.source.gathered.parameters

@@ -446,6 +446,7 @@ def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[
 
 
 def _digests(source: ObjectSource) -> str:
+    # A buffer may be a part of its storage, and the file has checksums of whole storages alone.
     hasher = NameHasher()
     for part in source.slices:
         with open_source(part.path) as file:

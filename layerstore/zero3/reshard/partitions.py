@@ -80,6 +80,7 @@ def repartitioned(template: RankState, *, rank: int, world_size: int) -> RankSta
         template,
         outer={
             "single_partition_of_fp32_groups": flats,
+            # For each group, where stage 3 has one for all.
             "partition_count": [world_size for _ in numbers],
             "group_paddings": [after.elements(group, rank) - after.lean(group, rank) for group in numbers],
             "param_slice_mappings": mappings,
