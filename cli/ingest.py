@@ -6,7 +6,6 @@ to `Store.ingest`. A broken checkpoint stops the command if it was named; --all 
 """
 
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -39,6 +38,7 @@ from layerstore.errors import (
     SourceCheckpoint,
     StorageIO,
 )
+from layerstore.filenames import natural
 from layerstore.ingest_options import IngestOptions
 from layerstore.json_fields import json_fields
 from layerstore.policy import OURS, policy_named
@@ -219,15 +219,11 @@ def _named(checkpoints: list[Path], *, tag: str | None, follow: bool, is_dcp: bo
     """Yield *checkpoints* in step order; if there are several, the first only once all of them have been found."""
     from layerstore.zero3 import discover
 
-    in_order = sorted(checkpoints, key=_in_step_order)
+    # A shell sorts checkpoint-1000 before checkpoint-200.
+    in_order = sorted(checkpoints, key=lambda path: natural(str(path)))
     for checkpoint in in_order if len(in_order) > 1 and not is_dcp else []:
         discover(checkpoint, tag=tag, follow=follow)
     yield from ((checkpoint, tag) for checkpoint in in_order)
-
-
-def _in_step_order(path: Path) -> list[tuple[int, str]]:
-    """Return a key that sorts ``checkpoint-200`` before ``checkpoint-1000``, unlike a shell."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _existing_checkpoints(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
