@@ -140,8 +140,8 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
-    now_ns = repo.aside.now_ns()
     # First of all: what is written while we look is younger than this.
+    now_ns = repo.aside.now_ns()
     # A short grace must not hit saves that take hours; 0 s may, because it promises that nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     facts = Facts(repo, request.keep)
