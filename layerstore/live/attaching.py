@@ -13,7 +13,7 @@ from layerstore.errors import Conflict, InvalidInput, LayerstoreError, NotFound,
 from layerstore.layout import is_url
 from layerstore.live.attachable import Attachable, trained_and_levels
 from layerstore.live.engine import Engine, NotPlain
-from layerstore.live.levels import Levels, Opened, make_levels, open_levels
+from layerstore.live.levels import Levels, OpenLevels, make_levels, open_levels
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange, place_resumed
 from layerstore.live.resuming import check_run
@@ -73,10 +73,10 @@ show_fields(attach, SaverOptions)  # to help() and editors, and to what checks t
 
 def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, run: str) -> Saver:
     """Do as `attach` does, with *options* that were checked when they were made."""
-    known = trained.engine
-    if known.ungated and options.mode == "async":
+    engine = trained.engine
+    if engine.ungated and options.mode == "async":
         options = replace(options, mode="sync")
-        LOG.warning("saves are synchronous: %s", known.ungated)
+        LOG.warning("saves are synchronous: %s", engine.ungated)
     exchange = Exchange()
     try:
         opened, resumed = _agreed(exchange, levels, trained, options, run=run)
@@ -91,7 +91,7 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
             unless_made.callback(uninstall)
             release = partial(_release, trained, uninstall)
             saver = Saver(
-                known,
+                engine,
                 opened.store,
                 exchange,
                 options,
@@ -117,7 +117,7 @@ def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | 
 
 def _agreed(
     exchange: Exchange, levels: Levels, trained: Attachable, options: SaverOptions, *, run: str
-) -> tuple[Opened, Composition | None]:
+) -> tuple[OpenLevels, Composition | None]:
     """Return the store and what *trained* continues from; raise on every rank unless all want the same."""
     opened = open_levels(exchange, levels, run)
     store, places = opened.store, options.places[opened.depth :]
@@ -132,10 +132,10 @@ def _agreed(
     trained.meet(exchange)
     with exchange.raise_on_all():  # by itself: DeepSpeed's part of it may need all ranks
         _check_saves(trained.engine, options)
-    wishes = exchange.texts(_same_on_all_ranks(options, run))
-    for rank, other in enumerate(wishes):
-        if other != wishes[0]:
-            raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
+    settings = exchange.texts(_same_on_all_ranks(options, run))
+    for rank, other in enumerate(settings):
+        if other != settings[0]:
+            raise InvalidInput(f"the ranks want different things: rank 0 {settings[0]}; rank {rank} {other}")
     if store is None:
         opened = open_levels(exchange, levels, run, makes=True)
         store = opened.store
@@ -170,25 +170,25 @@ def check_places(store: Store | None, places: Sequence[str]) -> None:
     """Raise unless saves to *store* can be sent to *places*; one that is yet to be made has no remotes with names."""
     if places and store is not None and store.repo.remote is not None:
         raise InvalidInput(f"push= is for a store on a disk: {store.repo.remote} is a bucket", hint="leave it out")
-    for each in places:
-        if Path(each).is_absolute():
+    for place in places:
+        if Path(place).is_absolute():
             continue
         if store is not None:
-            store.remotes.url(each)
-        elif is_url(each):
+            store.remotes.url(place)
+        elif is_url(place):
             from layerstore.remote import checked_url
 
-            checked_url(each)
+            checked_url(place)
         else:
-            raise NotFound(f"there is no remote {each!r}: the store is yet to be made", hint="push=URL names a bucket")
+            raise NotFound(f"there is no remote {place!r}: the store is yet to be made", hint="push=URL names a bucket")
 
 
 def _check_saves(engine: Engine, options: SaverOptions) -> None:
     """Raise what the first save would refuse of *engine*, which may be hours from now."""
     policy = chosen_policy(options.policy)
     try:
-        found = engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
-        if getattr(policy, "measures", False) and any(layer.cut == "boxes" for layer in found.share.layers):
+        captured = engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)
+        if getattr(policy, "measures", False) and any(layer.cut == "boxes" for layer in captured.share.layers):
             raise Unsupported(
                 f"policy {policy.name} cannot measure how far layers have moved that tensor parallelism has split",
                 hint="save with another policy, or every layer",

@@ -46,14 +46,14 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     if isinstance(store, Store | str | PathLike):
         return Levels(store)
     named = list(store)
-    if not named or not all(isinstance(each, str | PathLike) for each in named):
+    if not named or not all(isinstance(level, str | PathLike) for level in named):
         raise InvalidInput(
             f"the levels are {named!r}", hint='list places, nearest first: ["/dev/shm/sft", "s3://bucket/sft"]'
         )
     first, *others = map(place, named)
     if others and is_url(first):
         raise InvalidInput(f"{first} is the first level, and a bucket", hint="begin with a folder, or name it alone")
-    resolved = [each if is_url(each) else Path(each).resolve().as_uri() for each in (first, *others)]
+    resolved = [level if is_url(level) else Path(level).resolve().as_uri() for level in (first, *others)]
     for (one, here), (other, there) in permutations(zip((first, *others), resolved, strict=True), 2):
         if here == there:
             raise InvalidInput(f"level {one} comes twice", hint="name each place once, the nearest first")
@@ -63,7 +63,7 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenLevels:
     """The levels of a run, opened on one rank."""
 
     store: Store | None
@@ -79,7 +79,7 @@ class Opened:
         return bool(self.firsts)
 
 
-def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = False) -> Opened:
+def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = False) -> OpenLevels:
     """
     Open *levels* on every rank, once the first has all that the others have of *run*. Collective.
 
@@ -93,7 +93,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
                 if exchange.rank == 0:
                     _take_over(levels, run)
         store = open_together(exchange, levels.first)
-        return Opened(store=make_together(exchange, str(levels.first)) if store is None and makes else store)
+        return OpenLevels(store=make_together(exchange, str(levels.first)) if store is None and makes else store)
     behind, *further = levels.others
     with exchange.raise_on_all():
         if further and is_url(behind):
@@ -110,9 +110,9 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
     if store is None and makes:
         store = make_together(exchange, behind)
     if store is None:
-        return Opened(store=None, firsts=tuple(firsts))
+        return OpenLevels(store=None, firsts=tuple(firsts))
     store, own = open_nodes(exchange, store, near, behind, run, firsts=firsts)
-    return Opened(store=store, near=own, firsts=tuple(firsts))
+    return OpenLevels(store=store, near=own, firsts=tuple(firsts))
 
 
 def _check_new(near: Path, behind: str, run: str) -> None:
@@ -140,7 +140,7 @@ def _take_over(levels: Levels, run: str) -> None:
         if opened is not None and mine is not None and not has_whole(opened, mine):
             mine = _completed(opened, mine, levels.others[0], run)
         for level in levels.others:
-            there = _looked_up(level, near)
+            there = _open_if_there(level, near)
             if there is None:
                 continue
             theirs = newest(stack.enter_context(there), run)
@@ -172,7 +172,7 @@ def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow
     return newest(near, run)
 
 
-def _looked_up(level: str, near: Path) -> Store | None:
+def _open_if_there(level: str, near: Path) -> Store | None:
     try:
         return store_if_there(level)
     except StorageIO as exc:

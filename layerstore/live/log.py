@@ -28,7 +28,7 @@ def _show_lines() -> None:
 _show_lines()
 
 
-def words_of(exc: BaseException) -> str:
+def one_line(exc: BaseException) -> str:
     """Return *exc* and its cause in one line."""
     words, cause = str(exc), exc.__cause__ or ""
     # Without the number: most messages of ours end in the system's words already.

@@ -20,7 +20,7 @@ from layerstore.history import named_by
 from layerstore.layout import MARK_PREFIX, is_url, layout_at, url_of
 from layerstore.limits import REMOTE_REQUESTS_MAX
 from layerstore.live.binding import wait_for_saves
-from layerstore.live.log import LOG, words_of
+from layerstore.live.log import LOG, one_line
 from layerstore.live.ranks import Exchange, GroupParts
 from layerstore.live.saver import Near, forget_record
 from layerstore.model import BlobRef
@@ -41,18 +41,18 @@ def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
         with exchange.raise_on_all():
             # A name that was never asked for is looked up anew, also on NFS.
             first = next(rank for rank in range(exchange.size) if files.exists(there / f"{prefix}{rank}"))
-        return [found for (found,) in exchange.integers([first])]
+        return [first_rank for (first_rank,) in exchange.integers([first])]
 
 
 @contextmanager
-def _marked(exchange: Exchange, files: Files, mine: Path) -> Iterator[None]:
-    """Make the file *mine* on every rank, for a while."""
+def _marked(exchange: Exchange, files: Files, mark: Path) -> Iterator[None]:
+    """Make the file *mark* on every rank, for a while."""
     try:
         with exchange.raise_on_all():
-            files.create(mine).close()
+            files.create(mark).close()
         yield
     finally:
-        files.discard(mine)
+        files.discard(mark)
 
 
 def open_nodes(
@@ -105,21 +105,21 @@ def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: 
     """Send the saves of *run* that a job which has ended has written to the nodes, but not to *store*."""
     with exchange.raise_on_all():
         mine, there = newest(near, run) if is_first_here else None, newest(store, run)
-    found = exchange.integers([-1, -1] if mine is None else [mine.attempt, mine.step])
-    owner = max(range(exchange.size), key=lambda rank: (found[rank], -rank))
+    newest_by_rank = exchange.integers([-1, -1] if mine is None else [mine.attempt, mine.step])
+    owner = max(range(exchange.size), key=lambda rank: (newest_by_rank[rank], -rank))
     after = exchange.integers([-1, -1] if there is None else [there.attempt, there.step])[0]
-    if found[owner] > after:
+    if newest_by_rank[owner] > after:
         if exchange.rank == 0:
-            LOG.info("%s@%d is not in %s yet: the nodes send it now", run, found[owner][1], behind)
-        _do(exchange, lambda: send_objects(near.repo, store.repo) if is_first_here else None)
-        _do(exchange, lambda: send_commits(near, behind, run) if exchange.rank == owner else None)
+            LOG.info("%s@%d is not in %s yet: the nodes send it now", run, newest_by_rank[owner][1], behind)
+        _run_on_all(exchange, lambda: send_objects(near.repo, store.repo) if is_first_here else None)
+        _run_on_all(exchange, lambda: send_commits(near, behind, run) if exchange.rank == owner else None)
     with exchange.raise_on_all():
         if is_first_here:
             store.repo.records.refresh()
             forget_unsent(near, store, run)
 
 
-def _do(exchange: Exchange, work: Callable[[], None]) -> None:
+def _run_on_all(exchange: Exchange, work: Callable[[], None]) -> None:
     """Do *work* on every rank, however long it takes on one of them; raise on all if it fails on one."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work)
@@ -138,7 +138,7 @@ def send_commits(near: Store, behind: str, run: str) -> None:
         else:
             send_to_folder(near.repo, Path(behind), run=run)
     except IntegrityError as exc:
-        LOG.warning("not all of run %r could be sent to %s: %s", run, behind, words_of(exc))
+        LOG.warning("not all of run %r could be sent to %s: %s", run, behind, one_line(exc))
 
 
 def forget_unsent(near: Store, store: Store, run: str) -> None:
@@ -184,10 +184,10 @@ def send_objects(near: Repository, repo: Repository) -> None:
         states = []
         for ref in lacking:
             with near.objects.open(ref) as file:
-                begins = file.read_at(0, min(ref.size_bytes, len(STATE_MAGIC)))
-            if begins == STATE_MAGIC:
+                magic = file.read_at(0, min(ref.size_bytes, len(STATE_MAGIC)))
+            if magic == STATE_MAGIC:
                 states.append(ref)
-            elif begins != VERSION_MAGIC:
+            elif magic != VERSION_MAGIC:
                 writer.copy(ref, near.objects)
         writer.publish()
         for ref in states:

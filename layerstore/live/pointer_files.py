@@ -115,9 +115,9 @@ def store_of(pointer: Pointer, saver: Saver | None) -> Store:
     return store
 
 
-def check_same(exchange: Exchange, folder: Path, found: str) -> None:
-    """Raise IntegrityError on all ranks unless they have *found* the same in *folder*."""
-    texts = exchange.texts(found)
+def check_same(exchange: Exchange, folder: Path, content: str) -> None:
+    """Raise IntegrityError on all ranks unless they all see the same *content* in *folder*."""
+    texts = exchange.texts(content)
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise IntegrityError(
@@ -139,7 +139,7 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
     what = f"the pointer to {pointer.name}"
     if not isinstance(pointer.layers, list):
         raise IntegrityError(f"{what} is in a form that is not known", hint="make it again")
-    layers = tuple(from_plain(LayerEntry, cast(Plain, each), what=what) for each in pointer.layers)
+    layers = tuple(from_plain(LayerEntry, cast(Plain, entry), what=what) for entry in pointer.layers)
     return replace(composition, layers=layers, policy=pointer.policy)
 
 
@@ -200,21 +200,21 @@ def checkpoint(
     try:
         with raise_on_all():
             opened = store_if_there(store)
-            found = None if opened is None else _found(opened, ref, policy)
-        if exchange is not None and not exchange.is_same("" if found is None else found[0].commit):
+            composite = None if opened is None else _composite_of(opened, ref, policy)
+        if exchange is not None and not exchange.is_same("" if composite is None else composite[0].commit):
             raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
-        if opened is None or found is None:
+        if opened is None or composite is None:
             if exchange is None or exchange.rank == 0:
                 log_nothing_yet(opened or store, ref)
             return None
         with raise_on_all():
-            return _written(opened, *found, folder)
+            return _written(opened, *composite, folder)
     finally:
         if exchange is not None:
             exchange.close()
 
 
-def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
+def _composite_of(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
     """Return the composite that *ref* means and a pointer to it; None if *ref* is a run that has no commit yet."""
     repo = store.repo
     repo.records.refresh()

@@ -82,28 +82,28 @@ def resume(
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     trained, levels = trained_and_levels("resume", engine, optimizer, store)
-    wanted = levels.first
+    first_level = levels.first
     trained.settle()  # first: the requested step may still be being written
     with closing(Exchange()) as exchange:
         opened = open_levels(exchange, levels, run).store
         with exchange.raise_on_all():
             check_run(opened, run)
             if opened is None and must_exist:
-                as_store(wanted)  # raises
+                as_store(first_level)  # raises
             if opened is not None:
                 wait_for_saves(opened.id, run)
         if opened is None:
             if exchange.rank == 0:
-                log_nothing_yet(wanted, run)
+                log_nothing_yet(first_level, run)
             return None
-        composite, said = exchange.agree_on(
+        composite, commits = exchange.agree_on(
             partial(_composite, opened, run, step=step, policy=policy, exact=exact, must_exist=must_exist),
             _commit_of,
             may_be_late=opened.repo.aside.is_on_network,
         )
         if isinstance(composite, NotFound):
             raise composite
-        if set(said) != {said[0]}:
+        if set(commits) != {commits[0]}:
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
         if composite is None:
             if exchange.rank == 0:

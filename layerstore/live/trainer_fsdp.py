@@ -107,20 +107,20 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
     if saver is not None:
         saver.close()  # training has ended, or was given up: nothing that is loaded now follows what was saved
     with closing(Exchange()) as exchange:
-        found = _found(exchange, folder, saver)
-        if found is not None:
-            pointer, store, composition = found
+        target = _find_target(exchange, folder, saver)
+        if target is not None:
+            pointer, store, composition = target
             with exchange.raise_on_all(), naming_damage(store.repo, composition):
                 loading = trained.read_part(store, composition, optimizer=optimizer)
             trained.fill(loading.fill, exchange)
-    if found is None:
+    if target is None:
         trained.binding.empty()
         return real()
     trained.warn(pointer.name, *(loading.notes if optimizer else ()))
     return None
 
 
-def _found(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Pointer, Store, Composition] | None:
+def _find_target(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Pointer, Store, Composition] | None:
     """Return where the pointers in *folder* lead to, the same on all ranks; None if it has none."""
     with exchange.raise_on_all():
         pointer = read_pointer(folder / FSDP_MODEL)
@@ -128,6 +128,6 @@ def _found(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Point
             wait_for_saves(pointer.store_id, pointer.run)
     with exchange.raise_on_all():
         store = None if pointer is None else store_of(pointer, saver)
-        found = None if pointer is None or store is None else (pointer, store, composition_of(store, pointer))
-    check_same(exchange, folder, "no pointer" if found is None else f"a pointer to {found[2].commit}")
-    return found
+        target = None if pointer is None or store is None else (pointer, store, composition_of(store, pointer))
+    check_same(exchange, folder, "no pointer" if target is None else f"a pointer to {target[2].commit}")
+    return target

@@ -99,15 +99,15 @@ class SaveInProgress:
     @cached_property
     def compact(self) -> dict[str, LayerEntry]:
         """Those of the layers due that are not kept exactly, each with the version that it refers to."""
-        wanted, found = self.options.keyframes, {}
+        keyframes, compact = self.options.keyframes, {}
         for layer in self.plan.layers:
             entry = self.place.inherited.get(layer.layer) if layer.layer in self.due else None
-            if entry is None or wanted.is_exact(entry.compact):
+            if entry is None or keyframes.is_exact(entry.compact):
                 continue
             version = self.repo.whole_version_of(entry)
-            if version is not None and can_refer(layer, wanted.precision, version):
-                found[layer.layer] = entry
-        return found
+            if version is not None and can_refer(layer, keyframes.precision, version):
+                compact[layer.layer] = entry
+        return compact
 
     def commit(self, written: Iterable[Written]) -> Commit:
         """
@@ -117,21 +117,21 @@ class SaveInProgress:
             Overtaken: A collection has removed what a rank had written.
             Conflict: The run has gone on meanwhile.
         """
-        parts = list(written)
+        shares = list(written)
         options, place = self.options, self.place
-        values = {key: data for part in parts for key, data in part.values.items()}
+        values = {key: data for share in shares for key, data in share.values.items()}
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:
                 raise Conflict(f"{options.run} has gone on while {options.run}@{options.step} was saved")
             state, steps = self._state(tx, values)
-            losses = joined_losses(of for part in parts for of in part.parts)
+            losses = joined_losses(part for share in shares for part in share.parts)
             record = place.record(
                 run=options.run,
                 step=options.step,
                 layers=[replace(layer, optimizer_step=steps.get(layer.layer)) for layer in self.plan.layers],
                 due=self.due,
-                versions=dict(self._versions(tx.objects, parts)),
+                versions=dict(self._versions(tx.objects, shares)),
                 states=(state,),
                 world_size=self.plan.world_size,
                 stage=STAGE_3,
@@ -146,27 +146,28 @@ class SaveInProgress:
             for entry in record.layers:
                 if entry.layer not in self.due:
                     tx.inherit(entry)
-            for ref in tx.objects.unclaimed([stored.ref for part in parts for of in part.parts for stored in of.named]):
+            named = [stored.ref for share in shares for part in share.parts for stored in part.named]
+            for ref in tx.objects.unclaimed(named):
                 raise Overtaken(
                     f"object {ref.id}, which a rank had written, is gone; nothing was saved", hint="save again"
                 )
-            seen = tx.observed()
+            own = tx.observed()
             observed = replace(
-                seen,
-                bytes_new=seen.bytes_new + sum(part.bytes_new for part in parts),
-                bytes_reused=seen.bytes_reused + sum(part.bytes_reused for part in parts),
+                own,
+                bytes_new=own.bytes_new + sum(share.bytes_new for share in shares),
+                bytes_reused=own.bytes_reused + sum(share.bytes_reused for share in shares),
                 losses=losses,
             )
             return tx.commit(record, observed=observed).commit
 
-    def _versions(self, writer: ObjectWriter, parts: Iterable[Written]) -> Iterator[tuple[str, BlobRef]]:
-        found: dict[str, list[LayerPart]] = {}
-        for part in (of for each in parts for of in each.parts):
-            found.setdefault(part.layer, []).append(part)
+    def _versions(self, writer: ObjectWriter, shares: Iterable[Written]) -> Iterator[tuple[str, BlobRef]]:
+        by_layer: dict[str, list[LayerPart]] = {}
+        for part in (part for share in shares for part in share.parts):
+            by_layer.setdefault(part.layer, []).append(part)
         for layer in self.plan.layers:
             if layer.layer in self.due:
-                of_layer = found.get(layer.layer, [])
-                objects = [stored for part in of_layer for stored in part.objects]
+                parts = by_layer.get(layer.layer, [])
+                objects = [stored for part in parts for stored in part.objects]
                 _check_whole(layer.layer, objects, expected=len(layer.objects))
                 yield (
                     layer.layer,
@@ -174,7 +175,7 @@ class SaveInProgress:
                         writer,
                         layer,
                         objects,
-                        [older for part in of_layer for older in part.references],
+                        [older for part in parts for older in part.references],
                         world_size=self.plan.world_size,
                     ),
                 )
@@ -189,7 +190,8 @@ class SaveInProgress:
             trees = dict(read_values(path, {key: len(data) for key, data in values.items()}))
             counts = {name: number_of(trees[key]) for name, key in contents.counters.items() if key in trees}
             steps = {
-                layer.layer: common_step(counts.get(of.name) for of in layer.parameters) for layer in self.plan.layers
+                layer.layer: common_step(counts.get(parameter.name) for parameter in layer.parameters)
+                for layer in self.plan.layers
             }
             staging = Staging(tx.objects, files, source="the state", checksums=Checksums())
             return staging.whole_state(contents.state(self.plan.entries, trees).kept()), steps
@@ -208,9 +210,9 @@ def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tre
             try:
                 yield key, read_section(source, begin, size_bytes, pickles).tree
             except (IntegrityError, SourceCheckpoint, Unsupported) as exc:
-                said = exc.message.removeprefix(f"{path}: ")
+                reason = exc.message.removeprefix(f"{path}: ")
                 raise Unsupported(
-                    f"{key!r} of the state cannot be kept: {said}",
+                    f"{key!r} of the state cannot be kept: {reason}",
                     hint="leave it out, or make it of numbers, words and tensors, in lists and dicts",
                 ) from exc
             begin += size_bytes

@@ -23,19 +23,19 @@ class Copies:
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
         """The bytes of each storage on the host, by its address; the storages are kept, so that no other gets it."""
-        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What is still to be copied, and to where."""
         self._done = threading.Event()
         self._problem: BaseException | None = None
         self._kept: list[torch.UntypedStorage] = []
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return *state* as it is now; `of` has the bytes of its tensors."""
+        """Return *state* as it is now; `copy_of` has the bytes of its tensors."""
         taken: dict[str, Any] = self._taken(state)
-        if not self._left:
+        if not self._pending:
             self._done.set()
             return taken
-        is_cuda = any(source.device.type == "cuda" for source, _ in self._left)
+        is_cuda = any(source.device.type == "cuda" for source, _ in self._pending)
         computed = torch.cuda.current_stream().record_event() if is_cuda else None
         gate = register_optimizer_step_pre_hook(lambda *_: self.wait())
         thread = threading.Thread(target=self._copy, args=(computed, gate), name="layerstore-copy", daemon=True)
@@ -72,7 +72,7 @@ class Copies:
         if storage.nbytes() <= _AT_ONCE_BYTES:
             target.copy_(source)
         else:
-            self._left.append((source, target))
+            self._pending.append((source, target))
 
     def _copy(self, computed: Any, gate: Any) -> None:
         """Copy what is left, in a thread; on a GPU on a stream of its own, once it has been *computed*."""
@@ -81,22 +81,22 @@ class Copies:
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 if stream is not None:
                     stream.wait_event(computed)
-                for source, target in self._left:
+                for source, target in self._pending:
                     target.copy_(source, non_blocking=True)
                 if stream is not None:
                     stream.synchronize()
-        except BaseException as exc:  # noqa: BLE001  # raised by `of`, in the thread that saves
+        except BaseException as exc:  # noqa: BLE001  # raised by `copy_of`, in the thread that saves
             self._problem = exc
         finally:
             gate.remove()
-            self._left.clear()
+            self._pending.clear()
             self._done.set()
 
     def wait(self) -> None:
         """Wait for the copies that remain."""
         self._done.wait()
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """
         Return the copy of *tensor*, as it was taken.
 
@@ -109,11 +109,11 @@ class Copies:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor
-        held = self._copies.get(storage.data_ptr())
-        if held is None:
+        copy_on_host = self._copies.get(storage.data_ptr())
+        if copy_on_host is None:
             raise Unsupported(
                 "the planner makes tensors of its own, which training may have changed meanwhile",
                 hint="save with save() and not async_save(), or with another planner",
             )
         made = torch.empty(0, dtype=tensor.dtype)
-        return made.set_(held.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return made.set_(copy_on_host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -31,7 +31,7 @@ from layerstore.store import Store, StrPath, as_store
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenComposite:
     """A composite that is being loaded."""
 
     composite: Composite
@@ -67,7 +67,7 @@ class StoreReader(StorageReader):
         self._policy = policy
         self._adam_step: AdamStep = adam_step
         self._exact = exact
-        self._opened: _Opened | None = None if ref is None else self._open(ref)
+        self._opened: _OpenComposite | None = None if ref is None else self._open(ref)
 
     @property
     def step(self) -> int:
@@ -80,22 +80,22 @@ class StoreReader(StorageReader):
         return self._loaded.composite
 
     @property
-    def _loaded(self) -> _Opened:
+    def _loaded(self) -> _OpenComposite:
         if self._opened is None:
             raise InvalidInput(
                 "no commit was named", hint='StoreReader(store, "sft@100"), or checkpoint_id="sft@100" beside it'
             )
         return self._opened
 
-    def _open(self, ref: str) -> _Opened:
+    def _open(self, ref: str) -> _OpenComposite:
         composite = self._store.compose(ref, policy=self._policy or "latest", exact=self._exact)
         if composite.mixture and self._policy is None:
             raise Conflict(
                 f"{composite.name}: {composite.mixture}",
                 hint='StoreReader(…, policy="latest") loads it all the same; policy="exact" never takes other saves',
             )
-        for said in filter(None, (composite.mixture, composite.inexact)):
-            warnings.warn(f"{composite.name}: {said}", stacklevel=4)
+        for note in filter(None, (composite.mixture, composite.inexact)):
+            warnings.warn(f"{composite.name}: {note}", stacklevel=4)
         composition, repo = composite.composition, self._store.repo
         with naming_damage(repo, composition):
             versions = load_versions(repo, composition)
@@ -103,7 +103,8 @@ class StoreReader(StorageReader):
             named, notes = names_of(repo, composition, versions, slices, adam_step=self._adam_step)
             for note in notes:
                 warnings.warn(f"{composite.name}: {note}", stacklevel=4)
-        return _Opened(composite, {key: of for of in named for key in of.keys}, Boxes(repo, versions, slices))
+        by_key = {key: entry for entry in named for key in entry.keys}
+        return _OpenComposite(composite, by_key, Boxes(repo, versions, slices))
 
     # -- what DCP calls ----------------------------------------------------------------------------------------------
 
@@ -116,8 +117,8 @@ class StoreReader(StorageReader):
         """Return what there is: every tensor as one chunk, of which ranks read what they need."""
         named = self._loaded.named
         return Metadata(
-            state_dict_metadata={key: _described(of) for key, of in named.items()},
-            planner_data={key: of.path for key, of in named.items()},
+            state_dict_metadata={key: _described(entry) for key, entry in named.items()},
+            planner_data={key: entry.path for key, entry in named.items()},
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
@@ -153,13 +154,13 @@ class StoreReader(StorageReader):
         landings = []
         with naming_damage(repo, composition):
             for item in plan.items:
-                of = opened.named[item.storage_index.fqn]
+                entry = opened.named[item.storage_index.fqn]
                 if item.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, self._saved(of))
-                elif of.held is not None:
-                    landings.append(_Landing.of(opened.boxes, of, of.held, item, planner))
+                    planner.load_bytes(item, self._saved(entry))
+                elif entry.held is not None:
+                    landings.append(_Landing.planned(opened.boxes, entry, entry.held, item, planner))
                 else:
-                    whole = self._revived(of)
+                    whole = self._revived(entry)
                     _Landing(item, planner, _narrowed(whole, item)).commit()
             opened.boxes.read()
         for landing in landings:
@@ -175,13 +176,13 @@ class StoreReader(StorageReader):
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def _revived(self, of: Named) -> Any:
-        return revive_kept(of.value, self._store.repo.content_of)
+    def _revived(self, entry: Named) -> Any:
+        return revive_kept(entry.value, self._store.repo.content_of)
 
-    def _saved(self, of: Named) -> io.BytesIO:
+    def _saved(self, entry: Named) -> io.BytesIO:
         """Return a value as DCP stores it, made here of known classes: nothing that was stored is run."""
         buffer = io.BytesIO()
-        torch.save(self._revived(of), buffer)
+        torch.save(self._revived(entry), buffer)
         buffer.seek(0)
         return buffer
 
@@ -196,19 +197,19 @@ class _Landing:
     """Where it is read to: the trainer's own memory, if that can be."""
 
     @classmethod
-    def of(cls, boxes: Boxes, of: Named, held: Held, item: ReadItem, planner: LoadPlanner) -> "_Landing":
+    def planned(cls, boxes: Boxes, entry: Named, held: Held, item: ReadItem, planner: LoadPlanner) -> "_Landing":
         """Let the box that *item* wants be read."""
-        assert of.dtype is not None, "layers hold tensors"
+        assert entry.dtype is not None, "layers hold tensors"
         target = planner.resolve_tensor(item).detach()
-        dtype = getattr(torch, by_code(of.dtype).torch_name)
+        dtype = getattr(torch, by_code(entry.dtype).torch_name)
         is_direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         source = target if is_direct else torch.empty(tuple(item.lengths), dtype=dtype)
         if source.numel():
             boxes.add(
                 held,
                 bytes_of(source.reshape(-1)),
-                dtype=of.dtype,
-                shape=of.shape,
+                dtype=entry.dtype,
+                shape=entry.shape,
                 offsets=item.storage_offsets,
                 sizes=item.lengths,
             )
@@ -232,12 +233,12 @@ def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
     return tensor
 
 
-def _described(of: Named) -> TensorStorageMetadata | BytesStorageMetadata:
-    if of.dtype is None:
+def _described(entry: Named) -> TensorStorageMetadata | BytesStorageMetadata:
+    if entry.dtype is None:
         return BytesStorageMetadata()
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(of.shape)), sizes=torch.Size(of.shape))
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(entry.shape)), sizes=torch.Size(entry.shape))
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, by_code(of.dtype).torch_name)),
-        size=torch.Size(of.shape),
+        properties=TensorProperties(dtype=getattr(torch, by_code(entry.dtype).torch_name)),
+        size=torch.Size(entry.shape),
         chunks=[whole],
     )

@@ -167,7 +167,7 @@ class StoreWriter(StorageWriter, AsyncStager):
 
     @staticmethod
     def _instruction(save: SaveInProgress, rank: int, plan: SavePlan) -> _Instruction:
-        work = tuple(each for each in save.plan.by_rank[rank] if each[0] in save.due)
+        work = tuple(item for item in save.plan.by_rank[rank] if item[0] in save.due)
         own = {layer for layer, _ in work}
         tensors = save.plan.contents.tensors
         return _Instruction(
@@ -211,7 +211,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         value = planner.resolve_data(item)
         if isinstance(value, io.BytesIO):
             return value.getvalue()
-        value = value.detach() if self._copies is None else self._copies.of(value.detach())
+        value = value.detach() if self._copies is None else self._copies.copy_of(value.detach())
         buffer = io.BytesIO()
         torch.save(value.cpu().clone(), buffer)  # of a view, all of its memory would be saved
         return buffer.getvalue()
@@ -282,10 +282,10 @@ class _Reader:
         self._copies = copies
 
     def _bytes(self, path: Path) -> memoryview:
-        found = self._planner.resolve_data(self._items[int(path.name)])
-        assert isinstance(found, torch.Tensor), "layers hold tensors"
-        found = found.detach() if self._copies is None else self._copies.of(found.detach())
-        return bytes_of(found.to("cpu").contiguous().view(-1))
+        tensor = self._planner.resolve_data(self._items[int(path.name)])
+        assert isinstance(tensor, torch.Tensor), "layers hold tensors"
+        tensor = tensor.detach() if self._copies is None else self._copies.copy_of(tensor.detach())
+        return bytes_of(tensor.to("cpu").contiguous().view(-1))
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of a tensor in order."""

@@ -46,7 +46,9 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
     return Captured(
         share=share,
         bytes_by_layer={
-            layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * numbers) for of in layer.parameters)
+            layer.layer: sum(
+                prod(parameter.shape) * (2 if parameter.frozen else 4 * numbers) for parameter in layer.parameters
+            )
             for layer in share.layers
         },
         moments={layer.layer: layer.optimizer_step is not None for layer in share.layers},
@@ -63,10 +65,10 @@ def _file(state: object, path: Path, memory: Memory) -> PtFile:
 
 def _slices(source: RankSource) -> set[Storage]:
     """Return the storages that hold slices of layers: flat buffers and frozen fragments."""
-    found = {flat.tensor.storage for flat in source.flats}
+    storages = {flat.tensor.storage for flat in source.flats}
     if source.has_whole_model:  # trained weights are not copied: they are their rounded masters
-        return found | {weights.tensor().storage for weights in source.weights.values()}
-    return found | {fragment.tensor().storage for fragment in source.fragments.values()}
+        return storages | {weights.tensor().storage for weights in source.weights.values()}
+    return storages | {fragment.tensor().storage for fragment in source.fragments.values()}
 
 
 def _buffers(source: RankSource) -> set[Storage]:

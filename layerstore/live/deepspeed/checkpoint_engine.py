@@ -42,7 +42,7 @@ class StoreCheckpointEngine:
         self._engine: ZeroEngine | None = None
         self._uninstall: Callable[[], None] = lambda: None
         self._held: dict[str, tuple[Any, Path]] = {}
-        self._hand_over_no_more: Callable[[], None] = lambda: None
+        self._stop_handing_over: Callable[[], None] = lambda: None
         self._load: tuple[Pointer | None, Loaded] | None = None
         self._is_whole = True
         """Whether the current load includes the optimizer's state."""
@@ -63,7 +63,7 @@ class StoreCheckpointEngine:
 
     def uninstall(self) -> None:
         """Restore the engine."""
-        self._hand_over_no_more()
+        self._stop_handing_over()
         self._uninstall()
 
     def settle(self) -> None:
@@ -76,9 +76,9 @@ class StoreCheckpointEngine:
     def create(self, info: Any) -> None:
         """Begin a save."""
         self._held.clear()
-        self._hand_over_no_more()  # of a save that has failed
+        self._stop_handing_over()  # of a save that has failed
         if self.saver is not None:
-            self._hand_over_no_more = self._known_engine().hand_over_model()
+            self._stop_handing_over = self._known_engine().hand_over_model()
         self.real.create(info)
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -92,7 +92,7 @@ class StoreCheckpointEngine:
     def commit(self, info: Any) -> Any:
         """Save what is held once both halves are there, and write pointers in their place."""
         saver = self.saver
-        self._hand_over_no_more()
+        self._stop_handing_over()
         if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
             (model, model_path), (optimizer, optimizer_path) = self._held[_MODEL], self._held[_OPTIMIZER]
             self._held.clear()
@@ -158,7 +158,7 @@ class StoreCheckpointEngine:
         """Return the content of *path*, or of what it points to."""
         if path.endswith(_MODEL):
             self.settle()  # loading changes masters without an update, so no gate would wait for copies
-            self._load = self._agreed(Path(path))
+            self._load = self._agreed_target(Path(path))
             self._has_begun = True
             self._binding().empty()
         if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
@@ -169,15 +169,15 @@ class StoreCheckpointEngine:
         optimizer = loaded.optimizer()
         self._load = None  # the engine asks for the optimizer's state last, and is now its only owner
         self._binding().fill(loaded.store, loaded.composition)
-        self._known_engine().say("loaded %s from %s", loaded.name, loaded.store.repo.name)
+        self._known_engine().log("loaded %s from %s", loaded.name, loaded.store.repo.name)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:
         """Return all weights behind the pointer *path*, the same on all ranks; None if it is not a pointer."""
-        found = self._agreed(path)
-        if found is None:
+        target = self._agreed_target(path)
+        if target is None:
             return None
-        pointer, loaded = found
+        pointer, loaded = target
         if self._load is not None and self._load[0] != pointer:
             self._known_engine().warn(
                 "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
@@ -190,7 +190,7 @@ class StoreCheckpointEngine:
         ):
             return whole_weights(loaded.store, loaded.composition)
 
-    def _agreed(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
+    def _agreed_target(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
         Return the pointer *path* and what it leads to, the same on all ranks; None if it is not a pointer.
 
@@ -202,12 +202,12 @@ class StoreCheckpointEngine:
                 if pointer is not None:
                     wait_for_saves(pointer.store_id, pointer.run)
             with exchange.raise_on_all():
-                found = self._found(path, pointer)
-            what = "shards" if found is None else f"a pointer to {found[1].composition.commit}"
+                target = self._find_target(path, pointer)
+            what = "shards" if target is None else f"a pointer to {target[1].composition.commit}"
             check_same(exchange, path.parent, what)
-        return found
+        return target
 
-    def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
+    def _find_target(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
         if self._load is not None and self._load[0] == pointer:
             return self._load  # the loader reads its first file more than once
         if pointer is None:
@@ -253,5 +253,5 @@ class StoreCheckpointEngine:
 
 def checkpoint_engine_of(engine: ZeroEngine) -> StoreCheckpointEngine:
     """Return the checkpoint engine of *engine*, or a new one around it that is not installed yet."""
-    found = engine.checkpoint_engine
-    return found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
+    current = engine.checkpoint_engine
+    return current if isinstance(current, StoreCheckpointEngine) else StoreCheckpointEngine(current)

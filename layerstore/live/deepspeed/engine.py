@@ -120,7 +120,7 @@ class ZeroEngine:
         count = self._zero.partition_count
         return int(count if self.stage == STAGE_3 else count[0])
 
-    def say(self, message: str, *arguments: object) -> None:
+    def log(self, message: str, *arguments: object) -> None:
         """Log *message*, on one of all processes."""
         if self.engine.global_rank == 0:
             LOG.info(message, *arguments)
@@ -138,9 +138,9 @@ class ZeroEngine:
     @property
     def is_at_boundary(self) -> bool:
         """Whether no gradient has been accumulated for an update that is still to come."""
-        told = getattr(self.engine, "_is_gradient_accumulation_boundary", None)
-        if told is not None:
-            return bool(told)  # Accelerate counts batches itself and calls step() once an update
+        is_boundary = getattr(self.engine, "_is_gradient_accumulation_boundary", None)
+        if is_boundary is not None:
+            return bool(is_boundary)  # Accelerate counts batches itself and calls step() once an update
         return int(self.engine.micro_steps) % int(self.engine.gradient_accumulation_steps()) == 0
 
     @property
@@ -176,7 +176,7 @@ class ZeroEngine:
         engine.checkpoint_engine = checkpoint_engine
         # DeepSpeed's function copies frozen weights to the host at each save; we copy them once, in the background.
         engine._get_param_fragment_func = _fragment
-        load, engine.load_checkpoint = vars(engine).get("load_checkpoint"), _announced(engine, checkpoint_engine)
+        load, engine.load_checkpoint = vars(engine).get("load_checkpoint"), _wrapped_load(engine, checkpoint_engine)
 
         def undo() -> None:
             if engine.checkpoint_engine is checkpoint_engine:
@@ -266,8 +266,8 @@ class ZeroEngine:
     @property
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each frozen parameter, by name."""
-        found = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
-        return {name: tuple(shape) for name, shape in found.items()}
+        shapes = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
+        return {name: tuple(shape) for name, shape in shapes.items()}
 
     def load(self, handler: LoadHandler, model: Mapping[str, Any], *, tag: str) -> None:
         """Make the engine load what *handler* returns for its two files, the first of which is *model*."""
@@ -323,8 +323,8 @@ class ZeroEngine:
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         flats = next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
         masters = sum(flat.numel() * flat.element_size() for flat in flats)
-        kept = self._zero.optimizer.state.values()
-        moments = sum(of.numel() * of.element_size() for state in kept for of in state.values() if hasattr(of, "numel"))
+        values = (value for state in self._zero.optimizer.state.values() for value in state.values())
+        moments = sum(value.numel() * value.element_size() for value in values if hasattr(value, "numel"))
         return int(masters + (moments or 2 * masters))
 
     @property
@@ -336,7 +336,7 @@ class ZeroEngine:
         return [path for name in ("zero_to_fp32.py", "zero_to_torch.py") if (path := folder / name).is_file()]
 
 
-def _announced(engine: Any, own: LoadHandler) -> Callable[..., Any]:
+def _wrapped_load(engine: Any, own: LoadHandler) -> Callable[..., Any]:
     """Return *engine*'s ``load_checkpoint``, wrapped so that each load runs inside *own*."""
     load = engine.load_checkpoint
     signature = inspect.signature(load)
@@ -345,19 +345,19 @@ def _announced(engine: Any, own: LoadHandler) -> Callable[..., Any]:
     def load_checkpoint(*arguments: Any, **named: Any) -> Any:
         if engine.checkpoint_engine is not own:
             return load(*arguments, **named)
-        asked = signature.bind(*arguments, **named).arguments
-        has_optimizer = bool(asked.get("load_optimizer_states", True))
-        is_module_only = bool(asked.get("load_module_only", False))
-        is_told = is_module_only and has_optimizer and engine.zero_optimization_stage() == STAGE_3
-        note = _MODULE_ONLY if is_told else ""
-        with own.loading(is_whole=has_optimizer and not is_module_only, note=note), _asking(engine, own):
+        given = signature.bind(*arguments, **named).arguments
+        has_optimizer = bool(given.get("load_optimizer_states", True))
+        is_module_only = bool(given.get("load_module_only", False))
+        loads_no_weights = is_module_only and has_optimizer and engine.zero_optimization_stage() == STAGE_3
+        note = _MODULE_ONLY if loads_no_weights else ""
+        with own.loading(is_whole=has_optimizer and not is_module_only, note=note), _providing_weights(engine, own):
             return load(*arguments, **named)
 
     return load_checkpoint
 
 
 @contextmanager
-def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
+def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
     """
     Ask *own* for whole weights while *engine* loads.
 
@@ -372,8 +372,8 @@ def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
         with suppress(SourceCheckpoint):
             tag = tag or read_latest(Path(folder))
         # Even if this rank finds no tag: the other ranks may have one, and this is collective.
-        found = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
-        return real(folder, tag, *arguments, **named) if found is None else found
+        whole = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
+        return real(folder, tag, *arguments, **named) if whole is None else whole
 
     module.get_fp32_state_dict_from_zero_checkpoint = weights
     try:
@@ -393,7 +393,7 @@ def engine_of(model: Any, optimizer: Any) -> Any:
     """
     optimizers = (optimizer, getattr(optimizer, "optimizer", None))
     engines = _engines_where(lambda engine: getattr(engine, "module", None) is model)
-    return _only([each for each in engines if any(each.optimizer is of for of in optimizers)] or engines)
+    return _only([engine for engine in engines if any(engine.optimizer is own for own in optimizers)] or engines)
 
 
 def engine_with(checkpoint_engine: Any) -> Any:
@@ -401,12 +401,12 @@ def engine_with(checkpoint_engine: Any) -> Any:
     return _only(_engines_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine))
 
 
-def _engines_where(is_it: Callable[[Any], bool]) -> list[Any]:
+def _engines_where(matches: Callable[[Any], bool]) -> list[Any]:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None:
         return []  # nobody can have made one
     kind = deepspeed.DeepSpeedEngine
-    return [each for each in gc.get_objects() if issubclass(type(each), kind) and is_it(each)]
+    return [engine for engine in gc.get_objects() if issubclass(type(engine), kind) and matches(engine)]
 
 
 def _only(engines: list[Any]) -> Any:

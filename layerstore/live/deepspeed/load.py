@@ -128,7 +128,7 @@ class Loaded:
     def _check_precision(self, name: str) -> None:
         """Raise LayoutMismatch unless *name*, the engine's own optimizer file, has the same precision."""
         saved = PurePosixPath(self.load.state.optimizer.path).name
-        words = ["with" if each.startswith("bf16_") else "without" for each in (saved, name)]
+        words = ["with" if file_name.startswith("bf16_") else "without" for file_name in (saved, name)]
         if words[0] != words[1]:
             raise LayoutMismatch(
                 f"the checkpoint was saved {words[0]} bf16, the engine trains {words[1]} it",
@@ -161,19 +161,19 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
     # DeepSpeed asks for these under stage 3 alone.
     model = Loaded(store, composition, rank=0, world_size=composition.base.world_size, stage=STAGE_3).model()
-    found = {
+    weights = {
         name: value.float() if value.is_floating_point() else value
         for name, value in model["module"].items()
         if name in model["buffer_names"]
     }
     for name, shape in (model["frozen_param_shapes"] or {}).items():
         # A parameter without elements is not stored.
-        found[name] = (
+        weights[name] = (
             _tensor(frozen, name) if name in frozen else model["frozen_param_fragments"][name].new_empty(shape)
         )
-    found |= {name: _tensor(masters, name) for group in model["param_shapes"] for name in group}
-    found |= {alias: found[name] for alias, name in model["shared_params"].items() if name in found}
-    return found
+    weights |= {name: _tensor(masters, name) for group in model["param_shapes"] for name in group}
+    weights |= {alias: weights[name] for alias, name in model["shared_params"].items() if name in weights}
+    return weights
 
 
 def _tensor(tensors: Tensors, name: str) -> "torch.Tensor":
@@ -221,7 +221,7 @@ def check_fits(
 
 def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, ...]:
     """Say whether a learning rate schedule does not carry over."""
-    saved, own = (of.get("lr_scheduler") is not None for of in (model, states.model))
+    saved, own = (state.get("lr_scheduler") is not None for state in (model, states.model))
     if saved and not own:
         return ("the engine has no learning rate schedule: the checkpoint's is left out",)
     if own and not saved:

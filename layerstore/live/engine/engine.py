@@ -41,7 +41,9 @@ class Captured:
     @property
     def trained(self) -> frozenset[str]:
         """The layers that are not frozen."""
-        return frozenset(of.layer for of in self.share.layers if not all(each.frozen for each in of.parameters))
+        return frozenset(
+            layer.layer for layer in self.share.layers if not all(parameter.frozen for parameter in layer.parameters)
+        )
 
     def mark(self, source: ObjectSource) -> Hashable:
         """Return a key that changes with *source*: its parts, their addresses, and torch's count of changes to each."""

@@ -49,11 +49,11 @@ class Memory:
         """Return the node of *tensor*'s storage, always the same one."""
         untyped = tensor.untyped_storage()
         dtype = by_torch_name(_dtype_name(tensor))
-        known = self._storages.get(untyped._cdata)
-        if known is not None:
-            if known.dtype != dtype.code:
-                raise Unsupported(f"one storage of {self._folder} is viewed as {known.dtype} and as {dtype.code}")
-            return known
+        node = self._storages.get(untyped._cdata)
+        if node is not None:
+            if node.dtype != dtype.code:
+                raise Unsupported(f"one storage of {self._folder} is viewed as {node.dtype} and as {dtype.code}")
+            return node
         place = self._folder / str(len(self._storages))
         node = Storage(
             dtype=dtype.code,
@@ -211,12 +211,12 @@ def _object(value: object, memory: Memory, where: str) -> Tree:
     call, arguments, *rest = cast("tuple[Any, ...]", value.__reduce_ex__(_PROTOCOL))
     state, listed, mapped = (*rest, None, None, None)[:3]
     made_by_new = call.__name__ == "__newobj__"
-    called, arguments = (arguments[0], arguments[1:]) if made_by_new else (call, arguments)
-    called_name = _name_of(called)
-    if called_name not in INERT:
+    maker, arguments = (arguments[0], arguments[1:]) if made_by_new else (call, arguments)
+    maker_name = _name_of(maker)
+    if maker_name not in INERT:
         raise NotPlain.at(where, value)
     return Inert(
-        name=called_name,
+        name=maker_name,
         arguments=tuple(_argument(item, memory, where) for item in arguments),
         made_by_new=made_by_new,
         state=None if state is None else inert(state, memory, where=where),

@@ -41,7 +41,7 @@ def read_random_state(state: RankState, content_of: Callable[[Any], bytes], *, r
     """Return the generators' states of *rank* in *state*; None if there are none."""
     # Accelerate may have left a file in its own format, which Accelerate loads itself.
     ours = {"rng_state.pth", f"rng_state_{rank}.pth"}
-    file = next((each for each in state.files if each.path in ours), None)
+    file = next((file for file in state.files if file.path in ours), None)
     if file is None:
         return None
     with scratch() as folder:

@@ -183,8 +183,8 @@ def bytes_of(tensor: "torch.Tensor") -> memoryview:
     """Return *tensor*'s memory, writable."""
     import torch
 
-    found: memoryview = tensor.view(torch.uint8).numpy().data
-    return found
+    memory: memoryview = tensor.view(torch.uint8).numpy().data
+    return memory
 
 
 def empty(storage: Storage) -> "torch.Tensor":

@@ -64,12 +64,13 @@ def capture(
             stage=STAGE_3,
             layers=layers,
             state=kept,
-            agreement=object_id(repr((state.signature, [of.optimizer_step for of in layers])).encode()),
+            agreement=object_id(repr((state.signature, [layer.optimizer_step for layer in layers])).encode()),
         ),
         bytes_by_layer={
-            of.layer: sum(part.size_bytes for each in of.objects for part in each.slices) for of in plan.layers
+            layer.layer: sum(part.size_bytes for source in layer.objects for part in source.slices)
+            for layer in plan.layers
         },
-        moments={of.layer: _moments_of(of) for of in plan.layers},
+        moments={layer.layer: _moments_of(layer) for layer in plan.layers},
         is_dcp=True,
         undivided=", ".join(sorted({key.rpartition(".")[2] for key in plan.contents.outside})),
         model=tensors,
@@ -79,12 +80,12 @@ def capture(
 
 
 def _moments_of(layer: LayerSource) -> int:
-    return sum(len(of.slices) for of in layer.objects if of.kind is Kind.OPTIMIZER)
+    return sum(len(source.slices) for source in layer.objects if source.kind is Kind.OPTIMIZER)
 
 
 def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | None:
     """Return how often *layer* was updated, *default* where the optimizer does not count; None if never."""
-    counts = [state.steps[of.name] for of in layer.parameters if of.name in state.steps]
+    counts = [state.steps[parameter.name] for parameter in layer.parameters if parameter.name in state.steps]
     return common_step(counts) if counts or not _moments_of(layer) else default
 
 
@@ -109,7 +110,7 @@ class _State:
         groups = [
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in engine.groups()
         ]
-        of_optimizer = {"state": {name: of for name, of in states.items() if of}, "param_groups": groups}
+        of_optimizer = {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
         self.flat, self.paths = flatten_state_dict({MODEL: tensors, OPTIMIZER: of_optimizer})
         self._engine = engine
         self.aliases = {
@@ -120,7 +121,7 @@ class _State:
         self.trained = {f"{MODEL}.{name}" for name in trained}
         still = (name for name in (frozen - in_groups) & tensors.keys() if engine.is_as_it_was(name, tensors[name]))
         self.frozen = {f"{MODEL}.{name}" for name in still}
-        self.steps = {name: float(of[STEP]) for name, of in states.items() if STEP in of}
+        self.steps = {name: float(state[STEP]) for name, state in states.items() if STEP in state}
         self.keys = list(self.flat)
         self.signature = tuple((key, *_described(value)) for key, value in self.flat.items())
         self._watched: list[tuple[str, torch.Tensor, int]] = []
@@ -142,10 +143,10 @@ class _State:
         value, path = self.flat[key], self.paths[key]
         if path[0] == MODEL:
             return self._engine.boxes(str(path[1]), tuple(value.shape))
-        of = self.flat[f"{MODEL}.{path[2]}"]
-        if value.shape == of.shape and _placement(value) == _placement(of):
-            return self._engine.boxes(str(path[2]), tuple(of.shape))
-        if _placement(value) is not None or _placement(of) is not None:
+        parameter = self.flat[f"{MODEL}.{path[2]}"]
+        if value.shape == parameter.shape and _placement(value) == _placement(parameter):
+            return self._engine.boxes(str(path[2]), tuple(parameter.shape))
+        if _placement(value) is not None or _placement(parameter) is not None:
             raise Unsupported(
                 f"the optimizer keeps {path[-1]!r} of {path[2]}, which is not split as the parameter is",
                 hint="train on one rank, or with an optimizer that keeps a number for each element",
@@ -163,12 +164,12 @@ def _placement(value: torch.Tensor) -> object:
 
 def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Bring single numbers to the host, all of a kind at once: a transfer waits for all that the device has begun."""
-    found: dict[tuple[Any, Any], list[tuple[str, str]]] = {}
-    for name, of in states.items():
-        for key, value in of.items():
+    places_by_kind: dict[tuple[Any, Any], list[tuple[str, str]]] = {}
+    for name, state in states.items():
+        for key, value in state.items():
             if isinstance(value, torch.Tensor) and not value.dim() and value.device.type != "cpu":
-                found.setdefault((value.device, value.dtype), []).append((name, key))
-    for places in found.values():
+                places_by_kind.setdefault((value.device, value.dtype), []).append((name, key))
+    for places in places_by_kind.values():
         numbers = torch.stack([states[name][key] for name, key in places]).cpu()
         for (name, key), number in zip(places, numbers, strict=True):
             states[name][key] = number.clone()
@@ -207,11 +208,11 @@ def _items(state: _State, *, world_size: int) -> Iterator[Item]:
         holders: dict[Box, list[int]] = {}
         for rank, box in enumerate(state.boxes(key)):
             holders.setdefault(box, []).append(rank)
-        of = str(state.paths[key][1 if state.paths[key][0] == MODEL else 2])
+        parameter = str(state.paths[key][1 if state.paths[key][0] == MODEL else 2])
         for box, ranks in holders.items():
             # Moments are written by whoever writes their parameter. Buffers may differ, and the first rank's count.
             least = min(ranks, key=loads.__getitem__) if state.is_alike(key) else ranks[0]
-            owner = owners.setdefault((of, box), least)
+            owner = owners.setdefault((parameter, box), least)
             loads[owner] += prod(box[1]) * by_code(dtype).bytes
             yield Item(
                 rank=owner,

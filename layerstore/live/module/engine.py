@@ -31,12 +31,12 @@ class ModuleEngine(ModuleState):
         """Take *model* and its optimizers, as `ModuleState` does."""
         super().__init__(model, optimizers)
         self.binding = binding_of(self.model)
-        self._updates = [_updates_of(each) for each in self.optimizers]
+        self._updates = [_updates_of(optimizer) for optimizer in self.optimizers]
 
     @property
     def device(self) -> torch.device:
         """The device that the module computes on."""
-        return next((each.device for each in self.model.parameters()), torch.device("cpu"))
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     @property
     def step(self) -> int:
@@ -52,7 +52,7 @@ class ModuleEngine(ModuleState):
     def is_at_boundary(self) -> bool:
         """Whether no gradient has been accumulated for an update that is still to come."""
         return not any(
-            of.awaits_update(optimizer) for of, optimizer in zip(self._updates, self.optimizers, strict=True)
+            updates.awaits_update(optimizer) for updates, optimizer in zip(self._updates, self.optimizers, strict=True)
         )
 
     @property
@@ -83,7 +83,7 @@ class ModuleEngine(ModuleState):
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
         """Call *action* before each update of an optimizer; return a function that stops that."""
-        handles = [each.register_step_pre_hook(lambda *_: action()) for each in self.optimizers]
+        handles = [optimizer.register_step_pre_hook(lambda *_: action()) for optimizer in self.optimizers]
 
         def stop() -> None:
             for handle in handles:
@@ -103,7 +103,7 @@ class _Updates:
     def note(self, optimizer: Optimizer) -> None:
         """Note that *optimizer* has updated."""
         self.count += 1
-        self.gradients = {number: (ref(of), of._version) for number, of in _gradients(optimizer)}
+        self.gradients = {number: (ref(gradient), gradient._version) for number, gradient in _gradients(optimizer)}
 
     def awaits_update(self, optimizer: Optimizer) -> bool:
         """Whether there are gradients that no update has used."""
@@ -123,15 +123,16 @@ _UPDATES: "WeakKeyDictionary[Optimizer, _Updates]" = WeakKeyDictionary()
 def _updates_of(optimizer: Optimizer) -> _Updates:
     known = _UPDATES.get(optimizer)
     if known is None:
-        steps = (of[STEP] for of in optimizer.state.values() if STEP in of)
+        steps = (state[STEP] for state in optimizer.state.values() if STEP in state)
         known = _UPDATES[optimizer] = _Updates(count=int(float(next(steps, 0))))
-        optimizer.register_step_post_hook(lambda found, *_: known.note(found))
+        optimizer.register_step_post_hook(lambda updated, *_: known.note(updated))
     return known
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield one gradient of each param group: a backward pass changes all."""
     for number, group in enumerate(optimizer.param_groups):
-        found = next((each.grad for each in group["params"] if each.grad is not None), None)
-        if found is not None:
-            yield number, found
+        gradients = (parameter.grad for parameter in group["params"])
+        gradient = next((gradient for gradient in gradients if gradient is not None), None)
+        if gradient is not None:
+            yield number, gradient

@@ -56,7 +56,7 @@ class ModuleState:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return all param groups."""
-        return [group for each in self.optimizers for group in each.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by name, tied ones under each name; the tensors themselves."""
@@ -76,26 +76,26 @@ class ModuleState:
     @property
     def names(self) -> dict[int, str]:
         """Return the name of each parameter, by its identity; of tied ones the first."""
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
         # Not from `named_parameters`, which has whole ones after an evaluation under FSDP2.
         for name, value in self._state().items():
-            found.setdefault(id(value), name)
-        return found
+            names.setdefault(id(value), name)
+        return names
 
     def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         """Return what the optimizers keep of *parameter*."""
-        found = (each.state.get(parameter) for each in self.optimizers)
-        return next((state for state in found if state), {})
+        states = (optimizer.state.get(parameter) for optimizer in self.optimizers)
+        return next((state for state in states if state), {})
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
         """The parameters that an optimizer updates, by name; one that is frozen for a while has a state of it, too."""
         names = self.names
         return {
-            names[id(each)]: each
+            names[id(parameter)]: parameter
             for group in self.groups()
-            for each in group["params"]
-            if each.requires_grad or self.state_of(each)
+            for parameter in group["params"]
+            if parameter.requires_grad or self.state_of(parameter)
         }
 
     def is_as_it_was(self, name: str, tensor: torch.Tensor) -> bool:
@@ -124,15 +124,15 @@ class ModuleState:
             LayoutMismatch: The ranks have different models.
         """
         tensors = self.tensors()
-        shapes = repr([(name, tuple(of.shape), str(of.dtype)) for name, of in tensors.items()])
+        shapes = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
         if not is_same(object_id(shapes.encode())):
             raise LayoutMismatch("the ranks have different models", hint="pipelines are not supported")
-        boxes = [box_of(name, of) for name, of in tensors.items()]
-        of_ranks = gathered([number for offsets, sizes in boxes for number in (*offsets, *sizes)])
-        by_rank = [list(_parsed(numbers, tensors.values())) for numbers in of_ranks]
+        boxes = [box_of(name, tensor) for name, tensor in tensors.items()]
+        numbers_by_rank = gathered([number for offsets, sizes in boxes for number in (*offsets, *sizes)])
+        by_rank = [list(_parsed(numbers, tensors.values())) for numbers in numbers_by_rank]
         self._boxes = {
-            name: (tuple(of.shape), [boxes[number] for boxes in by_rank])
-            for number, (name, of) in enumerate(tensors.items())
+            name: (tuple(tensor.shape), [boxes[number] for boxes in by_rank])
+            for number, (name, tensor) in enumerate(tensors.items())
         }
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
@@ -155,11 +155,11 @@ class ModuleState:
     @property
     def bytes_to_write(self) -> int:
         """The bytes of trained parameters that this rank is to write: of those that several hold, its part."""
-        found = 0
-        for name, each in self.trained.items():
-            boxes = self.boxes(name, tuple(each.shape))
-            found += local(each).nbytes // boxes.count(boxes[self.rank])
-        return found
+        total = 0
+        for name, parameter in self.trained.items():
+            boxes = self.boxes(name, tuple(parameter.shape))
+            total += local(parameter).nbytes // boxes.count(boxes[self.rank])
+        return total
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _bare(model: object) -> torch.nn.Module:
         return _bare(inner)
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(f"{type(model).__name__} is not a module", hint="attach(model, optimizer, store, run=…)")
-    kinds = {type(each).__name__ for each in model.modules()}
+    kinds = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in kinds:
         raise Unsupported("the model is wrapped by FSDP1", hint="shard it with fully_shard, which is FSDP2")
     return model
@@ -186,8 +186,8 @@ def _within(given: Any) -> Iterator[Optimizer]:
     several = given if isinstance(given, list | tuple) else getattr(given, "optimizers", None)
     inner = getattr(given, "optimizer", None)
     if several is not None:
-        for each in several:
-            yield from _within(each)
+        for optimizer in several:
+            yield from _within(optimizer)
     elif isinstance(inner, Optimizer):
         yield inner
     elif type(given).__name__ == "ZeroRedundancyOptimizer":

@@ -65,13 +65,13 @@ class ModuleLoad:
         self._engine, self._store, self._composition = engine, store, composition
         self._has_optimizer, self._trained = optimizer, engine.trained
         self._base = composition.base
-        self._called = f"{self._base.run}@{self._base.step}"
+        self._ref = f"{self._base.run}@{self._base.step}"
         versions = load_versions(repo, composition)
         slices = composition.slices(repo, versions)
         named, notes = names_of(repo, composition, versions, slices, adam_step=adam_step)
         self._boxes = Boxes(repo, versions, slices)
-        self._held = {(of.held.name, of.held.state): of for of in named if of.held is not None}
-        self._values = {of.keys[0]: of.value for of in named if of.held is None}
+        self._held = {(entry.held.name, entry.held.state): entry for entry in named if entry.held is not None}
+        self._values = {entry.keys[0]: entry.value for entry in named if entry.held is None}
         self._names = _saved_names(versions)
         first = repo.state(self._base.states[0])
         self._outside = DcpState.read(first).outside if self._base.is_dcp else frozenset[str]()
@@ -103,73 +103,75 @@ class ModuleLoad:
             if saved is None or (saved, "") not in self._held:
                 if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
                     continue  # frozen weights may be left out
-                raise LayoutMismatch(f"{name!r} is in the model, and not in {self._called}", hint=_MODEL_HINT)
-            of = self._held[saved, ""]
-            if name in self._trained and _dtype(of) != tensor.dtype:
+                raise LayoutMismatch(f"{name!r} is in the model, and not in {self._ref}", hint=_MODEL_HINT)
+            entry = self._held[saved, ""]
+            if name in self._trained and _dtype(entry) != tensor.dtype:
                 raise LayoutMismatch(
-                    f"{name!r} is {dtype_name(of.dtype or '')} in {self._called}, and {tensor.dtype} in the model",
+                    f"{name!r} is {dtype_name(entry.dtype or '')} in {self._ref}, and {tensor.dtype} in the model",
                     hint="train in the same precision: fp32 parameters, with a MixedPrecisionPolicy for the rest",
                 )
-            yield local(tensor), self._wanted(name, of, tensor)
+            yield local(tensor), self._wanted(name, entry, tensor)
         tied = {self._names[name] for name in engine.tensors() if name in self._names}
         strange = sorted(name for name, saved in left.items() if saved not in tied | self._outside)
         if strange:
-            raise LayoutMismatch(f"{strange[0]!r} is in {self._called}, and not in the model", hint=_MODEL_HINT)
+            raise LayoutMismatch(f"{strange[0]!r} is in {self._ref}, and not in the model", hint=_MODEL_HINT)
 
-    def _wanted(self, name: str, of: Named, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory that will hold this rank's part of *of*, which is split as *tensor* is."""
-        if of.shape != tuple(tensor.shape):
+    def _wanted(self, name: str, entry: Named, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory that will hold this rank's part of *entry*, which is split as *tensor* is."""
+        if entry.shape != tuple(tensor.shape):
             raise LayoutMismatch(
-                f"{name!r} is {list(of.shape)} in {self._called}, and {list(tensor.shape)} in the model",
+                f"{name!r} is {list(entry.shape)} in {self._ref}, and {list(tensor.shape)} in the model",
                 hint=_MODEL_HINT,
             )
-        assert of.held is not None, "tensors of layers are read"
+        assert entry.held is not None, "tensors of layers are read"
         offsets, sizes = box_of(name, tensor)
-        return self._read_later(of, of.held, offsets, sizes)
+        return self._read_later(entry, entry.held, offsets, sizes)
 
-    def _read_later(self, of: Named, held: Held, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        made = torch.empty(sizes, dtype=_dtype(of))
+    def _read_later(self, entry: Named, held: Held, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(sizes, dtype=_dtype(entry))
         if made.numel():
-            assert of.dtype is not None, "tensors have a type"
-            self._boxes.add(held, bytes_of(made.view(-1)), dtype=of.dtype, shape=of.shape, offsets=offsets, sizes=sizes)
+            assert entry.dtype is not None, "tensors have a type"
+            target = bytes_of(made.view(-1))
+            self._boxes.add(held, target, dtype=entry.dtype, shape=entry.shape, offsets=offsets, sizes=sizes)
         return made
 
     def _plan_states(self) -> dict[str, dict[str, Any]]:
         """Return what the optimizer keeps of each parameter: memory for moments, and values."""
-        found = {name: dict[str, Any]() for name in self._trained}
-        trained = {self._names[name]: name for name in found if name in self._names}
-        for (saved, state), of in self._held.items():
+        states = {name: dict[str, Any]() for name in self._trained}
+        trained = {self._names[name]: name for name in states if name in self._names}
+        for (saved, state), entry in self._held.items():
             if state and saved in trained:
                 name = trained[saved]
-                found[name][state] = self._wanted(name, of, self._trained[name])
+                states[name][state] = self._wanted(name, entry, self._trained[name])
             elif not state:
-                assert of.held is not None, "it was found so"
+                assert entry.held is not None, "it is in self._held"
                 for name, key in splits(saved) if saved in self._outside else ():
-                    if name in found:
-                        found[name][key] = self._read_later(of, of.held, (0,) * len(of.shape), of.shape)
+                    if name in states:
+                        states[name][key] = self._read_later(entry, entry.held, (0,) * len(entry.shape), entry.shape)
         for key, value in self._values.items():
             for name, state in splits(key):
-                if name in found and not key.endswith(EXTRA_STATE):
-                    found[name][state] = self._revived(value)
-        return found
+                if name in states and not key.endswith(EXTRA_STATE):
+                    states[name][state] = self._revived(value)
+        return states
 
     def _plan_groups(self) -> Iterator[dict[str, Any]]:
         """Yield the settings of each param group."""
         names = self._engine.names
-        found = group_settings(self._trained, self._values)
+        settings = group_settings(self._trained, self._values)
         for group in self._engine.groups():
-            members = [names[id(each)] for each in group["params"] if names[id(each)] in found]
-            first = found[members[0]] if members else {}
-            other = next((name for name in members if found[name] != first), None)
+            in_group = (names[id(parameter)] for parameter in group["params"])
+            members = [name for name in in_group if name in settings]
+            first = settings[members[0]] if members else {}
+            other = next((name for name in members if settings[name] != first), None)
             if other is not None:
                 raise LayoutMismatch(
-                    f"{members[0]!r} and {other!r} share a param group, and have other settings in {self._called}",
+                    f"{members[0]!r} and {other!r} share a param group, and have other settings in {self._ref}",
                     hint="build the optimizer's param groups as they were",
                 )
             odd = next((key for key in _OF_CLASS if first and (key in first) != (key in group)), None)
             if odd is not None:
                 raise LayoutMismatch(
-                    f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike that of {self._called}",
+                    f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike that of {self._ref}",
                     hint="resume into an optimizer of the class that was saved",
                 )
             yield {key: self._revived(value) for key, value in first.items() if key not in _HOW_IT_COMPUTES}
@@ -180,7 +182,7 @@ class ModuleLoad:
         if without and len(without) < len(self._states):
             more = f" and {len(without) - 1} more" if len(without) > 1 else ""
             yield f"the optimizer begins anew for {without[0]!r}{more}: no state of it was saved"
-        elif without and any(of.held is not None for of in self._held.values()) and self._base.step:
+        elif without and any(entry.held is not None for entry in self._held.values()) and self._base.step:
             yield "the optimizer begins anew: no state of it was saved"
         known = {self._names.get(name) for name in self._states}
         left = sorted({saved for saved, state in self._held if state and saved not in known})
@@ -224,8 +226,8 @@ class ModuleLoad:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        for target, found in self._weights:
-            target.copy_(found)
+        for target, source in self._weights:
+            target.copy_(source)
         for name, value in self._extras.items():
             self._engine.set_extra(name, value)
         names, groups = self._engine.names, iter(self._groups)
@@ -269,15 +271,15 @@ def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool)
 
 def _saved_names(versions: list[LayerVersion]) -> dict[str, str]:
     """Return what each tensor of the model is saved as, by all its names."""
-    found: dict[str, str] = {}
+    saved_names: dict[str, str] = {}
     for version in versions:
-        for of in version.parameters:
-            found |= {unwrapped(name): of.name for name in (of.name, *of.aliases)}
-        found |= {unwrapped(of.name): of.name for of in version.buffers}
-    return found
+        for parameter in version.parameters:
+            saved_names |= {unwrapped(name): parameter.name for name in (parameter.name, *parameter.aliases)}
+        saved_names |= {unwrapped(buffer.name): buffer.name for buffer in version.buffers}
+    return saved_names
 
 
-def _dtype(of: Named) -> torch.dtype:
-    assert of.dtype is not None, "tensors have a type"
-    dtype: torch.dtype = getattr(torch, by_code(of.dtype).torch_name)
+def _dtype(entry: Named) -> torch.dtype:
+    assert entry.dtype is not None, "tensors have a type"
+    dtype: torch.dtype = getattr(torch, by_code(entry.dtype).torch_name)
     return dtype

@@ -57,14 +57,14 @@ class AttemptLock:
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
                 # Look it up again: the attempt's last holder may have committed just before releasing its lock.
-                place, said = self._exchange.agree_on(
+                place, places = self._exchange.agree_on(
                     partial(self._place_at, wish, attempt),
                     lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
                     may_be_late=self._repo.aside.is_on_network,
                 )
-                if "" in said or place is None:
+                if "" in places or place is None:
                     continue
-                if set(said) != {said[0]}:
+                if set(places) != {places[0]}:
                     raise Conflict(
                         f"the ranks see different commits of run {self._run!r}",
                         hint="does every host see the same store?",
@@ -120,11 +120,11 @@ class AttemptLock:
             view = self._repo.catalog.find(self._run)
             return wish(view).beside(view, taken)
 
-        found = reserve(self._repo, self._run, placed, held=self._held)
-        lock.push(found.lock)
-        attempt = found.place.attempt
-        if found.passed:
-            LOG.warning("%s: this job saves attempt %d", found.passed[0].message, attempt)
-        if found.doubt is not None:
-            LOG.warning("attempt %d could not be locked; another job may save it too: %s", attempt, found.doubt)
+        reserved = reserve(self._repo, self._run, placed, held=self._held)
+        lock.push(reserved.lock)
+        attempt = reserved.place.attempt
+        if reserved.passed:
+            LOG.warning("%s: this job saves attempt %d", reserved.passed[0].message, attempt)
+        if reserved.doubt is not None:
+            LOG.warning("attempt %d could not be locked; another job may save it too: %s", attempt, reserved.doubt)
         return attempt

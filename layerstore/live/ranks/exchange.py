@@ -33,7 +33,7 @@ TEXT_BYTES_MAX = 2048
 
 _SILENT_SECONDS_MAX = 60.0
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
 class Exchange:
@@ -61,50 +61,50 @@ class Exchange:
             raise problem
         for rank, text in enumerate(texts):
             if text:
-                raise _as_heard(*text.split(" ", 1), rank=rank)
+                raise _error_of_rank(*text.split(" ", 1), rank=rank)
 
     def texts(self, text: str) -> list[str]:
         """Return every rank's *text*, cut to `TEXT_BYTES_MAX`, by rank."""
         import torch
 
         data = text.encode()[:TEXT_BYTES_MAX].ljust(TEXT_BYTES_MAX, b"\0")
-        found = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [each.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for each in found]
+        gathered = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for tensor in gathered]
 
     def agree_on(
-        self, look: Callable[[], Found], words: Callable[[Found], str], *, may_be_late: bool
-    ) -> tuple[Found, list[str]]:
+        self, look: Callable[[], Answer], describe: Callable[[Answer], str], *, may_be_late: bool
+    ) -> tuple[Answer, list[str]]:
         """
-        Return what *look* finds on this rank, and the *words* for what it finds on each rank.
+        Return what *look* finds on this rank, and what *describe* makes of it on each rank.
 
         If they differ and hosts may see changes late (*may_be_late*), all ranks look again for a while.
         """
         again = pauses()
         while True:
             with self.raise_on_all():
-                found = look()
-            texts = self.texts(f"{may_be_late:d}{words(found)}")
-            said = [text[1:] for text in texts]
-            if len(set(said)) == 1 or all(text[0] == "0" for text in texts):
-                return found, said
+                answer = look()
+            texts = self.texts(f"{may_be_late:d}{describe(answer)}")
+            views = [text[1:] for text in texts]
+            if len(set(views)) == 1 or all(text[0] == "0" for text in texts):
+                return answer, views
             # Only rank 0 does the timing: with their own clocks, ranks might stop at different times.
             if self.first((next(again, "over") or "") if self.rank == 0 else ""):
-                return found, said
+                return answer, views
             if self.rank == 0:
-                LOG.warning("the hosts do not see the same yet, and look again: %s", "; ".join(sorted(set(said))))
+                LOG.warning("the hosts do not see the same yet, and look again: %s", "; ".join(sorted(set(views))))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each of *values* over all ranks, bit-identical on every rank."""
         import torch
 
-        found = self._gathered(torch.tensor(values, dtype=torch.float64))
-        return [sum(column) for column in zip(*(each.tolist() for each in found), strict=True)]
+        gathered = self._gathered(torch.tensor(values, dtype=torch.float64))
+        return [sum(column) for column in zip(*(tensor.tolist() for tensor in gathered), strict=True)]
 
     def integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's *values*, which are as many on each, by rank."""
         import torch
 
-        return [each.tolist() for each in self._gathered(torch.tensor(values, dtype=torch.int64))]
+        return [tensor.tolist() for tensor in self._gathered(torch.tensor(values, dtype=torch.int64))]
 
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
@@ -140,18 +140,18 @@ class Exchange:
 
         if self._is_alone:
             return [mine]
-        found = [mine.new_empty(len(mine)) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._group)
-        return found
+        gathered = [mine.new_empty(len(mine)) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self._group)
+        return gathered
 
 
-def _as_heard(kind: str, words: str, *, rank: int) -> LayerstoreError:
+def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:
     """Return the error of class *kind* that another *rank* raised."""
     if kind == StorageIO.__name__:
-        return StorageIO(f"rank {rank}: {words}", errno=None, filename="the store")
-    found = getattr(errors, kind, LayerstoreError)
-    is_ours = isinstance(found, type) and issubclass(found, LayerstoreError)
-    return found(f"rank {rank}: {words}") if is_ours else LayerstoreError(f"rank {rank}: {words}")
+        return StorageIO(f"rank {rank}: {message}", errno=None, filename="the store")
+    error_class = getattr(errors, kind, LayerstoreError)
+    is_ours = isinstance(error_class, type) and issubclass(error_class, LayerstoreError)
+    return error_class(f"rank {rank}: {message}") if is_ours else LayerstoreError(f"rank {rank}: {message}")
 
 
 # -- agreement at a save -------------------------------------------------------------------------------------------
@@ -206,17 +206,17 @@ def agree_on_save(exchange: Exchange, report: RankReport) -> RankReport:
         Conflict: The ranks are at different steps.
     """
     reports = _exchanged(exchange, report)
-    for rank, each in enumerate(reports):
-        if each.problem and each.is_mistyped:
-            raise TypeError(f"{each.problem} (on rank {rank}); only plain values, tensors and numpy's can be kept")
-        if each.problem:
-            raise InvalidInput(f"step {report.step} cannot be saved: {each.problem} (on rank {rank})")
-    if len({(each.step, each.number) for each in reports}) > 1:
-        steps = ", ".join(map(str, sorted({each.step for each in reports})))
+    for rank, other in enumerate(reports):
+        if other.problem and other.is_mistyped:
+            raise TypeError(f"{other.problem} (on rank {rank}); only plain values, tensors and numpy's can be kept")
+        if other.problem:
+            raise InvalidInput(f"step {report.step} cannot be saved: {other.problem} (on rank {rank})")
+    if len({(other.step, other.number) for other in reports}) > 1:
+        steps = ", ".join(map(str, sorted({other.step for other in reports})))
         raise Conflict(f"the ranks are not at the same save: they are at step {steps}")
-    if len(wanted := sorted({each.precision for each in reports})) > 1:
-        raise Conflict(f"the ranks save step {report.step} in precision {' and '.join(wanted)}")
-    if not all(each.is_at_boundary for each in reports):
+    if len(precisions := sorted({other.precision for other in reports})) > 1:
+        raise Conflict(f"the ranks save step {report.step} in precision {' and '.join(precisions)}")
+    if not all(other.is_at_boundary for other in reports):
         raise InvalidInput(
             f"step {report.step} cannot be saved: gradients are being accumulated for an update that is still to come",
             hint="save after the engine.step() that updates the parameters",
@@ -236,13 +236,13 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     if is_ours(policy):
         return due()
     with exchange.raise_on_all():
-        found = due()
-    if not exchange.is_same(object_id("\n".join(sorted(found)).encode())):
+        layers = due()
+    if not exchange.is_same(object_id("\n".join(sorted(layers)).encode())):
         raise Conflict(
             f"policy {policy.name!r} chooses different layers on different ranks; nothing is saved",
             hint="let due(save) decide by its argument alone",
         )
-    return found
+    return layers
 
 
 def open_session(exchange: Exchange, repo: Repository) -> str:
@@ -276,11 +276,11 @@ def _merged(reports: Sequence[RankReport]) -> RankReport:
     return replace(
         reports[0],
         # Only the rank that commits reports outcomes.
-        outcomes={number: found for each in reports for number, found in each.outcomes.items()},
-        failed=tuple({number for each in reports for number in each.failed}),
-        is_pressed=any(each.is_pressed for each in reports),
-        is_tight=any(each.is_tight for each in reports),
-        free_bytes=min(each.free_bytes for each in reports),
-        has_lost_base=any(each.has_lost_base for each in reports),
-        retries=sum(each.retries for each in reports),
+        outcomes={number: is_visible for report in reports for number, is_visible in report.outcomes.items()},
+        failed=tuple({number for report in reports for number in report.failed}),
+        is_pressed=any(report.is_pressed for report in reports),
+        is_tight=any(report.is_tight for report in reports),
+        free_bytes=min(report.free_bytes for report in reports),
+        has_lost_base=any(report.has_lost_base for report in reports),
+        retries=sum(report.retries for report in reports),
     )

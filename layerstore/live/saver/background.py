@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from layerstore.errors import NO_SPACE_ERRNOS, StorageIO
 from layerstore.history import NextCommit
-from layerstore.live.log import LOG, words_of
+from layerstore.live.log import LOG, one_line
 from layerstore.live.saver.following import Following
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.retries import Retries
@@ -147,7 +147,7 @@ class Background:
             job.written_bytes = part.bytes_new
             self._following.written(job, part)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
-            job.failure = words_of(exc)
+            job.failure = one_line(exc)
             self._older.clear()  # or the next shares, planned already, may fail for the same reason
             LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
             if isinstance(exc, StorageIO) and exc.errno in NO_SPACE_ERRNOS and self._committing is not None:
@@ -174,7 +174,7 @@ class Background:
                 pin(self._repo, job.commit, job.joint)
             self._following.visible()
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
-            job.failure = job.failure or words_of(exc)
+            job.failure = job.failure or one_line(exc)
             LOG.error("%s", job.failure)  # one line
             if isinstance(exc, InheritedLayerLost):
                 self._inherited, self.has_lost_base = {}, True
@@ -187,8 +187,8 @@ class Background:
     def _joined(self, job: Job) -> Commit:
         """Wait for all ranks' parts and publish the commit."""
         joint, begun = job.joint, time.monotonic()
-        found: dict[int, Part] = {}
-        while (parts := parts_of(self._repo, joint, found)) is None:
+        known: dict[int, Part] = {}
+        while (parts := parts_of(self._repo, joint, known)) is None:
             if job.is_given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {joint.step} is given up: a rank could not write its share")
             waited_seconds = time.monotonic() - begun

@@ -26,7 +26,7 @@ from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, Locked
 from layerstore.gc import NOT_PUSHED, Facts, has_work
 from layerstore.layout import url_of
-from layerstore.live.log import LOG, words_of
+from layerstore.live.log import LOG, one_line
 from layerstore.policy import Best, Keep
 from layerstore.progress import Silent
 from layerstore.storage import RecordName
@@ -78,7 +78,7 @@ class Collector:
         self._warned = ""
         self._collected_at = -math.inf
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = self._answered = 0
+        self._requests = self._answered = 0
         self._is_answered = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="layerstore-collect", daemon=True)
         start(self._thread)
@@ -86,7 +86,7 @@ class Collector:
     def wake(self) -> None:
         """Push and collect soon: there is a new commit."""
         with self._is_answered:
-            self._asked += 1
+            self._requests += 1
         self._wishes.put(True)
 
     def retry(self) -> None:
@@ -97,8 +97,8 @@ class Collector:
     def wait(self, seconds: float | None = None) -> bool:
         """Return whether all requests so far were tried, after at most *seconds*."""
         with self._is_answered:
-            asked = self._asked
-            return self._is_answered.wait_for(lambda: self._answered >= asked, seconds)
+            requests = self._requests
+            return self._is_answered.wait_for(lambda: self._answered >= requests, seconds)
 
     def close(self, *, at_once: bool) -> None:
         """End the thread after one more push and collection, or *at_once*."""
@@ -115,11 +115,11 @@ class Collector:
             is_open = self._wishes.get()
             while not self._wishes.empty():
                 is_open = self._wishes.get() and is_open
-            asked = self._asked
+            requests = self._requests
             if not self._ends_at_once:
-                self._collect(is_new=asked > self._answered)
+                self._collect(is_new=requests > self._answered)
             with self._is_answered:
-                self._answered = asked
+                self._answered = requests
                 self._is_answered.notify_all()
 
     def _collect(self, *, is_new: bool) -> None:
@@ -129,8 +129,8 @@ class Collector:
                 self._collected_at = time.monotonic()
                 self._note(self._answer(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
-            self.push_error = words_of(exc) if self._places else ""
-            self._warn(words_of(exc))
+            self.push_error = one_line(exc) if self._places else ""
+            self._warn(one_line(exc))
 
     def _is_time(self) -> bool:
         """Whether a collection is worth its requests: in a bucket, objects stay for a day anyway."""
@@ -168,18 +168,18 @@ class Collector:
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the helper process to *question*."""
         # Files, not pipes: a child that training forks meanwhile would keep a pipe open.
-        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
-            asked.write(json.dumps(question).encode())
-            asked.seek(0)
+        with tempfile.TemporaryFile() as question_file, tempfile.TemporaryFile() as answer_file:
+            question_file.write(json.dumps(question).encode())
+            question_file.seek(0)
             # -P: do not look for modules in training's working folder.
             command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[3])]
-            self._process = subprocess.Popen(command, stdin=asked, stdout=said, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(command, stdin=question_file, stdout=answer_file, stderr=subprocess.STDOUT)
             if self._ends_at_once:  # since a moment ago
                 self._process.terminate()
             code = self._process.wait()
             self._process = None
-            said.seek(0)
-            last = (said.read().decode(errors="replace").splitlines() or ["it said nothing"])[-1]
+            answer_file.seek(0)
+            last = (answer_file.read().decode(errors="replace").splitlines() or ["it said nothing"])[-1]
         if code:
             raise LayerstoreError(f"the collecting process ended with {code}: {last}")
         answer: dict[str, Any] = json.loads(last)
@@ -228,7 +228,7 @@ def answer_question() -> None:
     except Locked:
         answer["is_locked"] = True
     except LayerstoreError as exc:
-        answer.setdefault("error", words_of(exc))
+        answer.setdefault("error", one_line(exc))
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
@@ -253,10 +253,10 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
         try:
             _send(store, newest.run, place, is_last=place == places[-1])
         except LayerstoreError as exc:
-            answer.setdefault("error", words_of(exc))
+            answer.setdefault("error", one_line(exc))
             # A damaged commit or a moved pin is not a reason to keep the newest save from being safe.
             if not (isinstance(exc, AlreadyExists | IntegrityError) and _has(store, newest, place)):
-                answer["push_error"] = answer["push_error"] or words_of(exc)
+                answer["push_error"] = answer["push_error"] or one_line(exc)
                 continue
         if place == places[-1]:
             answer["pushed_step"] = newest.step
@@ -288,26 +288,26 @@ def _collected(
 ) -> dict[str, Any]:
     """Apply *keep* here and in the folders among *places*, each of which only loses what a later place has."""
     following = _remote(store, places[0]) if places else None
-    found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
+    outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     if (
         len(places) == 1
         and not Path(places[0]).is_absolute()
-        and any(NOT_PUSHED in fate.kept_by for fate in found.commits)
+        and any(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     ):
         # The bucket may have lost what its records name.
         with suppress(AlreadyExists, IntegrityError):  # the push before has said the same
             store.push(places[0], runs=[run])
-        found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
+        outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     later = [_remote(store, place) for place in places]
     # A folder in the middle begins with the newest commit, and is trimmed itself: the levels behind it have the rest.
     for following in later[1:]:
-        found = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
+        outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     for number, place in enumerate(places[:-1], 1):
         if Path(place).is_absolute():
             with Store(place) as there:
                 for following in later[number:]:
                     there.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
-    return {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
+    return {"commits_removed": len(outcome.removed), "bytes_freed": outcome.bytes_freed}
 
 
 def _remote(store: Store, place: str) -> str:

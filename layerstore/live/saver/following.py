@@ -151,14 +151,15 @@ class Following:
 
     def close(self, *, at_once: bool) -> None:
         """End when all is done, or *at_once*."""
-        for each in (self._sender, self._behind, self._near):
-            if each is not None:
-                each.close(at_once=at_once)
+        for worker in (self._sender, self._behind, self._near):
+            if worker is not None:
+                worker.close(at_once=at_once)
 
     def added_to(self, status: Status) -> Status:
         """Return *status* with what is known of the levels."""
         lost = [] if self._sender is None else self._sender.lost
-        errors = [each.error for each in (self._sender, self._behind, self._near) if each is not None and each.error]
+        workers = (self._sender, self._behind, self._near)
+        errors = [worker.error for worker in workers if worker is not None and worker.error]
         pushed = None if self._sender is None else self._sender.sent_step
         if self._behind is not None and self._behind.has_places:
             pushed = self._behind.pushed_step

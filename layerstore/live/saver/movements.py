@@ -38,7 +38,7 @@ class Sample:
 class _Places:
     """Sampled elements of one storage."""
 
-    of: SliceSource
+    part: SliceSource
     """A slice in that storage."""
     at: "torch.Tensor"
     """Where they are, on the storage's device from the first sample on."""
@@ -47,8 +47,8 @@ class _Places:
         """Return the elements as they are now."""
         import torch
 
-        dtype = getattr(torch, by_code(self.of.dtype).torch_name)
-        held = captured.memory(self.of.path).bytes_of(self.of.path).view(dtype)
+        dtype = getattr(torch, by_code(self.part.dtype).torch_name)
+        held = captured.memory(self.part.path).bytes_of(self.part.path).view(dtype)
         self.at = self.at.to(held.device)
         return held[self.at].to(torch.float64)
 
@@ -79,39 +79,46 @@ class MovementWatch:
         """Sample the masters as they are now, and their second moments."""
         import torch
 
-        self._look_at(captured.share)
-        masters, squares = ([of.taken(captured) for of in each] for each in (self._masters, self._squares))
+        self._choose_elements(captured.share)
+        masters, squares = ([places.taken(captured) for places in group] for group in (self._masters, self._squares))
         # A single transfer, since each one waits for everything that the device has begun.
-        found = torch.cat([*masters, *squares]).to("cpu") if masters else torch.empty(0, dtype=torch.float64)
+        elements = torch.cat([*masters, *squares]).to("cpu") if masters else torch.empty(0, dtype=torch.float64)
         count = sum(map(len, masters))
-        return Sample(captured.share, found[:count], found[count:] if len(squares) == len(masters) else None)
+        return Sample(captured.share, elements[:count], elements[count:] if len(squares) == len(masters) else None)
 
     def movements(self, sample: Sample) -> Movements:
         """Return how far each layer has moved since its last save. Collective."""
         import torch
 
         count = len(self._layers)
-        dd, aa, moved, lengths = sums = torch.zeros(4, count, dtype=torch.float64)
+        differences, bases, moved, lengths = sums = torch.zeros(4, count, dtype=torch.float64)
         if self._base is not None:
             difference = sample.masters - self._base
-            dd.index_add_(0, self._layer_of, self._weights * difference.square())
-            aa.index_add_(0, self._layer_of, self._weights * self._base.square())
+            differences.index_add_(0, self._layer_of, self._weights * difference.square())
+            bases.index_add_(0, self._layer_of, self._weights * self._base.square())
             if sample.squares is not None:
                 roots = self._weights * sample.squares.sqrt()
                 moved.index_add_(0, self._layer_of, roots * difference.abs())
                 lengths.index_add_(0, self._layer_of, roots * self._base.abs())
         lacking = float(sample.squares is None)
         *totals, are_lacking = self._exchange.sums([*sums.flatten().tolist(), lacking])
-        dds, aas, moveds, lengthss = (totals[row * count : (row + 1) * count] for row in range(4))
+        differences_of, bases_of, moved_of, lengths_of = (totals[row * count : (row + 1) * count] for row in range(4))
         known = [at for at, layer in enumerate(self._layers) if layer in self._known and self._counts[at]]
-        still = {of.layer: 0.0 for of in sample.share.layers if of.layer in self._known and is_still(of.parameters)}
-        relative = {self._layers[at]: movement_of(dd=dds[at], aa=aas[at], elements=self._counts[at]) for at in known}
-        weighted = {
-            self._layers[at]: Weighted(moved=moveds[at], lengths=lengthss[at], elements=self._counts[at])
+        still = {
+            layer.layer: 0.0
+            for layer in sample.share.layers
+            if layer.layer in self._known and is_still(layer.parameters)
+        }
+        relative = {
+            self._layers[at]: movement_of(dd=differences_of[at], aa=bases_of[at], elements=self._counts[at])
             for at in known
         }
-        found = {} if are_lacking else weighted_movements(weighted)
-        return Movements(relative=relative | still, weighted=found | still if found else {})
+        weighted = {
+            self._layers[at]: Weighted(moved=moved_of[at], lengths=lengths_of[at], elements=self._counts[at])
+            for at in known
+        }
+        by_layer = {} if are_lacking else weighted_movements(weighted)
+        return Movements(relative=relative | still, weighted=by_layer | still if by_layer else {})
 
     def saved(self, sample: Sample, layers: frozenset[str]) -> None:
         """Measure *layers* from *sample* on."""
@@ -129,7 +136,7 @@ class MovementWatch:
         self._base = None
         self._known.clear()
 
-    def _look_at(self, share: Share) -> None:
+    def _choose_elements(self, share: Share) -> None:
         """Choose the elements once: an engine's state stays in place, but for moments that begin."""
         import torch
 
@@ -139,8 +146,11 @@ class MovementWatch:
         if layers == self._layers and paths == self._paths:
             return
         self._layers, self._paths = layers, paths
-        self._counts = [sum(prod(of.shape) for of in layer.parameters if not of.frozen) for layer in share.layers]
-        shapes = {of.name: of.shape for layer in share.layers for of in layer.parameters}
+        self._counts = [
+            sum(prod(parameter.shape) for parameter in layer.parameters if not parameter.frozen)
+            for layer in share.layers
+        ]
+        shapes = {parameter.name: parameter.shape for layer in share.layers for parameter in layer.parameters}
         pairs.sort(key=lambda pair: str(_paths(*pair[1:])))
         self._masters, self._squares, layer_of, weights = [], [], list[int](), list[float]()
         for _, members in groupby(pairs, key=lambda pair: _paths(*pair[1:])):
@@ -162,23 +172,23 @@ class MovementWatch:
 def _masters(share: Share) -> Iterator[tuple[int, SliceSource, SliceSource | None]]:
     """Yield the slices of the masters, each with the number of its layer and the slice of its second moments."""
     for at, layer in enumerate(share.layers):
-        squares = {part.name: part for of in layer.objects for part in of.slices if part.state == SECOND_MOMENT}
-        for of in layer.objects:
-            if of.kind is Kind.MASTER:
-                yield from ((at, part, squares.get(part.name)) for part in of.slices)
+        squares = {part.name: part for source in layer.objects for part in source.slices if part.state == SECOND_MOMENT}
+        for source in layer.objects:
+            if source.kind is Kind.MASTER:
+                yield from ((at, part, squares.get(part.name)) for part in source.slices)
 
 
 def _paths(masters: SliceSource, squares: SliceSource | None) -> tuple[Path, Path | None]:
     return masters.path, squares.path if squares else None
 
 
-def _first(of: SliceSource) -> int:
+def _first(part: SliceSource) -> int:
     """Return which element of its storage is the first of a slice."""
-    return of.offset_bytes // by_code(of.dtype).bytes
+    return part.offset_bytes // by_code(part.dtype).bytes
 
 
-def _own_places(shape: Sequence[int], of: SliceSource) -> list[int]:
+def _own_places(shape: Sequence[int], part: SliceSource) -> list[int]:
     """Return which elements of a slice of a parameter are sampled."""
-    first, last = of.begin, of.begin + of.elements
+    first, last = part.begin, part.begin + part.elements
     runs = (range(max(begin, first), min(end, last)) for begin, end in sampled(prod(shape)))
     return [element - first for run in runs for element in run]

@@ -92,7 +92,7 @@ class SaverOptions:
     def places(self) -> tuple[str, ...]:
         """Where each save is sent: remotes by name or URL, folders by absolute path."""
         named = [self.push] if isinstance(self.push, str | PathLike) else list(self.push or ())
-        return tuple(each if isinstance(each, str) and is_name(each) else place(each) for each in named)
+        return tuple(level if isinstance(level, str) and is_name(level) else place(level) for level in named)
 
     @property
     def excludes_frozen(self) -> bool:

@@ -72,10 +72,10 @@ def read_request(
         raise InvalidInput(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
     if not isinstance(extra_files, Mapping | None):
         raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
-    told = dict(client_state or {})
+    kept_state = dict(client_state or {})
     if metrics is not None:
         # Those that a resume has returned in client_state are of an older step.
-        told[METRICS] = _metrics(metrics)
+        kept_state[METRICS] = _metrics(metrics)
     files = {_below(name): Path(path) for name, path in (extra_files or {}).items()}
     number = _step(step)
     if pin is not None:
@@ -84,7 +84,7 @@ def read_request(
         check_pin_name(repo, pin)
         check_pin_free(repo, pin, run=run, step=number)
     return SaveRequest(
-        step=number, client_state=told, tag=tag, files=files, pin=pin, keyframes=keyframes(), is_complete=True
+        step=number, client_state=kept_state, tag=tag, files=files, pin=pin, keyframes=keyframes(), is_complete=True
     )
 
 
@@ -92,13 +92,13 @@ def _metrics(metrics: object) -> dict[str, float]:
     """Return *metrics* as plain numbers: those of numpy, and tensors of one element, are taken, too."""
     if not isinstance(metrics, Mapping):
         raise InvalidInput(f"metrics= is a {type(metrics).__name__}; it maps names to numbers")
-    found = {}
+    numbers = {}
     for name, value in metrics.items():
         try:
-            found[str(name)] = float(value)
+            numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
             raise InvalidInput(f"metrics= has {name!r}: {value!r}, which is not a number") from exc
-    return found
+    return numbers
 
 
 def _below(name: str) -> str:
@@ -151,12 +151,12 @@ class SaveFiles:
         if self._is_sealed.is_set():
             return
         try:
-            found = {file.name: file for file in (self._random, *self._beside(), *self._extra)}
-            self._kept = tuple(sorted(found.values(), key=lambda file: file.name))
+            by_name = {file.name: file for file in (self._random, *self._files_beside(), *self._extra)}
+            self._kept = tuple(sorted(by_name.values(), key=lambda file: file.name))
         finally:
             self._is_sealed.set()  # always: a thread waits for it
 
-    def _beside(self) -> list[KeptFile]:
+    def _files_beside(self) -> list[KeptFile]:
         """Return DeepSpeed's scripts and the files in the folder; the first rank keeps those that belong to no rank."""
         try:
             self._flavour = flavour_of(self.request.folder, self.request.tag)

@@ -177,9 +177,9 @@ class Saver:
         )
         self._save(lambda: request, self._captured if capture is None else lambda _: capture())
 
-    def _captured(self, asked: SaveRequest) -> Captured:
+    def _captured(self, request: SaveRequest) -> Captured:
         pattern, exclude_frozen = self.options.pattern, self.options.excludes_frozen
-        return self._engine.capture(asked.tag, asked.client_state, pattern=pattern, exclude_frozen=exclude_frozen)
+        return self._engine.capture(request.tag, request.client_state, pattern=pattern, exclude_frozen=exclude_frozen)
 
     def _save(self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]) -> Saved:
         held = hold_training(self._engine.device)
@@ -209,14 +209,14 @@ class Saver:
         is_skipped = pressure == "skip" or (pressure == "wait" and not self._wait_for_room())
         self._copier.follow()
         moved = self._movements.movements(sample) if self._movements and sample else Movements()
-        of_policy = partial(
+        due_now = partial(
             self._schedule.due,
             tuple(layer.layer for layer in share.layers),
             moments=captured.moments,
             moved=moved,
             sizes=captured.bytes_by_layer,
         )
-        due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
+        due = agreed_layers(self.exchange, self._schedule.policy, due_now)
         # A rank's report has room for the outcomes of only SAVES_MAX saves, however small the saves are.
         if is_skipped or self._schedule.open_for >= SAVES_MAX:
             number = self._schedule.skip(due)

@@ -49,7 +49,7 @@ class Schedule:
             number=place.save_number,
             visible=own,
             foreign=frozenset(place.inherited.keys() - own.keys()),
-            had_moments={layer: 0 if of.optimizer_step is None else inf for layer, of in place.inherited.items()},
+            had_moments={layer: 0 if entry.optimizer_step is None else inf for layer, entry in place.inherited.items()},
             counts={layer: place.inherited[layer].compact for layer in referable},
         )
 
@@ -71,8 +71,8 @@ class Schedule:
             weighted_movements=moved.weighted,
             sizes=sizes,
         )
-        found = due_layers(anchored(self.policy, 0), save)
-        return found | self._needed(layers, moments) | (self.owed & set(layers))
+        of_policy = due_layers(anchored(self.policy, 0), save)
+        return of_policy | self._needed(layers, moments) | (self.owed & set(layers))
 
     def _needed(self, layers: Iterable[str], moments: Mapping[str, int]) -> frozenset[str]:
         """Return those of *layers* that a commit cannot inherit: never saved, or last saved with fewer moments."""
@@ -94,16 +94,16 @@ class Schedule:
 
     def last_saved(self) -> dict[str, int]:
         """Return the number of each layer's newest save, as if every pending one became visible."""
-        found = dict(self.visible)
+        numbers = dict(self.visible)
         for number, due in self.pending.items():
-            found |= dict.fromkeys(due, number)
-        return found
+            numbers |= dict.fromkeys(due, number)
+        return numbers
 
     def compact_now(self, due: frozenset[str], keyframes: Keyframes, moments: Mapping[str, int]) -> frozenset[str]:
         """Return those of *due* that need not be exact this time, as if every pending save became visible."""
         counts = dict(self.counts)
-        for number, of_save in self.pending.items():
-            self._count(counts, of_save, number)
+        for number, pending in self.pending.items():
+            self._count(counts, pending, number)
         return frozenset(
             layer
             for layer in due
@@ -143,7 +143,7 @@ class Schedule:
         last = self.last_saved()
         chosen = set(self._needed(due, moments))
         room -= sum(sizes[layer] for layer in chosen)
-        for layer in sorted(due - chosen, key=lambda of: (last.get(of, -1), of)):
+        for layer in sorted(due - chosen, key=lambda layer: (last.get(layer, -1), layer)):
             if chosen and sizes[layer] > room:
                 continue
             chosen.add(layer)
@@ -167,7 +167,7 @@ class Schedule:
 
 def policy_use(policy: Policy, share: Share, due: frozenset[str], moved: Movements) -> PolicyUse:
     """Return the record's entry on *policy*: which layers were due, and the movements that it decided by."""
-    said: dict[Tree, Tree] = {}
+    decisions: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(due) < len(share.layers):
-        said["due"] = [layer.layer for layer in share.layers if layer.layer in due]
-    return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said | moved.decisions())
+        decisions["due"] = [layer.layer for layer in share.layers if layer.layer in due]
+    return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=decisions | moved.decisions())

@@ -12,7 +12,7 @@ from functools import partial
 
 from layerstore.errors import Conflict, IntegrityError, LayerstoreError
 from layerstore.history import Resolved
-from layerstore.live.log import LOG, words_of
+from layerstore.live.log import LOG, one_line
 from layerstore.live.ranks import GroupParts
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.worker import Worker
@@ -114,7 +114,7 @@ class Sender:
                 self._copied()
         except Exception as exc:  # noqa: BLE001  # training goes on
             self._fail(job, exc)
-            self._repeated(partial(fail_share, self._repo, job.joint, words_of(exc)), job.joint.step, "copy")
+            self._repeated(partial(fail_share, self._repo, job.joint, one_line(exc)), job.joint.step, "copy")
         finally:
             with self._changed:
                 self._to_copy -= 1
@@ -147,14 +147,14 @@ class Sender:
 
     def _parts(self, job: Job) -> list[Part] | None:
         """Wait until all ranks have copied their shares; None if this ends before."""
-        found: dict[int, Part] = {}
+        parts: dict[int, Part] = {}
         begun = time.monotonic()
         while True:
             is_last = self._is_last  # before the look, which may miss what comes meanwhile
-            if not self._repeated(lambda: parts_of(self._repo, job.joint, found), job.joint.step, "commit"):
+            if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job.joint.step, "commit"):
                 return None
-            if len(found) == job.joint.share.world_size:
-                return [found[rank] for rank in sorted(found)]
+            if len(parts) == job.joint.share.world_size:
+                return [parts[rank] for rank in sorted(parts)]
             if is_last:
                 self._why_waiting["commit"] = f"step {job.joint.step} is not whole in {self._repo.name}"
                 return None
@@ -172,8 +172,8 @@ class Sender:
                 if isinstance(exc, IntegrityError | GivenUp | Conflict):
                     raise
                 if not self._why_waiting[what]:
-                    LOG.warning("step %d waits to be sent to %s: %s", step, self._repo.name, words_of(exc))
-                self._why_waiting[what] = words_of(exc)
+                    LOG.warning("step %d waits to be sent to %s: %s", step, self._repo.name, one_line(exc))
+                self._why_waiting[what] = one_line(exc)
                 if self._is_stopping.wait(pause_seconds):
                     return False
                 pause_seconds = min(2 * pause_seconds, _PAUSE_SECONDS_MAX)
@@ -189,9 +189,9 @@ class Sender:
             LOG.warning("could not record the timing of step %d: %s", step, exc)
 
     def _fail(self, job: Job, exc: Exception) -> None:
-        self.lost.append(f"step {job.joint.step}: {words_of(exc)}")
+        self.lost.append(f"step {job.joint.step}: {one_line(exc)}")
         self.has_lost_base = True
-        LOG.error("step %d is not sent to %s: %s; training goes on", job.joint.step, self._repo.name, words_of(exc))
+        LOG.error("step %d is not sent to %s: %s; training goes on", job.joint.step, self._repo.name, one_line(exc))
 
     def _end_one(self) -> None:
         with self._changed:

@@ -220,12 +220,12 @@ class Snapshot:
 
 def changing(objects: Iterable[ObjectSource]) -> list[SliceSource]:
     """Return the slices of *objects* that the next update changes."""
-    return [part for of in objects if of.kind in {Kind.MASTER, Kind.OPTIMIZER} for part in of.slices]
+    return [part for source in objects if source.kind in {Kind.MASTER, Kind.OPTIMIZER} for part in source.slices]
 
 
 def changing_bytes(captured: Captured) -> int:
     """Return how many bytes a save of every layer copies."""
-    objects = (of for layer in captured.share.layers for of in layer.objects)
+    objects = (source for layer in captured.share.layers for source in layer.objects)
     return sum(part.size_bytes for part in changing(objects))
 
 
