@@ -1,9 +1,9 @@
 """
 Saving and resuming a live engine: this room imports DeepSpeed, Transformers and torch, inside functions.
 
-``attaching.py`` and ``resuming.py`` have what users call. ``saver/`` saves while training continues, ``deepspeed/``
-knows DeepSpeed, ``engine/`` says what a saver needs from any engine, and ``ranks/`` holds the messages between ranks.
-``trainer.py`` is the callback for Transformers' Trainer, and ``trainer_fsdp.py`` what it does under FSDP2.
+Users call ``attaching.py`` and ``resuming.py``. ``saver/`` saves while training continues, ``engine/`` defines what a
+saver needs from any engine, ``deepspeed/`` and ``module/`` implement that, and ``ranks/`` has the messages between
+ranks. ``trainer.py`` is the callback for Transformers' Trainer; ``trainer_fsdp.py`` is its part for FSDP2.
 """
 
 from layerstore.live.attaching import attach

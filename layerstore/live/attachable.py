@@ -1,4 +1,4 @@
-"""What a saver is attached to, and a commit is resumed into: DeepSpeed's engine, or a module with its optimizers."""
+"""The interface of everything that can be saved and resumed: DeepSpeed's engine, or a module with its optimizers."""
 
 from collections.abc import Callable, Iterable
 from os import PathLike
@@ -20,62 +20,62 @@ class Loading(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What does not carry over."""
+        """What does not carry over, one sentence each."""
 
     @property
     def random_state(self) -> dict[str, Any] | None:
-        """This rank's generators, if it had some."""
+        """The state of this rank's random number generators; None if none was saved."""
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What the user kept."""
+        """The user's client_state."""
 
     @property
     def counters(self) -> tuple[int, int, int]:
         """Updates, samples and skipped updates, as the engine counts them."""
 
     def fill(self) -> None:
-        """Give it to this rank's part of what is trained."""
+        """Load it into this rank's part of the engine or module."""
 
 
 class Attachable(Protocol):
-    """What trains."""
+    """An engine, or a module with its optimizers, that a saver can be attached to."""
 
     @property
     def engine(self) -> Engine:
-        """What a saver reads."""
+        """The interface that a saver reads."""
 
     @property
     def binding(self) -> Binding:
-        """What it is tied to."""
+        """Its saver and the commit that it holds."""
 
     def meet(self, exchange: Exchange) -> None:
-        """Let the ranks learn of each other what a saver must know. Collective."""
+        """Exchange which rank holds what, as far as a saver needs it. Collective."""
 
     def settle(self) -> None:
         """Wait for all pending saves. Collective."""
 
     def install(self) -> Callable[[], None]:
-        """Take part in its own saves and loads; return a function that undoes it."""
+        """Make its own saves and loads use the store; return a function that undoes it."""
 
     def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> Loading:
         """Read *composition* and check that it fits."""
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
-        """Let all ranks *fill* it with what was read. Collective."""
+        """Call *fill* on all ranks. Collective."""
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one of all ranks."""
+        """Log *notes* on *what*, on one rank only."""
 
 
 def trained_and_levels(
     where: str, trained: object, optimizers: object, store: Store | StrPath | Iterable[StrPath] | None
 ) -> tuple[Attachable, Levels]:
     """
-    Return what is trained, and where: the last of what was given, since DeepSpeed's engine needs no optimizer.
+    Return what is trained and the levels of *store*; without *store*, *optimizers* is the store of DeepSpeed's engine.
 
     Raises:
-        InvalidInput: *trained* is nothing that can be saved, or *store* is not a store.
+        InvalidInput: *trained* cannot be saved, or *store* is not a store.
         Unsupported: It keeps state where it cannot be saved.
     """
     if store is None:
@@ -90,7 +90,7 @@ def trained_and_levels(
 
 def attachable(trained: object, optimizers: object = None) -> Attachable:
     """
-    Return what *trained* is: a module if it has *optimizers*, else DeepSpeed's engine.
+    Return *trained* as a module with its *optimizers* or, without any, as DeepSpeed's engine.
 
     Raises:
         InvalidInput: It is neither.
@@ -105,6 +105,6 @@ def attachable(trained: object, optimizers: object = None) -> Attachable:
     if not hasattr(trained, "zero_optimization_stage") and hasattr(trained, "named_parameters"):
         raise InvalidInput(
             f"{type(trained).__name__} is a module, and its optimizer is not named",
-            hint="attach(model, optimizer, store, run=…), and resume likewise; or pass DeepSpeed's engine",
+            hint="attach(model, optimizer, store, run=…), and resume in the same way; or pass DeepSpeed's engine",
         )
     return AttachableEngine(trained)

@@ -1,4 +1,4 @@
-"""``layerstore.attach``: check that the ranks want the same, and give what they train a saver."""
+"""``layerstore.attach``: check that all ranks have the same settings, and attach a saver."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -59,7 +59,7 @@ def attach(
 
 
 def options_for(levels: Levels, options: SaverKeywords) -> SaverOptions:
-    """Return *options*, checked, with *levels* after the first as what saves are sent to."""
+    """Return *options*, checked, with the levels after the first as the places that saves are sent to."""
     if not levels.others:
         return SaverOptions(**options)
     if options.get("push") is not None:
@@ -68,11 +68,11 @@ def options_for(levels: Levels, options: SaverKeywords) -> SaverOptions:
     return SaverOptions(**options)
 
 
-show_fields(attach, SaverOptions)  # to help() and editors, and to what checks the arguments
+show_fields(attach, SaverOptions)  # for help(), editors, and the check of arguments
 
 
 def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, run: str) -> Saver:
-    """Do as `attach` does, with *options* that were checked when they were made."""
+    """Attach a saver, as `attach` does, with *options* that were checked when they were made."""
     engine = trained.engine
     if engine.ungated and options.mode == "async":
         options = replace(options, mode="sync")
@@ -118,7 +118,7 @@ def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | 
 def _agreed(
     exchange: Exchange, levels: Levels, trained: Attachable, options: SaverOptions, *, run: str
 ) -> tuple[OpenLevels, Composition | None]:
-    """Return the store and what *trained* continues from; raise on every rank unless all want the same."""
+    """Return the store and the composition that *trained* continues; raise on all ranks if their settings differ."""
     opened = open_levels(exchange, levels, run)
     store, places = opened.store, options.places[opened.depth :]
     with exchange.raise_on_all():
@@ -135,7 +135,7 @@ def _agreed(
     settings = exchange.texts(_same_on_all_ranks(options, run))
     for rank, other in enumerate(settings):
         if other != settings[0]:
-            raise InvalidInput(f"the ranks want different things: rank 0 {settings[0]}; rank {rank} {other}")
+            raise InvalidInput(f"the ranks have different settings: rank 0 has {settings[0]}; rank {rank} has {other}")
     if store is None:
         opened = open_levels(exchange, levels, run, makes=True)
         store = opened.store
@@ -167,7 +167,7 @@ def _same_on_all_ranks(options: SaverOptions, run: str) -> str:
 
 
 def check_places(store: Store | None, places: Sequence[str]) -> None:
-    """Raise unless saves to *store* can be sent to *places*; one that is yet to be made has no remotes with names."""
+    """Raise unless saves to *store* can be sent to *places*; a store that is yet to be made has no named remotes."""
     if places and store is not None and store.repo.remote is not None:
         raise InvalidInput(f"push= is for a store on a disk: {store.repo.remote} is a bucket", hint="leave it out")
     for place in places:
@@ -184,7 +184,7 @@ def check_places(store: Store | None, places: Sequence[str]) -> None:
 
 
 def _check_saves(engine: Engine, options: SaverOptions) -> None:
-    """Raise what the first save would refuse of *engine*, which may be hours from now."""
+    """Raise now what the first save of *engine* would raise, which may be hours away."""
     policy = chosen_policy(options.policy)
     try:
         captured = engine.capture("first-save", {}, pattern=options.pattern, exclude_frozen=options.excludes_frozen)

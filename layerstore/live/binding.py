@@ -1,4 +1,4 @@
-"""What ties an engine to a store: the commit that its next save follows, and its saver."""
+"""The tie between an engine and a store: the commit that its next save follows, and its saver."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +14,30 @@ from layerstore.store import Store
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """What one engine is tied to; `binding_of` returns it."""
+    """The saver and the commit of one engine; `binding_of` returns it."""
 
     saver: Saver | None = None
     """The saver that is attached."""
     store_id: str = ""
     composition: Composition | None = None
-    """What the engine was filled with, or has saved, in the store *store_id*: its next save follows that."""
+    """The composite that the engine was filled with or has saved last, in the store *store_id*."""
     is_half_loaded: bool = False
-    """Whether the last load has failed after it began."""
+    """Whether the last load failed after it began to change the engine."""
 
     def composition_in(self, store: Store) -> Composition | None:
-        """Return what the next save follows; None if that is in another store."""
+        """Return the composite that the next save follows; None if there is none, or it is in another store."""
         return self.composition if self.store_id == store.id else None
 
     def fill(self, store: Store, composition: Composition) -> None:
-        """Note that the engine holds *composition* of *store*."""
+        """Record that the engine holds *composition* of *store*."""
         self.store_id, self.composition, self.is_half_loaded = store.id, composition, False
 
     def empty(self) -> None:
-        """Note that a load begins: no commit is known until it completes, or ever if it is not from a store."""
+        """Record that a load begins: until it completes, and if it is not from a store, no commit is known."""
         self.composition, self.is_half_loaded = None, False
 
     def fail_load(self) -> None:
-        """Note that a load has failed half-way: nothing is saved until another one succeeds."""
+        """Record that a load failed half-way: nothing is saved until another load succeeds."""
         self.composition, self.is_half_loaded = None, True
 
     def check_splittable(self) -> None:
@@ -45,14 +45,14 @@ class Binding:
         if self.is_half_loaded:
             raise Conflict(
                 "the last load failed half-way, so the engine holds parts of two states",
-                hint="load once more while a saver is attached, or call layerstore.resume",
+                hint="load again while a saver is attached, or call layerstore.resume",
             )
 
     def release(self, attempt: int | None) -> None:
         """
         Let the next saver continue from the tip of *attempt*, whose saver is closed now.
 
-        None if an error ended it: which of its saves became commits is unknown.
+        None if an error ended that saver: then it is unknown which of its saves became commits.
         """
         saver, self.saver = self.saver, None
         if attempt is None or saver is None:
@@ -69,7 +69,7 @@ _BINDINGS: "WeakKeyDictionary[Any, Binding]" = WeakKeyDictionary()
 
 
 def binding_of(engine: Any) -> Binding:
-    """Return what the trainer's own *engine* is tied to."""
+    """Return the binding of the trainer's own *engine*."""
     return _BINDINGS.setdefault(engine, Binding())
 
 

@@ -1,12 +1,12 @@
 """
-Levels: the first place takes each save, and the others have it soon after.
+Levels: each save goes to the first place, and soon after to the others.
 
     levels = ["/dev/shm/sft", "/shared/sft", "s3://checkpoints/sft"]
     layerstore.resume(engine, levels, run="sft")
     saver = layerstore.attach(engine, levels, run="sft", keep=Keep(last=3))
 
-Every level is the same store, under one id, and each can be used by itself. Each later one is filled from the first; a
-resume takes the newest step that any of them has, and reads from the nearest.
+Every level is the same store, with the same id, and can be used by itself. Later ones are filled from the first; a
+resume takes the newest step that any of them has, and reads it from the nearest.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     Return the levels that *store* names, which are several if it is a list.
 
     Raises:
-        InvalidInput: They are not places, one comes twice or is inside another, or a bucket comes first.
+        InvalidInput: A level is not a place, comes twice or is inside another; or a bucket comes first.
     """
     if isinstance(store, Store | str | PathLike):
         return Levels(store)
@@ -67,11 +67,11 @@ class OpenLevels:
     """The levels of a run, opened on one rank."""
 
     store: Store | None
-    """Where commits are made: the first level, or the next one if each node has a first level of its own."""
+    """The level where commits are made: the first, or the second if each node has a first level of its own."""
     near: Near | None = None
     """This node's own first level, if each has one."""
     firsts: tuple[int, ...] = ()
-    """The first rank of each rank's node, where *near* is given."""
+    """By rank, the first rank of its node, if each node has a first level of its own."""
 
     @property
     def depth(self) -> int:
@@ -81,9 +81,9 @@ class OpenLevels:
 
 def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = False) -> OpenLevels:
     """
-    Open *levels* on every rank, once the first has all that the others have of *run*. Collective.
+    Open *levels* on every rank, after bringing *run* in the first up to date with the others. Collective.
 
-    If none of them holds a store, there is none, unless this *makes* it.
+    If no level holds a store, it is None, unless this *makes* one.
     """
     near = Path(str(levels.first))
     firsts = first_ranks(exchange, near) if levels.others else []
@@ -116,7 +116,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
 
 
 def _check_new(near: Path, behind: str, run: str) -> None:
-    """Raise Conflict if *near* has commits of *run*: then they were made in *behind*, which is not there now."""
+    """Raise Conflict if *near* has commits of *run*: they were made in *behind*, where there is no store now."""
     opened = store_if_there(near)
     if opened is None:
         return
@@ -130,7 +130,7 @@ def _check_new(near: Path, behind: str, run: str) -> None:
 
 
 def _take_over(levels: Levels, run: str) -> None:
-    """Give the first level what a later one has of *run* that is newer, and say so."""
+    """Bring *run* in the first level up to date with the later levels, and log it."""
     from layerstore.remote import Bucket, Remote, check_same_store, take_over
 
     near = Path(str(levels.first))
@@ -156,10 +156,10 @@ def _take_over(levels: Levels, run: str) -> None:
 
 def _completed(near: Store, mine: RecordRow, behind: str, run: str) -> RecordRow | None:
     """
-    Return the newest commit of *near* that can be read whole; *mine* is the newest one, and is not whole there.
+    Return the newest commit that *near* can read whole; its newest one, *mine*, is incomplete there.
 
-    The level *behind* may have the rest. What it has not is lost: *near* was one of several nodes' own, and the only
-    one that is left.
+    The level *behind* may have the rest. Otherwise the commit is lost: *near* belonged to one of several nodes, and the
+    others are gone.
     """
     store = store_if_there(behind)
     if store is None:
@@ -180,13 +180,13 @@ def _open_if_there(level: str, near: Path) -> Store | None:
             f"{level} may have newer steps than {near}, and cannot be read: {exc}",
             errno=exc.errno,
             filename=exc.filename,
-            hint="try again; or name the other levels alone, to go on from what they have",
+            hint="try again; or name the other levels alone, to continue from what they have",
         ) from exc
 
 
 def make_levels(store: Store, others: Iterable[str]) -> None:
     """
-    Make sure that each of the *others* can take what is saved to *store*; a folder without a store becomes one.
+    Make sure that each of the *others* can take the saves of *store*; a folder without a store becomes one.
 
     Raises:
         Conflict: One of them is another store.

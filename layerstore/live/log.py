@@ -1,4 +1,4 @@
-"""The logger of savers, and how an error becomes one line of it."""
+"""The logger of savers, and errors as one line of it."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ LOG = logging.getLogger("layerstore")
 
 
 class _UnlessConfigured(logging.StreamHandler):  # type: ignore[type-arg]  # generic in the type stubs alone
-    """Writes to stderr unless somebody has configured logging: Python itself would write warnings only."""
+    """Writes to stderr unless the program has configured logging: Python itself would only write warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write *record*."""
@@ -31,7 +31,7 @@ _show_lines()
 def one_line(exc: BaseException) -> str:
     """Return *exc* and its cause in one line."""
     words, cause = str(exc), exc.__cause__ or ""
-    # Without the number: most messages of ours end in the system's words already.
+    # Without the number, because most of our messages already end in the system's own text.
     cause = (isinstance(cause, OSError) and cause.strerror) or str(cause)
     if cause not in words:
         words = f"{words}: {cause}"

@@ -1,8 +1,8 @@
 """
 A first level in each node: the ranks of a node write to its own store, and commits are made in the level behind it.
 
-Each node's store is a partial clone of that level: it has what its own ranks have written, and fetches whatever else is
-needed. What a job could not send before it died lies there, and is sent when the next one resumes.
+Each node's store is a partial clone of that level: it has the saves of its own ranks, and fetches everything else on
+demand. Saves that a job could not send before it died stay there, and are sent when the next job resumes.
 """
 
 import secrets
@@ -30,23 +30,23 @@ from layerstore.threads import Threads
 
 
 def first_ranks(exchange: Exchange, folder: Path) -> list[int]:
-    """Return, by rank, the first of the ranks that see the same *folder* as that one. Collective."""
+    """Return, by rank, the first rank that sees the same *folder*: the first rank of each rank's node. Collective."""
     token = exchange.first(secrets.token_hex(8) if exchange.rank == 0 else "")
     files, places = Files(), (layout_at(folder).tmp, folder, *folder.absolute().parents)
     with exchange.raise_on_all():
         there = next(place for place in places if files.is_directory(place))
-    # The folder may be yet to be made: its own path tells it from others in the folder that is there.
+    # The folder may not exist yet; then its path, in the mark's name, distinguishes it within the folder that does.
     prefix = f"{MARK_PREFIX}{token}-{object_id(str(folder.absolute()).encode())}."
     with _marked(exchange, files, there / f"{prefix}{exchange.rank}"):
         with exchange.raise_on_all():
-            # A name that was never asked for is looked up anew, also on NFS.
+            # NFS caches names that were looked up before; these are new, so the server is asked.
             first = next(rank for rank in range(exchange.size) if files.exists(there / f"{prefix}{rank}"))
         return [first_rank for (first_rank,) in exchange.integers([first])]
 
 
 @contextmanager
 def _marked(exchange: Exchange, files: Files, mark: Path) -> Iterator[None]:
-    """Make the file *mark* on every rank, for a while."""
+    """Make the file *mark*, one for each rank, while the block runs."""
     try:
         with exchange.raise_on_all():
             files.create(mark).close()
@@ -59,9 +59,10 @@ def open_nodes(
     exchange: Exchange, store: Store, near: Path, behind: str, run: str, *, firsts: list[int]
 ) -> tuple[Store, Near]:
     """
-    Return *store*, the level *behind* the nodes' own, which reads from *near* what is there, and this node's own.
+    Return *store*, which reads from *near* first, and this node's own store *near*.
 
-    What *near* has of *run* that *store* lacks is sent first: *firsts* are the first ranks of each rank's node.
+    *store* is the level *behind* the nodes. Saves of *run* that *near* has and *store* lacks are sent first. *firsts*
+    are the first ranks of each rank's node.
 
     Raises:
         Conflict: *near* is another store.
@@ -86,7 +87,7 @@ def open_nodes(
         if exchange.rank == 0:
             from layerstore.remote import Bucket, Remote, take_over
 
-            with Remote(Bucket(url_of(behind)), Files()) as remote:  # what the next saves inherit
+            with Remote(Bucket(url_of(behind)), Files()) as remote:  # the commit that the next saves inherit from
                 take_over(remote, near, run=run, is_whole=False)
     parts = GroupParts(
         opened.repo.layout,
@@ -102,7 +103,7 @@ def open_nodes(
 
 
 def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: str, *, is_first_here: bool) -> None:
-    """Send the saves of *run* that a job which has ended has written to the nodes, but not to *store*."""
+    """Send the saves of *run* that an earlier job has written to the nodes, but not to *store*."""
     with exchange.raise_on_all():
         mine, there = newest(near, run) if is_first_here else None, newest(store, run)
     newest_by_rank = exchange.integers([-1, -1] if mine is None else [mine.attempt, mine.step])
@@ -120,7 +121,7 @@ def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: 
 
 
 def _run_on_all(exchange: Exchange, work: Callable[[], None]) -> None:
-    """Do *work* on every rank, however long it takes on one of them; raise on all if it fails on one."""
+    """Run *work* on every rank, however long it takes; raise on all ranks if it fails on one."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work)
         exchange.wait(lambda seconds: bool(wait([done], seconds).done))
@@ -129,7 +130,7 @@ def _run_on_all(exchange: Exchange, work: Callable[[], None]) -> None:
 
 
 def send_commits(near: Store, behind: str, run: str) -> None:
-    """Send the commits of *run* that *near* has, as far as all that they name is there or here."""
+    """Send the commits of *run* in *near* whose objects are all in *near* or *behind*; log if there are others."""
     from layerstore.remote import send_to_folder
 
     try:
@@ -145,14 +146,14 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
     """
     Remove the records of *run* that *near* has and *store* lacks.
 
-    Those that are newer there were not sent whole: parts of them went with another node. The others were collected.
+    The newer ones can never be sent: another node that had parts of them is gone. The others were collected there.
     """
     view, there = near.repo.catalog.find(run), store.repo.catalog.find(run)
     if view is None:
         return
     lost = {row.id for row in view.newer_than(newest(store, run))}
     for row in view.visible:
-        # One that is damaged there stays: this may be the only sound copy.
+        # A record that is damaged there stays here: this may be the only sound copy.
         if there is None or (row.id not in there.rows and row.name not in there.damaged):
             if row.id in lost:
                 LOG.warning("%s@%d is lost: a node that had a part of it is gone", run, row.step)
@@ -160,7 +161,7 @@ def forget_unsent(near: Store, store: Store, run: str) -> None:
 
 
 def has_whole(near: Store, row: RecordRow) -> bool:
-    """Whether *near* has everything that a commit names itself; a store that is not a partial clone is said to."""
+    """Whether *near* itself has everything that a commit names; a store that is not a partial clone always counts."""
     if not near.repo.files.exists(near.repo.layout.partial):
         return True
     record = near.repo.catalog.commit(row.name).record
@@ -172,9 +173,9 @@ def has_whole(near: Store, row: RecordRow) -> bool:
 
 def send_objects(near: Repository, repo: Repository) -> None:
     """
-    Copy every object of *near* that *repo* lacks; a rank's state comes after what it names.
+    Copy every object of *near* that *repo* lacks, states last.
 
-    Versions come with their commit: they name objects of other nodes, which may be gone.
+    Version blobs are left to the commits: they name objects of other nodes, which may be gone.
     """
     sizes = ((name, near.files.size(near.layout.object(name))) for name in near.objects.ids())
     refs = [BlobRef(id=name, size_bytes=size) for name, size in sizes if size is not None]

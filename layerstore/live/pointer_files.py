@@ -1,5 +1,5 @@
 """
-Pointer files, which a checkpoint folder holds instead of shards, or of what FSDP saves, when its state is in a store.
+Pointer files, which a checkpoint folder holds instead of DeepSpeed's or FSDP's files when its state is in a store.
 
 Saves write them, loads follow them, and `checkpoint` makes a folder of them for any commit, because
 ``trainer.train(resume_from_checkpoint=…)`` wants a folder, not a reference.
@@ -48,12 +48,12 @@ def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
 
 
 def first_shard_of(rank: int) -> str:
-    """Return what *rank*'s file of the model is called under stage 3."""
+    """Return the name of *rank*'s file of the model under stage 3."""
     return f"zero_pp_rank_{rank}_{MODEL_STATES}"
 
 
 def write_fsdp_pointers(files: Files, folder: Path, pointer: Pointer) -> None:
-    """Write pointers under all names that FSDP has for model and optimizer, whichever form it is told to load."""
+    """Write pointers under all names of FSDP for model and optimizer, since its settings decide which ones it loads."""
     for name in (FSDP_MODEL, FSDP_OPTIMIZER, *(f"{inner}/{DCP_METADATA}" for inner in FSDP_FOLDERS)):
         write_pointer(files, folder / name, pointer)
 
@@ -90,11 +90,11 @@ def pointer_to_next(saver: Saver) -> Pointer:
 
 def store_of(pointer: Pointer, saver: Saver | None) -> Store:
     """
-    Return the store that *pointer* leads to; that of *saver* if it is this one, which may have moved since.
+    Return the store that *pointer* leads to; *saver*'s own if it has the same id, as the store may have moved since.
 
     Raises:
-        NoStore: There is none any more.
-        Conflict: Another one has taken its place.
+        NoStore: It is no longer there.
+        Conflict: Another store has taken its place.
     """
     if saver is not None and saver.store.id == pointer.store_id:
         return saver.store
@@ -128,7 +128,7 @@ def check_same(exchange: Exchange, folder: Path, content: str) -> None:
 
 def composition_of(store: Store, pointer: Pointer) -> Composition:
     """
-    Return what *pointer* leads to.
+    Return the composition that *pointer* leads to.
 
     Raises:
         NotFound: *store* does not have it.
@@ -138,7 +138,7 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
         return composition
     what = f"the pointer to {pointer.name}"
     if not isinstance(pointer.layers, list):
-        raise IntegrityError(f"{what} is in a form that is not known", hint="make it again")
+        raise IntegrityError(f"{what} is in an unknown form", hint="make it again")
     layers = tuple(from_plain(LayerEntry, cast(Plain, entry), what=what) for entry in pointer.layers)
     return replace(composition, layers=layers, policy=pointer.policy)
 
@@ -215,7 +215,7 @@ def checkpoint(
 
 
 def _composite_of(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
-    """Return the composite that *ref* means and a pointer to it; None if *ref* is a run that has no commit yet."""
+    """Return the composition of *ref* and a pointer to it; None if *ref* is a run that has no commit yet."""
     repo = store.repo
     repo.records.refresh()
     reference = parse_reference(ref)
@@ -238,7 +238,7 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    # Neither the trainer nor its stage is known yet. What does not go on under them is refused once it is loaded.
+    # Neither the trainer nor its stage is known yet: a mismatch is refused when the pointers are loaded.
     write_fsdp_pointers(repo.files, target, pointer)
     if not base.is_dcp:
         # A Trainer looks for folders of this name only.

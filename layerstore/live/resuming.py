@@ -1,9 +1,9 @@
 """
-Resume: fill what trains from the store, with no shards written to disk.
+Resume: fill an engine or a module from the store, without writing shards to disk.
 
 DeepSpeed's own loader does the work, fed from memory, so that persistent parameters, half-precision copies and
-everything else that depends on the masters come out right. A module's tensors are its masters, and are filled at once.
-A query says which version of each layer to take.
+everything else that depends on the masters come out right. A module's tensors are its masters, so they are filled
+directly. A policy chooses the version of each layer.
 """
 
 from collections.abc import Iterable
@@ -29,13 +29,13 @@ from layerstore.store import Store, StrPath, as_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What an engine was filled with."""
+    """The result of `resume`."""
 
     run: str
     step: int
     """The trainer's step of the base commit."""
     global_steps: int
-    """DeepSpeed's own counters; of a module's optimizers the step, and nothing else."""
+    """DeepSpeed's own counters; for a module the step, and zeros."""
     global_samples: int
     skipped_steps: int
     client_state: dict[str, Any]
@@ -44,7 +44,7 @@ class Resumed:
     """The step at which each layer's version was saved."""
     random_state_restored: bool
     notes: tuple[str, ...]
-    """What did not carry over; before that, if so, that layers are older than the base, or not kept bit for bit."""
+    """Layers that are older than the base or not kept bit for bit; then everything that did not carry over."""
 
 
 @checked
@@ -64,26 +64,26 @@ def resume(
     """
     Fill *engine* from run *run* of *store*, at the engine's own world size: ``resume(engine, store, run="sft")``.
 
-    ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever
-    trainer saved the commit.
+    ``resume(model, optimizer, store, run="sft")`` fills a module and its optimizer, on any mesh, whichever trainer
+    saved the commit.
 
     None if the run has no commit yet, or *store* is a path without a store, as at the first launch; a line of the log
     says so. If *store* is a list of places, nearest first, the newest step that any of them has is taken, and read from
     the nearest. Every rank calls it. A saver that is attached afterwards continues the newest attempt if this was its
     newest step; otherwise it opens the next attempt. *policy* says which version of each layer to take, seen from
     *step*; with *exact*, the newest save up to *step* that was kept bit for bit takes its place. If DeepSpeed's
-    engine goes on from what FSDP2 saved, DeepSpeed's own state is that of the newest commit of DeepSpeed before it, or
-    of the one that *like* names, counted on.
+    engine continues a commit of FSDP2, DeepSpeed's own state comes from the newest commit of DeepSpeed before it, or
+    from the one that *like* names, with its counters advanced.
 
     Raises:
-        NotFound: There is no such step or, with *must_exist*, no commit, or no store, at all.
+        NotFound: There is no such step or, with *must_exist*, no commit or no store at all.
         Conflict: *run* is the name of a pin.
         LayoutMismatch: The layers do not fit this engine.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     trained, levels = trained_and_levels("resume", engine, optimizer, store)
     first_level = levels.first
-    trained.settle()  # first: the requested step may still be being written
+    trained.settle()  # first: the requested step may still be on its way to the store
     with closing(Exchange()) as exchange:
         opened = open_levels(exchange, levels, run).store
         with exchange.raise_on_all():
@@ -136,7 +136,7 @@ def _resumed(trained: Attachable, composite: Composite, loading: Loading) -> Res
 
 def check_run(store: Store | None, run: str) -> None:
     """
-    Make sure that *run* can be a run's name; given a *store*, there.
+    Make sure that *run* can be the name of a run, in *store* if there is one.
 
     Raises:
         InvalidInput: It is a reference to a step, or not a name at all.

@@ -65,7 +65,7 @@ class LayerstoreCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach to what the Trainer has made: DeepSpeed's engine, or a module that FSDP2 shards."""
+        """Attach a saver to DeepSpeed's engine, or to the module that FSDP2 shards."""
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         trained = attachable(model, optimizer) if trains_with_fsdp() else attachable(engine_of(model, optimizer))
         self.saver = attach_with(self._options, trained, self._levels, run=self._run)
@@ -75,12 +75,12 @@ class LayerstoreCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note the counters at the beginning of a step."""
+        """Remember the counters at the beginning of a step."""
         if self._count is not None:
             self._count.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save at every *every*-th step, unless the Trainer is about to."""
+        """Save at every *every*-th step, unless the Trainer itself is about to save."""
         if self._every and self.saver is not None and state.global_step % self._every == 0 and not control.should_save:
             with scratch() as folder:
                 self.saver.save(
@@ -97,7 +97,7 @@ class LayerstoreCallback(TrainerCallback):
             self.saver = self._count = None
 
     def _resumed_step(self, trained: Attachable) -> int:
-        """Return the step of this run that *trained* resumed from, 0 if none."""
+        """Return the step of this run that *trained* was resumed from; 0 if there is none."""
         loaded = trained.binding.composition
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
 
@@ -106,7 +106,7 @@ show_fields(LayerstoreCallback.__init__, SaverOptions)
 
 
 def _check_store(store: Store | StrPath, run: str, options: SaverOptions) -> None:
-    """Refuse now what `attach` would refuse of *store* once model and data are set up."""
+    """Raise now what `attach` would raise about *store* once model and data are set up."""
     if isinstance(store, Store):
         _check_names(store, run, options)
         return
@@ -131,8 +131,8 @@ class _Count:
     """
     The step of a save.
 
-    The Trainer counts a step only at its very end. A save on a signal may come before that but after the engine's
-    update; its state is then the next step's, whatever its folder is called.
+    The Trainer counts a step only at its very end. A save on a signal may come before that, but after the engine's
+    update; then its state is that of the next step, whatever the folder's name is.
     """
 
     def __init__(self, state: TrainerState, updates: Callable[[], int], *, resumed: int) -> None:
@@ -143,11 +143,11 @@ class _Count:
         self.begin()
 
     def begin(self) -> None:
-        """Note the counters at the beginning of a step."""
+        """Remember the counters at the beginning of a step."""
         self._begun = int(self._state.global_step), self._updates()
 
     def step(self) -> int:
-        """Return the step of the engine's present state."""
+        """Return the step of the engine's current state."""
         step, updates = int(self._state.global_step), self._updates()
         is_ahead = step == self._begun[0] and updates > self._begun[1]
         if is_ahead:
@@ -156,7 +156,7 @@ class _Count:
 
 
 def _own_files(folder: Path, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> dict[str, StrPath]:
-    """Write to *folder* what a Trainer needs to resume besides its engine's state; return the files by name."""
+    """Write the Trainer's own files to *folder*, which it needs to resume; return them by name."""
     import torch
     from accelerate.utils import DeepSpeedSchedulerWrapper
 

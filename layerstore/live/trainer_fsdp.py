@@ -1,8 +1,8 @@
 """
-Take part in the saves and loads of Transformers' Trainer under FSDP2: all that knows its and Accelerate's names for it.
+Saves and loads of Transformers' Trainer under FSDP2; only this module knows the names of the Trainer and Accelerate.
 
-The Trainer imports four functions of Accelerate, which are replaced there. A save goes to the store if a saver is
-attached to the model, and leaves pointers; pointers are loaded from the store; all else is left to Accelerate.
+The Trainer imports four functions of Accelerate, which are replaced there. If a saver is attached to the model, a save
+goes to the store and leaves pointers. Pointers are loaded from the store. Everything else is left to Accelerate.
 """
 
 import functools
@@ -28,12 +28,12 @@ _TAG = FSDP_MODEL.removesuffix(".bin")
 
 
 def trains_with_fsdp() -> bool:
-    """Whether the Trainer that has made this process's Accelerator trains under FSDP, of whatever version."""
+    """Whether the Trainer that made this process's Accelerator trains under FSDP, version 1 or 2."""
     return bool(AcceleratorState().distributed_type == DistributedType.FSDP)
 
 
 def trainers_save_to_stores() -> None:
-    """Let every Trainer of this process use stores from now on; its arguments have no key for this."""
+    """Make every Trainer of this process use stores from now on; its arguments have no setting for that."""
     from transformers import trainer
 
     for name, instead in (
@@ -58,7 +58,7 @@ def _replaced(real: Callable[..., Any], instead: "_Instead") -> Callable[..., An
     return replaced
 
 
-# -- what is called instead ------------------------------------------------------------------------------------------
+# -- replacements ----------------------------------------------------------------------------------------------------
 
 _Real = Callable[[], Any]
 """Calls Accelerate's own function."""
@@ -86,14 +86,14 @@ def _save_nothing_more(real: _Real, accelerator: Any, model: Any, folder: Path) 
 
 
 def _load_model(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
-    """Load the weights: those to resume from, or of the best model, which training ends with."""
+    """Load the weights: to resume, or those of the best model at the end of training."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     return _filled(real, accelerator, model, folder, optimizer=False) or _IncompatibleKeys([], [])
 
 
 def _load_optimizer(real: _Real, accelerator: Any, model: Any, folder: Path) -> Any:
-    """Load the state of the optimizer, which the Trainer does after the weights."""
+    """Load the state of the optimizer; the Trainer loads it after the weights."""
     return _filled(real, accelerator, model, folder, optimizer=True)
 
 
@@ -101,11 +101,11 @@ def _load_optimizer(real: _Real, accelerator: Any, model: Any, folder: Path) -> 
 
 
 def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimizer: bool) -> Any:
-    """Fill the model or its *optimizer* from the store; if *folder* has no pointers, return what Accelerate returns."""
+    """Fill the model or its *optimizer* from the store; without pointers in *folder*, do as Accelerate does."""
     trained = AttachableModule(model, accelerator._optimizers)
     saver = trained.binding.saver
     if saver is not None:
-        saver.close()  # training has ended, or was given up: nothing that is loaded now follows what was saved
+        saver.close()  # training has ended or was given up: the state to be loaded does not follow what was saved
     with closing(Exchange()) as exchange:
         target = _find_target(exchange, folder, saver)
         if target is not None:
@@ -121,7 +121,7 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
 
 
 def _find_target(exchange: Exchange, folder: Path, saver: Saver | None) -> tuple[Pointer, Store, Composition] | None:
-    """Return where the pointers in *folder* lead to, the same on all ranks; None if it has none."""
+    """Return the target of the pointers in *folder*, the same on all ranks; None if it has none."""
     with exchange.raise_on_all():
         pointer = read_pointer(folder / FSDP_MODEL)
         if pointer is not None:

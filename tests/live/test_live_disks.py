@@ -57,7 +57,7 @@ def test_a_disk_fills_up(ranks: Nursery, disk: Path, tmp_path: Path, undisturbed
         assert sorted((event["rank"], event["error"]) for event in raised) == [
             (rank, "StorageIO") for rank in (0, 0, 1, 1)
         ]
-    assert "training goes on" in launch.log.read_text()
+    assert "training continues" in launch.log.read_text()
     assert os.listdir(disk / "store" / "parts") == []
 
 
@@ -159,11 +159,11 @@ def test_a_first_launch_makes_the_store_and_says_so(
     assert seen == 2 * [{"there": False} | nothing] + 4 * [{"there": None} | nothing]
 
     said = [line.removeprefix("layerstore: ") for line in launch.log.read_text().splitlines() if "layerstore: " in line]
-    mistyped = "run 'rnu' has no commit yet: training begins from nothing; did you mean run? runs here: run"
-    other = "run 'new' has no commit yet: training begins from nothing; runs here: run"
+    mistyped = "run 'rnu' has no commit yet: training starts from scratch; did you mean run? runs here: run"
+    other = "run 'new' has no commit yet: training starts from scratch; runs here: run"
     refusal = "; resume(…, must_exist=True) refuses to begin"
     assert said == [
-        *2 * [f"there is no store at {store} yet: training begins from nothing"],
+        *2 * [f"there is no store at {store} yet: training starts from scratch"],
         f"made a new store: {store}",
         f"saving to {store}: run 'run' begins",
         mistyped + refusal,

@@ -184,7 +184,7 @@ def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
         ("steps", "Conflict", "they are at step 100, 101"),
         ("extra_files", "InvalidInput", "no/such/file: no such file (on rank 0)"),
         ("going_back", "Conflict", "step 0 is not after step 1"),
-        ("pin", "InvalidInput", "pin= is 7, no name (on rank 1)"),
+        ("pin", "InvalidInput", "pin= is 7, not a name (on rank 1)"),
     ],
 )
 def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: str, error: str, words: str) -> None:

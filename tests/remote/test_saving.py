@@ -364,7 +364,7 @@ def test_another_store_in_its_place_is_noticed(in_a_folder: Store, saved: Checkp
 
 
 def test_a_missing_bucket_is_not_an_empty_one(s3: str) -> None:
-    """A mistyped bucket is not a place where training begins from nothing."""
+    """A mistyped bucket is not a place where training starts from scratch."""
     assert store_if_there(s3) is None
     with pytest.raises(NoStore, match="there is no such bucket"):
         store_if_there(s3.replace("bucket-", "typo-"))

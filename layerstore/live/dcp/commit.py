@@ -1,4 +1,4 @@
-"""A save of DCP becomes a commit: the coordinator says what is due, and joins what all ranks have written."""
+"""A save of DCP becomes a commit: the coordinator decides what is due, and joins what all ranks have written."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -26,7 +26,7 @@ from layerstore.zero3.trees import STAGE_3, number_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """What is to become of a save."""
+    """The options of a save."""
 
     run: str
     step: int
@@ -38,11 +38,11 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank has written."""
+    """The share that one rank has written."""
 
     parts: tuple[LayerPart, ...]
     values: Mapping[str, bytes]
-    """By key, as ``torch.save`` makes them."""
+    """By key, in the format of ``torch.save``."""
     bytes_new: int
     bytes_reused: int
 
@@ -57,15 +57,15 @@ class SaveInProgress:
 
     @cached_property
     def place(self) -> NextCommit:
-        """Its place in the run."""
+        """Its place in the run, from the run's newest commit when the save was planned."""
         return self._place_in(view_read_again(self.repo, self.options.run, self.options.step))
 
     def _place_in(self, view: RunView | None) -> NextCommit:
         """
-        Return its place in the run as *view* shows it.
+        Return its place in the run as of *view*.
 
         Raises:
-            Conflict: The run has this step already, or has gone on beyond it.
+            Conflict: The run has this step already, or a later one.
         """
         options = self.options
         run = typed(options.run)
@@ -76,7 +76,8 @@ class SaveInProgress:
                     f"{run}@{options.step} is saved already"
                     if tip.step == options.step
                     else f"step {options.step} is before {run}@{tip.step}, the newest save of its run",
-                    hint=f'resumed_from="{options.run}@STEP" says where training went on; another run= keeps both',
+                    hint=f'resumed_from="{options.run}@STEP" names the commit that training continued from; another '
+                    "run= keeps both",
                 )
         return NextCommit.at_step(
             self.repo, view, options.step, rivals=[], rollback=False, resumed_from=options.resumed_from
@@ -98,7 +99,7 @@ class SaveInProgress:
 
     @cached_property
     def compact(self) -> dict[str, LayerEntry]:
-        """Those of the layers due that are not kept exactly, each with the version that it refers to."""
+        """The layers due that are not kept exactly, each with the version that it refers to."""
         keyframes, compact = self.options.keyframes, {}
         for layer in self.plan.layers:
             entry = self.place.inherited.get(layer.layer) if layer.layer in self.due else None
@@ -114,8 +115,8 @@ class SaveInProgress:
         Publish what all ranks have *written*.
 
         Raises:
-            Overtaken: A collection has removed what a rank had written.
-            Conflict: The run has gone on meanwhile.
+            Overtaken: A collection has removed an object that a rank had written.
+            Conflict: The run has got other commits meanwhile.
         """
         shares = list(written)
         options, place = self.options, self.place
@@ -123,7 +124,7 @@ class SaveInProgress:
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:
-                raise Conflict(f"{options.run} has gone on while {options.run}@{options.step} was saved")
+                raise Conflict(f"run {options.run!r} has got other commits while step {options.step} was being saved")
             state, steps = self._state(tx, values)
             losses = joined_losses(part for share in shares for part in share.parts)
             record = place.record(
@@ -181,7 +182,7 @@ class SaveInProgress:
                 )
 
     def _state(self, tx: Transaction, values: Mapping[str, bytes]) -> tuple[BlobRef, dict[str, int | None]]:
-        """Stage everything that is not a layer; return that, and each layer's count of updates."""
+        """Stage the state outside of layers; return its blob, and each layer's count of updates."""
         contents = self.plan.contents
         with (
             closing(SourceReader()) as files,
@@ -199,10 +200,10 @@ class SaveInProgress:
 
 def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tree]]:
     """
-    Yield values by key, which lie one after another in the file *path*; nothing that they hold is run.
+    Yield values by key from the file *path*, where they lie one after another; no code in them is run.
 
     Raises:
-        Unsupported: One is of a class that is not kept.
+        Unsupported: A value is of a class that cannot be kept.
     """
     pickles, begin = Pickles(), 0
     with open_source(path) as source:
@@ -213,7 +214,7 @@ def read_values(path: Path, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tre
                 reason = exc.message.removeprefix(f"{path}: ")
                 raise Unsupported(
                     f"{key!r} of the state cannot be kept: {reason}",
-                    hint="leave it out, or make it of numbers, words and tensors, in lists and dicts",
+                    hint="leave it out, or build it from numbers, strings and tensors, in lists and dicts",
                 ) from exc
             begin += size_bytes
 
@@ -224,5 +225,5 @@ def _check_whole(layer: str, objects: list[PackedObject], *, expected: int) -> N
 
 
 def compact_layers(repo: Repository, keyframes: Keyframes, entries: Mapping[str, LayerEntry]) -> CompactLayers:
-    """Return how a rank keeps the layers of *entries* compactly."""
+    """Return the compact layers of a rank, each with the version in *entries* that it refers to."""
     return CompactLayers(keyframes.precision, {layer: repo.version_of(entry) for layer, entry in entries.items()})

@@ -1,4 +1,4 @@
-"""Copies of a state on the host, made while training goes on: only an optimizer's step waits for them."""
+"""Copies of a state on the host, made while training continues: only an optimizer's step waits for them."""
 
 import copy
 import threading
@@ -14,23 +14,23 @@ from layerstore.limits import MIB
 from layerstore.threads import start
 
 _AT_ONCE_BYTES = MIB
-"""Smaller tensors are copied at once: buffers, which forward changes, and counters."""
+"""Smaller tensors are copied at once: counters, and buffers, which the forward pass changes."""
 
 
 class Copies:
-    """The memory of one state, copied storage by storage."""
+    """Copies of the tensors of one state, storage by storage."""
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
-        """The bytes of each storage on the host, by its address; the storages are kept, so that no other gets it."""
+        """The copy of each storage, by address; the storages are held, so that no other one gets their address."""
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What is still to be copied, and to where."""
+        """Sources and targets that are still to be copied."""
         self._done = threading.Event()
         self._problem: BaseException | None = None
         self._kept: list[torch.UntypedStorage] = []
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return *state* as it is now; `copy_of` has the bytes of its tensors."""
+        """Return *state* as it is now; `copy_of` returns the copies of its tensors."""
         taken: dict[str, Any] = self._taken(state)
         if not self._pending:
             self._done.set()
@@ -42,12 +42,12 @@ class Copies:
         try:
             start(thread)
         except BaseException:
-            gate.remove()  # or the next update waited for copies that nobody makes
+            gate.remove()  # or the next update would wait for copies that nobody makes
             raise
         return taken
 
     def _taken(self, value: Any) -> Any:
-        """Return a copy of *value* in which tensors are the same, and everything else is not shared."""
+        """Return a deep copy of *value*, except for its tensors, which are queued for copying."""
         if isinstance(value, torch.Tensor):
             self._add(value.to_local() if isinstance(value, DTensor) else value)
             return value
@@ -75,7 +75,7 @@ class Copies:
             self._pending.append((source, target))
 
     def _copy(self, computed: Any, gate: Any) -> None:
-        """Copy what is left, in a thread; on a GPU on a stream of its own, once it has been *computed*."""
+        """Copy the pending storages, in a thread; on a GPU on a stream of its own, after the event *computed*."""
         try:
             stream = torch.cuda.Stream() if computed is not None else None  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -98,10 +98,10 @@ class Copies:
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """
-        Return the copy of *tensor*, as it was taken.
+        Return the copy of *tensor*.
 
         Raises:
-            Unsupported: It was not taken: a planner has made it from what training changes.
+            Unsupported: There is none: the planner has made *tensor* itself, from tensors that training changes.
         """
         self.wait()
         if self._problem is not None:

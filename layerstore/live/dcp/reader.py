@@ -1,4 +1,4 @@
-"""``StoreReader``: torch.distributed.checkpoint loads from a store, a commit of DeepSpeed's too."""
+"""``StoreReader``: torch.distributed.checkpoint loads from a store, also commits of DeepSpeed."""
 
 import io
 import warnings
@@ -44,9 +44,9 @@ class StoreReader(StorageReader):
     """
     Loads *ref* of *store*, a path or a URL: ``load(state, storage_reader=StoreReader("runs/store", "sft@100"))``.
 
-    Each rank reads what it needs of the tensors, and checks all of it. A commit that DeepSpeed saved has the names of
-    ``get_state_dict``. *policy* chooses a version for each layer, seen from *ref*: without it, layers of several saves
-    are refused. With *exact*, the newest save up to *ref* that was kept bit for bit takes its place.
+    Each rank reads the parts of tensors that it needs, and checks all of them. A commit that DeepSpeed saved has the
+    names of ``get_state_dict``. *policy* chooses a version for each layer, seen from *ref*; without it, layers of
+    several saves are refused. With *exact*, the newest save up to *ref* that was kept bit for bit takes its place.
 
     Raises:
         Conflict: Layers are of several saves, and no *policy* was given.
@@ -76,14 +76,14 @@ class StoreReader(StorageReader):
 
     @property
     def composite(self) -> Composite:
-        """What is loaded."""
+        """The composite that is loaded."""
         return self._loaded.composite
 
     @property
     def _loaded(self) -> _OpenComposite:
         if self._opened is None:
             raise InvalidInput(
-                "no commit was named", hint='StoreReader(store, "sft@100"), or checkpoint_id="sft@100" beside it'
+                "no commit was named", hint='StoreReader(store, "sft@100"), or load(…, checkpoint_id="sft@100")'
             )
         return self._opened
 
@@ -109,12 +109,12 @@ class StoreReader(StorageReader):
     # -- what DCP calls ----------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Take the commit *checkpoint_id*, if one is named."""
+        """Open the commit *checkpoint_id*, if one is given."""
         if checkpoint_id is not None:
             self._opened = self._open(str(checkpoint_id))
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return what there is: every tensor as one chunk, of which ranks read what they need."""
+        """Return the metadata of all tensors, each as one chunk; ranks read the parts that they need."""
         named = self._loaded.named
         return Metadata(
             state_dict_metadata={key: _described(entry) for key, entry in named.items()},
@@ -122,7 +122,7 @@ class StoreReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Do nothing: all ranks read alike."""
+        """Do nothing: no rank has a special part in reading."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return *plan*, with the commit that this rank has found."""
@@ -180,7 +180,7 @@ class StoreReader(StorageReader):
         return revive_kept(entry.value, self._store.repo.content_of)
 
     def _saved(self, entry: Named) -> io.BytesIO:
-        """Return a value as DCP stores it, made here of known classes: nothing that was stored is run."""
+        """Return a value in DCP's form, rebuilt here from known classes: no stored code is run."""
         buffer = io.BytesIO()
         torch.save(self._revived(entry), buffer)
         buffer.seek(0)
@@ -189,16 +189,16 @@ class StoreReader(StorageReader):
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """A tensor that was read, on its way into the trainer's own."""
+    """A tensor that is read, and then given to the trainer."""
 
     item: ReadItem
     planner: LoadPlanner
     source: torch.Tensor
-    """Where it is read to: the trainer's own memory, if that can be."""
+    """The memory that it is read into: the trainer's own if possible."""
 
     @classmethod
     def planned(cls, boxes: Boxes, entry: Named, held: Held, item: ReadItem, planner: LoadPlanner) -> "_Landing":
-        """Let the box that *item* wants be read."""
+        """Plan to read the box that *item* needs."""
         assert entry.dtype is not None, "layers hold tensors"
         target = planner.resolve_tensor(item).detach()
         dtype = getattr(torch, by_code(entry.dtype).torch_name)
@@ -216,7 +216,7 @@ class _Landing:
         return cls(item, planner, source)
 
     def commit(self) -> None:
-        """Give the trainer what was read."""
+        """Give the tensor to the trainer."""
         target = self.planner.resolve_tensor(self.item).detach()
         if target.shape != self.source.shape:
             raise LayoutMismatch(

@@ -36,29 +36,29 @@ from layerstore.zero3 import ObjectSource
 
 @dataclass(frozen=True, slots=True)
 class _Instruction:
-    """What the coordinator tells a rank."""
+    """The coordinator's instruction to one rank."""
 
     work: Work
     """The objects to write; their slices name items of the rank's plan."""
     values: tuple[int, ...]
-    """Which items are values, and no tensors of layers."""
+    """The numbers of the items that are values, not tensors of layers."""
     compact: Mapping[str, LayerEntry]
-    """The layers that are kept compactly, each with the version that it refers to."""
+    """The compact layers, each with the version that it refers to."""
 
 
 class StoreWriter(StorageWriter, AsyncStager):
     """
     Saves into run *run* of *store* as step *step*: ``save(state, storage_writer=StoreWriter("runs/store", …))``.
 
-    Each rank writes its own objects while DCP hands it tensors; the commit becomes visible at the end, whole or not at
+    Each rank writes its own objects while DCP passes it tensors; the commit becomes visible at the end, whole or not at
     all. Under *policy*, only the layers that are due are written, and the commit inherits the others. *precision*,
-    *exact_every* and *layer_pattern* are those of ``layerstore ingest``. Training that went back to an earlier commit
-    says so with *resumed_from*. If *store* is a path without a store, one is made there, unless *create* is False.
+    *exact_every* and *layer_pattern* are those of ``layerstore ingest``. If training went back to an earlier commit,
+    *resumed_from* names it. If *store* is a path without a store, one is made there, unless *create* is False.
 
-    With ``async_save``, tensors are copied to the host while training goes on: the next update of any of torch's
-    optimizers waits for the copies that remain. Whoever changes tensors otherwise calls `synchronize_staging` first.
+    With ``async_save``, tensors are copied to the host while training continues: the next update of any of torch's
+    optimizers waits for the copies that remain. Before changing tensors in another way, call `synchronize_staging`.
 
-    One is made for each save; ``commit`` is its commit afterwards, on the coordinator.
+    Make a new writer for each save; afterwards ``commit`` is its commit, on the coordinator.
 
     Raises:
         InvalidInput: *run* is not a name, or *step* is not a step.
@@ -97,15 +97,15 @@ class StoreWriter(StorageWriter, AsyncStager):
         self._copies: Copies | None = None
         self.commit: Commit | None = None
 
-    # -- what async_save calls ---------------------------------------------------------------------------------------
+    # -- called by async_save ----------------------------------------------------------------------------------------
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether training is to wait for the copies at once."""
+        """Return False: training need not wait for the copies right away."""
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return *state_dict* as it is now: what is large is copied while training goes on."""
+        """Return *state_dict* as it is now; large tensors are copied while training continues."""
         self._copies = Copies()
         return self._copies.take(state_dict)
 
@@ -120,7 +120,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             self._copies.wait()
             self._copies = None
 
-    # -- what DCP calls ----------------------------------------------------------------------------------------------
+    # -- called by DCP -----------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Begin a save."""
@@ -145,11 +145,9 @@ class StoreWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Decide what is due, and tell each rank its objects."""
+        """Decide which layers are due, and assign the objects to ranks."""
         if not all(plan.usable for plan in plans):
-            raise Unsupported(
-                "the planner sends no plan where nothing has changed", hint="leave enable_plan_caching off"
-            )
+            raise Unsupported("the planner sends no plan if nothing has changed", hint="leave enable_plan_caching off")
         repo = self._store.repo
         repo.prepare_saving()
         paths: dict[str, Any] = {}
@@ -177,7 +175,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write what this rank was told to."""
+        """Write this rank's objects."""
         instruction = plan.storage_data
         assert isinstance(instruction, _Instruction), "prepare_global_plan has made it"
         repo = self._store.repo
@@ -188,7 +186,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             for _ in read_values(path, {key: len(data) for key, data in values.items()}):
                 pass  # raises before anything is written
         compact = compact_layers(repo, self._options.keyframes, instruction.compact)
-        # Through the page cache: whoever calls save waits for it, and bytes gather there for the disk.
+        # Through the page cache: the caller of save waits, and the disk can catch up later.
         with Transaction(repo) as tx, Threads(WORKERS_MAX, thread_name_prefix="write") as pool:
             staging = Staging(
                 tx.objects, _Reader(plan.items, planner, self._copies), source="the state", checksums=Checksums()
@@ -207,13 +205,13 @@ class StoreWriter(StorageWriter, AsyncStager):
         return done
 
     def _saved(self, item: WriteItem, planner: SavePlanner) -> bytes:
-        """Return a value as ``torch.save`` makes it."""
+        """Return a value in the format of ``torch.save``."""
         value = planner.resolve_data(item)
         if isinstance(value, io.BytesIO):
             return value.getvalue()
         value = value.detach() if self._copies is None else self._copies.copy_of(value.detach())
         buffer = io.BytesIO()
-        torch.save(value.cpu().clone(), buffer)  # of a view, all of its memory would be saved
+        torch.save(value.cpu().clone(), buffer)  # cloned, because all memory behind a view would be saved
         return buffer.getvalue()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -274,7 +272,7 @@ def _parts(staging: Staging, compact: CompactLayers, staged: Iterable[_Staged]) 
 
 
 class _Reader:
-    """Reads the tensors of a plan, by the number of their item; each is on the host only while it is read."""
+    """Reads the tensors of a plan, by item number; each is on the host only while it is read."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, copies: Copies | None) -> None:
         self._items = items

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as what a saver is attached to, and a commit is resumed into."""
+"""DeepSpeed's engine as an `Attachable`."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -26,18 +26,18 @@ class AttachableEngine:
 
     @property
     def binding(self) -> Binding:
-        """What it is tied to."""
+        """Its saver and the commit that it holds."""
         return self.engine.binding
 
     def meet(self, exchange: Exchange) -> None:
-        """Do nothing: DeepSpeed's ranks know their shares."""
+        """Do nothing: each rank of DeepSpeed knows its share."""
 
     def settle(self) -> None:
         """Wait for all pending saves. Collective."""
         self._loader.settle()
 
     def install(self) -> Callable[[], None]:
-        """Let it save and load through the store; return a function that undoes it."""
+        """Make it save and load through the store; return a function that undoes it."""
         self._loader.install(self.engine)
         return self._loader.uninstall
 
@@ -46,12 +46,12 @@ class AttachableEngine:
         return EngineLoad(self.engine, self._loader, store, composition, adam_step=adam_step, like=like)
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
-        """Let all ranks *fill* it with what was read: DeepSpeed's own loader is collective."""
+        """Call *fill*: DeepSpeed's own loader is collective and needs no help."""
         del exchange
         fill()
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one of all ranks."""
+        """Log *notes* on *what*, on one rank only."""
         self.engine.warn(what, *notes)
 
 
@@ -85,7 +85,7 @@ class EngineLoad:
 
     @cached_property
     def client_state(self) -> dict[str, Any]:
-        """What the user kept."""
+        """The user's client_state."""
         return {key: value for key, value in self._loaded.model().items() if key not in ENGINE_KEYS}
 
     @property
@@ -96,5 +96,5 @@ class EngineLoad:
         return view["global_steps"].integer(), view["global_samples"].integer(), view["skipped_steps"].integer()
 
     def fill(self) -> None:
-        """Let DeepSpeed's own loader take it."""
+        """Load it with DeepSpeed's own loader."""
         self._loader.fill(self._engine, self._loaded)

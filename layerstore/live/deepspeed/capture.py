@@ -1,4 +1,4 @@
-"""Capture an engine's state as one rank's share of a checkpoint: slices in live memory, all else copied."""
+"""Capture an engine's state as one rank's share of a checkpoint: slices in live memory, everything else copied."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from layerstore.zero3.trees import undivided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStates:
-    """What the engine would write to one rank's two files. The tensors are the engine's own, not copies."""
+    """The content of one rank's two files; the tensors are the engine's own, not copies."""
 
     model: dict[str, Any]
     model_path: Path
@@ -28,7 +28,7 @@ def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern
     Describe *states*, whose paths are below *folder*.
 
     Slices stay in place, to be copied before the next update. Counters, buffers and everything else may change at any
-    time, so they are copied here.
+    time, so they are copied now.
     """
     model, optimizer = Memory("model"), Memory("optimizer")
     model_file = _file(states.model, states.model_path, model)
@@ -66,7 +66,7 @@ def _file(state: object, path: Path, memory: Memory) -> PtFile:
 def _slices(source: RankSource) -> set[Storage]:
     """Return the storages that hold slices of layers: flat buffers and frozen fragments."""
     storages = {flat.tensor.storage for flat in source.flats}
-    if source.has_whole_model:  # trained weights are not copied: they are their rounded masters
+    if source.has_whole_model:  # trained weights are not stored: they are the masters, rounded
         return storages | {weights.tensor().storage for weights in source.weights.values()}
     return storages | {fragment.tensor().storage for fragment in source.fragments.values()}
 

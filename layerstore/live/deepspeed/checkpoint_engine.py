@@ -1,7 +1,7 @@
 """
 The engine's checkpoint engine: makes ``save_checkpoint`` and ``load_checkpoint`` use the store.
 
-A save is captured as by ``Saver.save``, and leaves pointer files in the folder. Pointers are loaded from the store, all
+A save is captured as by ``Saver.save`` and leaves pointer files in the folder. Pointers are loaded from the store, all
 other files as before.
 """
 
@@ -34,7 +34,7 @@ _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
 
 class StoreCheckpointEngine:
-    """Replaces DeepSpeed's checkpoint engine, and passes on to it everything but saves of the whole state."""
+    """Wraps DeepSpeed's checkpoint engine: saves of the whole state and pointers use the store, all else passes on."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -53,11 +53,11 @@ class StoreCheckpointEngine:
 
     @property
     def saver(self) -> Saver | None:
-        """The saver that the engine's saves go to; None if none is attached."""
+        """The saver that takes the engine's saves; None if none is attached."""
         return None if self._engine is None else self._engine.binding.saver
 
     def install(self, engine: ZeroEngine) -> None:
-        """Let *engine* save and load through this from now on."""
+        """Make *engine* save and load through this from now on."""
         self._engine = engine
         self._uninstall = engine.install(self)
 
@@ -76,7 +76,7 @@ class StoreCheckpointEngine:
     def create(self, info: Any) -> None:
         """Begin a save."""
         self._held.clear()
-        self._stop_handing_over()  # of a save that has failed
+        self._stop_handing_over()  # in case the save before has failed
         if self.saver is not None:
             self._stop_handing_over = self._known_engine().hand_over_model()
         self.real.create(info)
@@ -90,7 +90,7 @@ class StoreCheckpointEngine:
         self._held[kind] = state_dict, Path(path)
 
     def commit(self, info: Any) -> Any:
-        """Save what is held once both halves are there, and write pointers in their place."""
+        """Save both halves of the state, once they are there, and write pointers in their place."""
         saver = self.saver
         self._stop_handing_over()
         if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
@@ -102,7 +102,7 @@ class StoreCheckpointEngine:
                 SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
             )
             with saver.exchange.raise_on_all():
-                # Under another name too: what stages 1 and 2 have saved goes on under stage 3.
+                # Also under the name of stage 3, which can continue from what stages 1 and 2 have saved.
                 for_stage_3 = model_path.with_name(first_shard_of(self._known_engine().rank))
                 for path in {model_path, for_stage_3, optimizer_path}:
                     write_pointer(saver.store.repo.files, path, pointer)
@@ -122,7 +122,7 @@ class StoreCheckpointEngine:
 
     def fill(self, engine: ZeroEngine, loaded: Loaded) -> None:
         """Make *engine* load *loaded* with its own loader, as if a pointer led to it."""
-        # The engine gets empty files, which are not pointers, so preset what it will find for them.
+        # The engine gets empty files, which are not pointers, so their target is set here.
         self._engine, self._load, self._has_begun = engine, (None, loaded), False
         try:
             engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)
@@ -136,9 +136,9 @@ class StoreCheckpointEngine:
     @contextmanager
     def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
         """
-        Surround one load of the engine; without *is_whole* it leaves out the optimizer's state.
+        Surround one load of the engine; without *is_whole*, it omits the optimizer's state.
 
-        The saver continues from what was loaded; after a partial load, it starts from nothing.
+        The saver continues from the loaded commit; after a partial load, it starts from scratch.
         """
         self._is_whole, self._has_begun = is_whole, False
         try:
@@ -155,7 +155,7 @@ class StoreCheckpointEngine:
             self._is_whole, self._load = True, None
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of *path*, or of what it points to."""
+        """Return the content of *path* or, if that is a pointer, of its target."""
         if path.endswith(_MODEL):
             self.settle()  # loading changes masters without an update, so no gate would wait for copies
             self._load = self._agreed_target(Path(path))
@@ -167,7 +167,7 @@ class StoreCheckpointEngine:
         if path.endswith(_MODEL):
             return loaded.model()
         optimizer = loaded.optimizer()
-        self._load = None  # the engine asks for the optimizer's state last, and is now its only owner
+        self._load = None  # the optimizer's state comes last; from here the engine alone holds its memory
         self._binding().fill(loaded.store, loaded.composition)
         self._known_engine().log("loaded %s from %s", loaded.name, loaded.store.repo.name)
         return optimizer
@@ -181,7 +181,7 @@ class StoreCheckpointEngine:
         if self._load is not None and self._load[0] != pointer:
             self._known_engine().warn(
                 "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
-                f"they are those of {loaded.name}, all else is of {self._load[1].name}",
+                f"they are from {loaded.name}, everything else is from {self._load[1].name}",
             )
         with (
             closing(Exchange()) as exchange,
@@ -192,9 +192,9 @@ class StoreCheckpointEngine:
 
     def _agreed_target(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
-        Return the pointer *path* and what it leads to, the same on all ranks; None if it is not a pointer.
+        Return the pointer *path* and its target, the same on all ranks; None if it is not a pointer.
 
-        Raises on every rank if one rank cannot load it, before the engine changes.
+        If one rank cannot load the target, this raises on every rank, before the engine changes.
         """
         with closing(Exchange()) as exchange:
             with exchange.raise_on_all():
@@ -209,7 +209,7 @@ class StoreCheckpointEngine:
 
     def _find_target(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
         if self._load is not None and self._load[0] == pointer:
-            return self._load  # the loader reads its first file more than once
+            return self._load  # already read: the loader reads its first file more than once
         if pointer is None:
             return None
         engine = self._known_engine()
@@ -230,7 +230,7 @@ class StoreCheckpointEngine:
         return self._engine or ZeroEngine(engine_with(self))
 
     def _binding(self) -> Binding:
-        # By the engine itself, which may be one that no saver could be attached to.
+        # Of the engine itself, which may be of a kind that no saver can be attached to.
         return binding_of(engine_with(self)) if self._engine is None else self._engine.binding
 
     # -- the rest of the interface -------------------------------------------------------------------------------
@@ -240,11 +240,11 @@ class StoreCheckpointEngine:
         self.real.makedirs(path, exist_ok=exist_ok)
 
     def is_decoupled(self) -> bool:
-        """Tell DeepSpeed that it need not wait for saves."""
+        """Return False: DeepSpeed need not wait for saves."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Tell DeepSpeed that tensors need not be cloned before they are handed over."""
+        """Return False: tensors need not be cloned before they are passed on."""
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -252,6 +252,6 @@ class StoreCheckpointEngine:
 
 
 def checkpoint_engine_of(engine: ZeroEngine) -> StoreCheckpointEngine:
-    """Return the checkpoint engine of *engine*, or a new one around it that is not installed yet."""
+    """Return the checkpoint engine of *engine* or, if it is DeepSpeed's own, a wrapper that is not installed yet."""
     current = engine.checkpoint_engine
     return current if isinstance(current, StoreCheckpointEngine) else StoreCheckpointEngine(current)

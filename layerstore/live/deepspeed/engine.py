@@ -1,5 +1,5 @@
 """
-Where layerstore meets DeepSpeed's engine: all uses of DeepSpeed's own names are in this file.
+The adapter to DeepSpeed's engine: all uses of DeepSpeed's own names are in this file.
 
 docs/reference/support.md lists the versions of DeepSpeed that were tried.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 _MODULE_ONLY = (
-    "under ZeRO stage 3 DeepSpeed's load_module_only=True loads buffers and frozen weights, and none that is trained; "
-    "load_optimizer_states=False loads them all"
+    "under ZeRO stage 3 DeepSpeed's load_module_only=True loads buffers and frozen weights, but no trained weights; "
+    "load_optimizer_states=False loads all weights"
 )
 
 
@@ -39,10 +39,10 @@ class LoadHandler(Protocol):
     """A checkpoint engine that takes part in its engine's loads."""
 
     def loading(self, *, is_whole: bool, note: str) -> AbstractContextManager[None]:
-        """Surround one load; without *is_whole* it leaves out the optimizer's state. *note* is logged for pointers."""
+        """Surround one load; without *is_whole*, it omits the optimizer's state. *note* is logged if pointers load."""
 
     def whole_weights(self, path: Path) -> "dict[str, torch.Tensor] | None":
-        """Return all weights of the checkpoint with the ``model_states`` *path*; None if these are real shards."""
+        """Return all weights of the checkpoint with the ``model_states`` file *path*; None if that is not a pointer."""
 
 
 class ZeroEngine:
@@ -75,7 +75,7 @@ class ZeroEngine:
         """This rank among those that share the optimizer's state."""
 
     def _check_ranks(self) -> None:
-        """Raise Unsupported unless each rank of the job has its own share of the whole model's state."""
+        """Raise Unsupported unless every rank of the job has its own share of the whole model's state."""
         degree, shared, job = int(self.engine.mp_world_size), _size_of(self._zero.dp_process_group), _size_of(None)
         if getattr(self.engine, "pipeline_parallelism", False):
             raise Unsupported("the engine is a pipeline, which is not supported", hint="train without a PipelineModule")
@@ -106,7 +106,7 @@ class ZeroEngine:
             why = f"offloaded with a ratio of {ratio} (Twin-Flow): DeepSpeed itself saves only a part of its state"
             hint = "set offload_optimizer.ratio to 1"
         elif getattr(self._zero, "zenflow", False) or "ZenFlow" in kind:
-            why = "under ZenFlow: a process beside the training updates its state at any time"
+            why = "under ZenFlow: another process updates its state at any time"
             hint = "train without zenflow to save while training"
         elif kind.startswith("SuperOffload"):
             why = "under SuperOffload: DeepSpeed itself saves only a part of its state"
@@ -121,12 +121,12 @@ class ZeroEngine:
         return int(count if self.stage == STAGE_3 else count[0])
 
     def log(self, message: str, *arguments: object) -> None:
-        """Log *message*, on one of all processes."""
+        """Log *message*, on one process only."""
         if self.engine.global_rank == 0:
             LOG.info(message, *arguments)
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one of all processes."""
+        """Log *notes* on *what*, on one process only."""
         for note in notes if self.engine.global_rank == 0 else ():
             LOG.warning("%s: %s", what, note)
 
@@ -152,7 +152,7 @@ class ZeroEngine:
 
     @property
     def ungated(self) -> str:
-        """Why updates cannot wait for copies; empty if they can."""
+        """The reason why updates cannot wait for copies; empty if they can."""
         inner = self._zero.optimizer
         if "Muon" in type(inner).__name__ or getattr(self._zero, "use_muon", False):
             return "Muon changes its momentum before the optimizer's step begins"
@@ -190,9 +190,9 @@ class ZeroEngine:
 
     def hand_over_model(self) -> Callable[[], None]:
         """
-        Make each rank hand the model's state to the checkpoint engine; return a function that undoes it.
+        Make every rank pass the model's state to the checkpoint engine; return a function that undoes it.
 
-        Under stages 1 and 2, DeepSpeed does so on the first rank alone.
+        Under stages 1 and 2, DeepSpeed does so only on the first rank.
         """
         engine, before = self.engine, self.engine.save_non_zero_checkpoint
         engine.save_non_zero_checkpoint = True
@@ -205,7 +205,7 @@ class ZeroEngine:
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
         """Call *action* before each update of the optimizer; return a function that stops that."""
         if not hasattr(self._zero.optimizer, "register_step_pre_hook"):
-            return lambda: None  # `ungated` says so
+            return lambda: None  # `ungated` has the reason
         handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
         remove: Callable[[], None] = handle.remove
         return remove
@@ -222,7 +222,7 @@ class ZeroEngine:
         return capture(states, rank=self.rank, folder=FOLDER, pattern=pattern)
 
     def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
-        """Return what ``engine.save_checkpoint`` would save now."""
+        """Return the states that ``engine.save_checkpoint`` would save now."""
         import deepspeed
 
         catcher = _Catcher()
@@ -255,7 +255,7 @@ class ZeroEngine:
         )
 
     def without_frozen(self, states: SavedStates) -> SavedStates:
-        """Return *states* as the engine would make them with ``exclude_frozen_parameters``."""
+        """Return *states* as they would be with ``exclude_frozen_parameters``."""
         module = copy.copy(states.model["module"])  # keeps its order and torch's metadata
         for name, parameter in self.engine.module.named_parameters():
             if not parameter.requires_grad:
@@ -270,10 +270,10 @@ class ZeroEngine:
         return {name: tuple(shape) for name, shape in shapes.items()}
 
     def load(self, handler: LoadHandler, model: Mapping[str, Any], *, tag: str) -> None:
-        """Make the engine load what *handler* returns for its two files, the first of which is *model*."""
+        """Make the engine load the two states that *handler* returns; the first is *model*."""
         engine, real = self.engine, self.engine.checkpoint_engine
         with scratch() as folder:
-            # The loader checks that its files exist before it reads them.
+            # Empty files, because the loader checks that they exist before *handler* is asked to read them.
             put(Path(engine._get_ckpt_name(str(folder), tag)))
             put(Path(engine._get_zero_ckpt_name(str(folder), tag)))
             engine.checkpoint_engine = handler
@@ -294,8 +294,8 @@ class ZeroEngine:
         """
         Partition all parameters, as the engine's own save does, if slices might be on NVMe.
 
-        In all other cases the slices are in memory, gathered or not. Partitioning and gathering the persistent
-        parameters takes one collective each, which would be most of the time of a save.
+        Otherwise the slices are in memory, gathered or not. Partitioning and gathering the persistent parameters takes
+        a collective for each, which would be most of the time of a save.
         """
         if not self._swaps_parameters:
             yield
@@ -307,7 +307,7 @@ class ZeroEngine:
             self._zero.checkpoint_event_epilogue()
 
     def _ungather(self, module: dict[str, Any]) -> None:
-        """Replace gathered parameters in *module* by empty tensors, as partitioned ones have there."""
+        """Replace gathered parameters in *module* by empty tensors, as for partitioned ones."""
         gathered = {
             _place(parameter): parameter.new_empty(0)
             for parameter in self.engine.module.parameters()
@@ -359,10 +359,10 @@ def _wrapped_load(engine: Any, own: LoadHandler) -> Callable[..., Any]:
 @contextmanager
 def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
     """
-    Ask *own* for whole weights while *engine* loads.
+    Provide whole weights from *own* while *engine* loads.
 
-    Without the optimizer's states DeepSpeed assembles the masters from all ranks' files, with a function that reads
-    the files itself. That function is replaced in the engine's module during the load.
+    Without the optimizer's states DeepSpeed assembles the masters from the files of all ranks, with a function that
+    reads the files itself. That function is replaced in the engine's module during the load.
     """
     from deepspeed.runtime import engine as module
 
@@ -371,7 +371,7 @@ def _providing_weights(engine: Any, own: LoadHandler) -> Iterator[None]:
     def weights(folder: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
         with suppress(SourceCheckpoint):
             tag = tag or read_latest(Path(folder))
-        # Even if this rank finds no tag: the other ranks may have one, and this is collective.
+        # Called even if this rank finds no tag: the other ranks may have one, and the call is collective.
         whole = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
         return real(folder, tag, *arguments, **named) if whole is None else whole
 
@@ -389,7 +389,7 @@ def engine_of(model: Any, optimizer: Any) -> Any:
     *optimizer* is the trainer's, perhaps in Accelerate's wrapper: earlier engines of the model may still be alive.
 
     Raises:
-        InvalidInput: There is none, or there are several, and the optimizer tells none of them apart.
+        InvalidInput: There is none; or there are several, and the optimizer does not identify one of them.
     """
     optimizers = (optimizer, getattr(optimizer, "optimizer", None))
     engines = _engines_where(lambda engine: getattr(engine, "module", None) is model)
@@ -404,7 +404,7 @@ def engine_with(checkpoint_engine: Any) -> Any:
 def _engines_where(matches: Callable[[Any], bool]) -> list[Any]:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is None:
-        return []  # nobody can have made one
+        return []  # without the module there can be no engine
     kind = deepspeed.DeepSpeedEngine
     return [engine for engine in gc.get_objects() if issubclass(type(engine), kind) and matches(engine)]
 
@@ -417,8 +417,8 @@ def _only(engines: list[Any]) -> Any:
         )
     if len(engines) > 1:
         raise InvalidInput(
-            f"there are {len(engines)} DeepSpeed engines of this {type(engines[0].module).__name__}, and the Trainer's "
-            "cannot be told apart",
+            f"there are {len(engines)} DeepSpeed engines of this {type(engines[0].module).__name__}, and it is unclear "
+            "which one is the Trainer's",
             hint="delete the others first, or pass the Trainer's own to layerstore.attach",
         )
     return engines[0]
@@ -472,7 +472,7 @@ class _Catcher:
         self.state = state_dict
 
     def preserves_storage_sharing(self) -> bool:
-        """Say that tensors need not be cloned."""
+        """Return False: tensors need not be cloned."""
         return False
 
 

@@ -2,7 +2,7 @@
 Load one rank's share of a composite as live objects, and check that it fits the engine.
 
 Everything is checked before the engine's loader changes anything. DeepSpeed's loader would notice a mismatch late, with
-half of the engine filled, or never: it copies as many flat buffers as both sides have.
+half of the engine filled, or never, because it copies as many flat buffers as both sides have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ _PRECISION_HINT = "train in the same precision"
 
 
 class Loaded:
-    """One rank's two files of a composite, as live objects that are made on first use."""
+    """One rank's two files of a composite as live objects, made on first use."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Loaded:
         like: str | None = None,
     ) -> None:
         """
-        Plan it for *rank* of *world_size*, and for ZeRO *stage*; None for the one that saved it.
+        Plan the load for *rank* of *world_size* under ZeRO *stage*; None means the stage that saved it.
 
         Raises:
-            Unsupported: It was saved under stage 3, and *stage* is another.
+            Unsupported: It was saved under stage 3, and *stage* is 1 or 2.
         """
         base = composition.base
         if stage not in {None, STAGE_3} and base.stage == STAGE_3 and not base.is_dcp:
@@ -72,7 +72,7 @@ class Loaded:
         )
         if base.is_dcp and stage not in {None, self.load.stage}:
             raise Unsupported(
-                f"{self.name} goes on as ZeRO stage {self.load.stage}, the engine trains under stage {stage}",
+                f"{self.name} continues as ZeRO stage {self.load.stage}, the engine trains under stage {stage}",
                 hint=f"set zero_optimization.stage to {self.load.stage}, or to 3",
             )
 
@@ -102,7 +102,7 @@ class Loaded:
 
     def check_fits(self, engine: ZeroEngine, *, is_whole: bool = True) -> tuple[str, ...]:
         """
-        Read and verify everything to be loaded, and compare it with *engine*; return what does not carry over.
+        Read and verify everything to be loaded, and compare it with *engine*; return notes on what does not carry over.
 
         Without *is_whole* the optimizer's state is not loaded, and need not fit.
 
@@ -154,12 +154,12 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     Return the masters, frozen weights and buffers of *composition* by name, each whole and verified.
 
-    They are what DeepSpeed's ``zero_to_fp32`` makes from its shards, in the same order: its loader fills an engine from
-    these if the optimizer's state is not requested. Buffers are rank 0's, floating-point ones as float32.
+    They are the same as DeepSpeed's ``zero_to_fp32`` makes from its shards, in the same order: its loader fills an
+    engine from these if the optimizer's state is not requested. Buffers are rank 0's, floating-point ones as float32.
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
-    # DeepSpeed asks for these under stage 3 alone.
+    # DeepSpeed needs these only under stage 3.
     model = Loaded(store, composition, rank=0, world_size=composition.base.world_size, stage=STAGE_3).model()
     weights = {
         name: value.float() if value.is_floating_point() else value
@@ -202,9 +202,9 @@ def check_fits(
         LayoutMismatch: Parameters, buffers, types or the optimizer's groups differ.
     """
     saved_frozen = model.get("frozen_param_shapes")
-    if saved_frozen is None:  # stage 1 has them in the module alone
+    if saved_frozen is None:  # stage 1 has them only in the module
         saved_frozen = {name: model["module"][name].shape for name in frozen if name in model["module"]} or None
-    # If they were not saved, the engine keeps its own.
+    # Frozen parameters that were not saved are not compared: the engine keeps its own.
     saved = _facts(model, optimizer, frozen=saved_frozen or {})
     own = _facts(states.model, states.optimizer, frozen={} if saved_frozen is None else frozen)
     for (what, hint), ours in own.items():
@@ -220,12 +220,12 @@ def check_fits(
 
 
 def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, ...]:
-    """Say whether a learning rate schedule does not carry over."""
+    """Return a note if a learning rate schedule does not carry over."""
     saved, own = (state.get("lr_scheduler") is not None for state in (model, states.model))
     if saved and not own:
         return ("the engine has no learning rate schedule: the checkpoint's is left out",)
     if own and not saved:
-        return ("the checkpoint has no learning rate schedule: the engine's begins anew",)
+        return ("the checkpoint has no learning rate schedule: the engine's starts over",)
     return ()
 
 

@@ -1,7 +1,8 @@
 """
-What a saver needs from an engine, whoever trains with it: ``engine.py`` says it.
+What a saver needs from any engine: the interface is in ``engine.py``.
 
-Live objects become inert trees here, and trees live objects again. What only DeepSpeed has is in ``live/deepspeed``.
+Live objects become inert trees here, and trees become live objects. Everything about DeepSpeed is in
+``live/deepspeed``.
 """
 
 from layerstore.live.engine.engine import FOLDER, Captured, Engine

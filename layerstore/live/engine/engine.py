@@ -1,4 +1,4 @@
-"""What a saver needs from an engine, and what it gets at a save."""
+"""The interface between a saver and an engine."""
 
 import re
 from collections.abc import Callable, Hashable, Mapping
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER = Path("live")
-"""The folder that an engine is told to save to; nothing is ever written there."""
+"""The folder that an engine is asked to save to; nothing is ever written there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """One rank's share, and the memory that its paths refer to."""
+    """One rank's share of a save, and the memory that its paths refer to."""
 
     share: Share
     bytes_by_layer: Mapping[str, int]
-    """What each layer takes on all ranks together, the same on every rank."""
+    """The size of each layer on all ranks together, the same on every rank."""
     moments: Mapping[str, int]
-    """How many tensors the optimizer keeps of each layer on all ranks; for DeepSpeed, whether it keeps any."""
+    """How many tensors the optimizer keeps for each layer on all ranks; for DeepSpeed, whether it keeps any."""
     is_dcp: bool = False
     """Whether the commit is one of ``torch.distributed.checkpoint``."""
     undivided: str = ""
-    """What the optimizer keeps that cannot be cut into layers; empty if nothing."""
+    """The state of the optimizer that cannot be cut into layers; empty if there is none."""
     model: Memory
     optimizer: Memory
     changed: Callable[[], str] = field(default=str)
-    """Returns the name of what has changed before it was copied, and must not have; empty if nothing has."""
+    """Returns the name of a tensor that was changed before it was copied; empty if there is none."""
 
     def memory(self, path: Path) -> Memory:
         """Return the memory that holds *path*."""
@@ -46,15 +46,15 @@ class Captured:
         )
 
     def mark(self, source: ObjectSource) -> Hashable:
-        """Return a key that changes with *source*: its parts, their addresses, and torch's count of changes to each."""
+        """Return a key that changes when *source* does: its parts, their addresses, and torch's counts of changes."""
         return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
 
 
 class Engine(Protocol):
     """
-    What a saver needs from the engine that it saves. `live.deepspeed.ZeroEngine` is DeepSpeed's.
+    The interface of an engine for a saver. `live.deepspeed.ZeroEngine` implements it for DeepSpeed.
 
-    An engine that makes saves of its own hands them to ``Saver.take``.
+    An engine that makes saves of its own passes them to ``Saver.take``.
     """
 
     @property
@@ -67,7 +67,7 @@ class Engine(Protocol):
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """The keys that the engine itself uses where the user's client_state goes."""
+        """The keys that the engine itself uses in the user's client_state."""
 
     @property
     def world_size(self) -> int:
@@ -87,7 +87,7 @@ class Engine(Protocol):
 
     @property
     def ungated(self) -> str:
-        """Why updates cannot wait for copies; empty if they can."""
+        """The reason why updates cannot wait for copies; empty if they can."""
 
     @property
     def state_bytes(self) -> int:

@@ -1,5 +1,5 @@
 """
-Live objects -> an inert tree: the same tree as from reading the ``.pt`` file that ``torch.save`` would write.
+Live objects -> an inert tree, the same as from reading the ``.pt`` file that ``torch.save`` would write.
 
 Nothing is written and no tensor is copied: storages point at the memory that holds their bytes.
 """
@@ -25,24 +25,24 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 class NotPlain(TypeError):
-    """A value that no checkpoint can keep: neither plain, nor a tensor, nor numpy's."""
+    """A value that no checkpoint can keep: not plain, not a tensor, not one of numpy's."""
 
     @classmethod
     def at(cls, where: str, value: object, trait: str = "") -> Self:
-        """Return the error for *value*; *trait* says what is wrong with one of an acceptable class."""
+        """Return the error for *value*; *trait* is the reason if its class alone would be acceptable."""
         kind = type(value)
         return cls(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}{trait}")
 
 
 class Memory:
-    """The storages that trees point to, and where the bytes of each are now."""
+    """The storages that trees point to, and the current place of the bytes of each."""
 
     def __init__(self, name: str) -> None:
         self._folder = Path(name)
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
         self._replaced: list[torch.UntypedStorage] = []
-        """Storages of which there are copies: held, too, so that no other one gets their address."""
+        """Storages that were copied: held as well, so that no other one gets their address."""
         self._marks: dict[Path, Hashable] = {}
 
     def storage(self, tensor: "torch.Tensor") -> Storage:
@@ -80,7 +80,7 @@ class Memory:
         return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
 
     def mark_of(self, path: Path) -> Hashable:
-        """Return what changes with the content of *path*: its address and torch's count of changes to it."""
+        """Return a key that changes with the content of *path*: its address and torch's count of changes to it."""
         return self._marks[path]
 
     def put(self, name: str, data: bytes) -> Path:
@@ -93,14 +93,14 @@ class Memory:
         return place
 
     def keep_copy(self, path: Path) -> None:
-        """Replace the memory at *path* by a copy on the host that nothing else changes."""
+        """Replace the memory at *path* by our own copy on the host."""
         copy = self.bytes_of(path).to("cpu", copy=True)
         self._replaced.append(self._held[path])
         self._held[path] = copy.untyped_storage()
         self._marks[path] = object()  # torch does not count every change, such as those of a norm's averages
 
     def settle(self, storage: Storage) -> None:
-        """Copy the content of *storage*: into the node itself if it is small."""
+        """Copy the content of *storage*, into the node itself if it is small."""
         place = place_of(storage)
         if storage.size_bytes > INLINE_BYTES_MAX:
             self.keep_copy(place)
@@ -242,7 +242,7 @@ def check_client_state(client_state: Mapping[str, object]) -> None:
     Make sure that *client_state* can be kept: plain trees, tensors and numpy's values.
 
     Raises:
-        NotPlain: It cannot.
+        NotPlain: It holds something else.
     """
     try:
         inert(dict(client_state), Memory("client_state"), where="client_state")

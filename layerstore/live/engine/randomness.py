@@ -1,7 +1,7 @@
 """
 The random number generators of one rank: saved as a file with its state, and restored when that rank resumes.
 
-The file has the Trainer's own form and name, so that a composed folder serves a Trainer as well.
+The file has the form and name that the Trainer gives it, so that a Trainer can resume from a composed folder, too.
 """
 
 import random
@@ -60,7 +60,7 @@ def _fill(storage: Storage) -> Any:
 
 
 def set_random_state(states: dict[str, Any]) -> bool:
-    """Set this process's generators; False if only one of *states* and this process has CUDA's."""
+    """Set this process's generators; return False if CUDA's is only in *states* or only in this process."""
     import numpy as np
     import torch
 

@@ -1,8 +1,8 @@
 """
 An inert tree -> live objects, for an engine to load.
 
-Only listed classes are ever instantiated: containers and tensors here, and the few small classes in an engine's own
-state, which its room lists. Everything else is refused by name; no name from a tree is ever looked up.
+Only listed classes are ever instantiated: containers and tensors here, and the few small classes in an engine's state,
+which the engine's room lists. Everything else is refused; no name from a tree is ever looked up.
 """
 
 from collections import Counter, OrderedDict
@@ -28,18 +28,18 @@ Maker = Callable[..., Any]
 
 def revive(tree: Tree, fill: Fill, engine_makers: Mapping[str, Maker] | None = None) -> Any:
     """
-    Return what *tree* describes; tensors that share a storage share its memory.
+    Return the objects that *tree* describes; tensors that share a storage share its memory.
 
-    *engine_makers* make the engine's own classes, by their names.
+    *engine_makers* make the engine's own classes, by name.
 
     Raises:
-        Unsupported: It names a class that is not listed here.
+        Unsupported: *tree* names a class that is not listed.
     """
     return _Reviver(fill, engine_makers or {}).value(tree)
 
 
 def revive_kept(tree: Tree, content_of: Callable[[Any], bytes]) -> Any:
-    """Return what *tree* describes, whose storages are kept beside it: *content_of* returns what one holds."""
+    """Return the objects that *tree* describes; *content_of* returns the content of one of its storages."""
 
     def fill(storage: Storage) -> "torch.Tensor":
         made = empty(storage)
@@ -102,7 +102,7 @@ class _Reviver:
         make = self._makers.get(tree.name)
         if make is None:
             raise Unsupported(
-                f"the state names {tree.name}, which is not made here",
+                f"the state names {tree.name}, which layerstore does not instantiate",
                 hint="compose a folder, and load it with DeepSpeed itself if you trust it",
             )
         made: Any = make(*(self.value(part) for part in tree.arguments))
@@ -151,13 +151,14 @@ def _numpy_makers() -> dict[str, Maker]:
 
 
 def _check_numpy_type(dtype: Any) -> None:
-    """Refuse types that would read bytes as pointers, or outside an element: a forged state can do both."""
+    """Refuse types that would read bytes as pointers, or read outside an element: a forged state could do both."""
     if dtype.hasobject:
-        raise Unsupported("the state holds a numpy array of objects, which is not made here")
+        raise Unsupported("the state holds a numpy array of objects, which layerstore does not instantiate")
     for kind, offset, *_ in (dtype.fields or {}).values():
         if not 0 <= offset <= dtype.itemsize - kind.itemsize:
             raise Unsupported(
-                "the state holds a numpy array with fields outside of its elements, which is not made here"
+                "the state holds a numpy array with fields outside of its elements, which layerstore does not "
+                "instantiate"
             )
 
 
@@ -169,7 +170,7 @@ def _named(name: str) -> Any:
         return np.ndarray
     kind = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise Unsupported(f"the state names {name}, which is not made here")
+        raise Unsupported(f"the state names {name}, which layerstore does not instantiate")
     return kind
 
 

@@ -1,4 +1,4 @@
-"""A module with its optimizers as what a saver is attached to, and a commit is resumed into."""
+"""A module with its optimizers as an `Attachable`."""
 
 from collections.abc import Callable
 
@@ -21,11 +21,11 @@ class AttachableModule:
 
     @property
     def binding(self) -> Binding:
-        """What it is tied to."""
+        """Its saver and the commit that it holds."""
         return self.engine.binding
 
     def meet(self, exchange: Exchange) -> None:
-        """Learn which rank holds which part of each tensor. Collective."""
+        """Exchange which rank holds which part of each tensor. Collective."""
         self.engine.meet(exchange.integers, exchange.is_same)
 
     def settle(self) -> None:
@@ -34,13 +34,13 @@ class AttachableModule:
             self.binding.saver.wait()
 
     def install(self) -> Callable[[], None]:
-        """Return what undoes nothing: a module makes no saves of its own."""
+        """Do nothing, since a module makes no saves of its own; return a function that does nothing, too."""
         return lambda: None
 
     def read(self, store: Store, composition: Composition, *, adam_step: AdamStep, like: str | None) -> ModuleLoad:
         """Read *composition* and check that it fits."""
         if like is not None:
-            raise InvalidInput("like= is for DeepSpeed's engine: a module needs nothing of DeepSpeed's own")
+            raise InvalidInput("like= is for DeepSpeed's engine: a module needs none of DeepSpeed's own state")
         return ModuleLoad(self.engine, store, composition, adam_step=adam_step)
 
     def read_part(self, store: Store, composition: Composition, *, optimizer: bool) -> ModuleLoad:
@@ -50,7 +50,7 @@ class AttachableModule:
         )
 
     def fill(self, fill: Callable[[], None], exchange: Exchange) -> None:
-        """Let all ranks *fill* it with what was read; if one fails, none saves what it holds. Collective."""
+        """Call *fill* on all ranks; if it fails on one, no rank saves the half-filled module. Collective."""
         try:
             with exchange.raise_on_all():
                 fill()
@@ -64,6 +64,6 @@ class AttachableModule:
             saver.rebase_on(self.binding.composition_in(saver.store))
 
     def warn(self, what: str, *notes: str) -> None:
-        """Log *notes* on *what*, on one of all ranks."""
+        """Log *notes* on *what*, on one rank only."""
         for note in notes if self.engine.rank == 0 else ():
             LOG.warning("%s: %s", what, note)

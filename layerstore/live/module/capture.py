@@ -1,4 +1,4 @@
-"""Capture a module and its optimizers as one rank's share of a commit: large tensors in place, all else copied."""
+"""Capture a module and its optimizers as one rank's share of a commit: large tensors in place, the rest copied."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -35,10 +35,10 @@ def capture(
     exclude_frozen: bool,
 ) -> Captured:
     """
-    Describe what *engine* trains, which has made *step* updates.
+    Describe the state of *engine* after *step* updates.
 
-    Trained tensors and moments stay in place, to be copied before the next update, and so do frozen weights, unless
-    they have changed before. Buffers, counters and everything else may change at any time, so they are copied here.
+    Trained tensors and moments stay in place, to be copied before the next update; so do frozen weights, unless they
+    have changed before. Buffers, counters and everything else may change at any time, so they are copied now.
     """
     state = _State(engine, exclude_frozen=exclude_frozen)
     plan = _plan(engine, state, pattern)
@@ -84,13 +84,13 @@ def _moments_of(layer: LayerSource) -> int:
 
 
 def _updates_of(layer: LayerSource, state: "_State", *, default: int) -> int | None:
-    """Return how often *layer* was updated, *default* where the optimizer does not count; None if never."""
+    """Return the number of *layer*'s updates: *default* if the optimizer does not count, None if there were none."""
     counts = [state.steps[parameter.name] for parameter in layer.parameters if parameter.name in state.steps]
     return common_step(counts) if counts or not _moments_of(layer) else default
 
 
 class _State:
-    """Everything that is there, by the keys of ``get_state_dict``, flattened as DCP flattens it."""
+    """The whole state, by the keys of ``get_state_dict``, flattened as DCP flattens it."""
 
     def __init__(self, engine: ModuleState, *, exclude_frozen: bool) -> None:
         names, trained = engine.names, engine.trained
@@ -127,19 +127,19 @@ class _State:
         self._watched: list[tuple[str, torch.Tensor, int]] = []
 
     def watch(self, key: str) -> None:
-        """Note what must stay as it is until it was copied."""
+        """Remember that the tensor *key* must not change until it was copied."""
         self._watched.append((key, self.flat[key], self.flat[key]._version))
 
     def changed(self) -> str:
-        """Return the key of a tensor that has changed since; empty if none has."""
+        """Return the key of a watched tensor that has changed; empty if there is none."""
         return next((key for key, tensor, version in self._watched if tensor._version != version), "")
 
     def is_alike(self, key: str) -> bool:
-        """Whether all ranks that hold a part hold the same in it."""
+        """Whether all ranks that hold a part of *key* hold the same values in it."""
         return self.paths[key][0] == OPTIMIZER or isinstance(self.flat[key], torch.nn.Parameter)
 
     def boxes(self, key: str) -> list[Box]:
-        """Return which part of the tensor *key* each rank holds."""
+        """Return the part of the tensor *key* that each rank holds."""
         value, path = self.flat[key], self.paths[key]
         if path[0] == MODEL:
             return self._engine.boxes(str(path[1]), tuple(value.shape))
@@ -163,7 +163,7 @@ def _placement(value: torch.Tensor) -> object:
 
 
 def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Bring single numbers to the host, all of a kind at once: a transfer waits for all that the device has begun."""
+    """Copy single numbers to the host, all of one dtype together, as each transfer waits for the device's work."""
     places_by_kind: dict[tuple[Any, Any], list[tuple[str, str]]] = {}
     for name, state in states.items():
         for key, value in state.items():
@@ -177,7 +177,7 @@ def _on_host(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -> PlannedSave:
-    """Return which rank writes what, the same on every rank; it stays the same until the optimizer keeps more."""
+    """Return which rank writes what, the same on every rank; planned again only when the optimizer keeps more."""
     known = state.signature, frozenset(state.trained), pattern
     if engine.planned is None or engine.planned[0] != known:
         plan = plan_save(
@@ -194,7 +194,7 @@ def _plan(engine: ModuleState, state: _State, pattern: re.Pattern[str] | None) -
 
 
 def _items(state: _State, *, world_size: int) -> Iterator[Item]:
-    """Yield every part of every tensor, with the rank that writes it; of those that hold it, who has least to do."""
+    """Yield every part of every tensor, with the rank that writes it: of those that hold it, the least loaded."""
     loads = [0] * world_size
     owners: dict[tuple[str, Box], int] = {}
     for number, (key, value) in enumerate(state.flat.items()):
@@ -210,7 +210,7 @@ def _items(state: _State, *, world_size: int) -> Iterator[Item]:
             holders.setdefault(box, []).append(rank)
         parameter = str(state.paths[key][1 if state.paths[key][0] == MODEL else 2])
         for box, ranks in holders.items():
-            # Moments are written by whoever writes their parameter. Buffers may differ, and the first rank's count.
+            # Moments are written by the rank that writes their parameter. Buffers may differ: the first rank's count.
             least = min(ranks, key=loads.__getitem__) if state.is_alike(key) else ranks[0]
             owner = owners.setdefault((parameter, box), least)
             loads[owner] += prod(box[1]) * by_code(dtype).bytes
@@ -226,7 +226,7 @@ def _items(state: _State, *, world_size: int) -> Iterator[Item]:
 
 
 def _placed(source: ObjectSource, state: _State, memory: Memory) -> ObjectSource:
-    """Return *source* with its slices where they are now."""
+    """Return *source* with its slices pointing to the tensors in memory."""
     return replace(source, slices=tuple(_placed_slice(source.kind, part, state, memory) for part in source.slices))
 
 
@@ -248,7 +248,7 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
 def _kept_values(
     engine: ModuleState, state: _State, plan: PlannedSave, client_state: Mapping[str, object], memory: Memory
 ) -> RankState:
-    """Return what is kept beside the layers: the first rank's for all, and each rank's own client_state."""
+    """Return the state outside of layers: the first rank's for all, and each rank's own client_state."""
     own: dict[str, SavedValue] = {}
     if client_state:
         tree = inert(dict(client_state), memory, where=CLIENT_STATE)

@@ -1,4 +1,4 @@
-"""Where layerstore meets a module and its optimizers: when they update, and what a saver asks them."""
+"""The adapter to a module and its optimizers: it counts updates, and is the `Engine` of a saver."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,16 +16,16 @@ from layerstore.live.module.held import ModuleState, local
 from layerstore.zero3.trees import STEP
 
 _MOMENTS_MAX = 2
-"""How many states Adam keeps of each element, for the size of a buffer that is made before it keeps any."""
+"""How many moments Adam keeps per element; sizes the host buffer, which is made before there are any."""
 
 
 class ModuleEngine(ModuleState):
-    """What a saver needs of them."""
+    """A module and its optimizers as an `Engine`."""
 
     own_keys: frozenset[str] = frozenset()
-    """What the user keeps has a place of its own."""
+    """None: the user's client_state is stored separately."""
     shard = None
-    """Of ranks that hold the same, any may write it."""
+    """Any of the ranks that hold a part may write it."""
 
     def __init__(self, model: object, optimizers: object) -> None:
         """Take *model* and its optimizers, as `ModuleState` does."""
@@ -40,7 +40,7 @@ class ModuleEngine(ModuleState):
 
     @property
     def step(self) -> int:
-        """The step of the commit that the module was filled from, and the updates since."""
+        """The step of the commit that the module was filled from, plus the updates since."""
         return self._updates[-1].count  # all optimizers update, one after the other
 
     def begin_at(self, step: int) -> None:
@@ -57,7 +57,7 @@ class ModuleEngine(ModuleState):
 
     @property
     def ungated(self) -> str:
-        """Say that updates can wait for copies."""
+        """Empty: updates can wait for copies."""
         return ""
 
     @property
@@ -67,7 +67,7 @@ class ModuleEngine(ModuleState):
 
     @property
     def scripts(self) -> list[Path]:
-        """Nothing lies beside."""
+        """Empty: no scripts are kept."""
         return []
 
     def capture(
@@ -98,15 +98,15 @@ class _Updates:
 
     count: int
     gradients: "dict[int, tuple[ref[torch.Tensor], int]]" = field(default_factory=dict)
-    """By param group: a gradient and torch's count of its changes, as the last update has left it."""
+    """By param group: a gradient and torch's count of its changes, right after the last update."""
 
     def note(self, optimizer: Optimizer) -> None:
-        """Note that *optimizer* has updated."""
+        """Count an update of *optimizer*."""
         self.count += 1
         self.gradients = {number: (ref(gradient), gradient._version) for number, gradient in _gradients(optimizer)}
 
     def awaits_update(self, optimizer: Optimizer) -> bool:
-        """Whether there are gradients that no update has used."""
+        """Whether there are gradients that no update has used yet."""
         return any(
             not self._was_used(number, gradient) and bool(local(gradient).any())
             for number, gradient in _gradients(optimizer)
@@ -130,7 +130,7 @@ def _updates_of(optimizer: Optimizer) -> _Updates:
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield one gradient of each param group: a backward pass changes all."""
+    """Yield one gradient of each param group; one is enough, because a backward pass changes all of them."""
     for number, group in enumerate(optimizer.param_groups):
         gradients = (parameter.grad for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)

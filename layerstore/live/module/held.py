@@ -1,4 +1,4 @@
-"""What a module and its optimizers hold, and which rank holds which part of it."""
+"""The state of a module and its optimizers, and which rank holds which part of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,22 +15,22 @@ from layerstore.hashing import object_id
 from layerstore.layers import unwrapped
 
 EXTRA_STATE = "_extra_state"
-"""What torch calls what modules keep besides parameters and buffers."""
+"""Torch's name for the state that modules keep besides parameters and buffers."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
 
 
 class ModuleState:
-    """A module and the optimizers that train it: what they hold, and which rank holds which part."""
+    """The state of a module and the optimizers that train it, and which rank holds which part of it."""
 
     def __init__(self, model: object, optimizers: object) -> None:
         """
         Take *model* and its optimizer, or several in a list.
 
         Raises:
-            InvalidInput: They are something else, or the optimizer trains what the model does not have.
-            Unsupported: The model is wrapped in what is not supported.
+            InvalidInput: They are something else, or the optimizer trains a parameter that the model does not have.
+            Unsupported: The model has an unsupported wrapper.
         """
         self.model = _bare(model)
         self.optimizers = tuple(_within(optimizers))
@@ -39,7 +39,7 @@ class ModuleState:
         self._boxes: dict[str, tuple[tuple[int, ...], list[Box]]] | None = None
         self._first_marks: dict[str, tuple[int, int]] = {}
         self.planned: tuple[object, PlannedSave] | None = None
-        """Which rank writes what, and what that follows from."""
+        """The plan of which rank writes what, after the facts that it follows from."""
         names, seen = self.names, set[int]()
         for group in self.groups():
             for parameter in group["params"]:
@@ -52,7 +52,7 @@ class ModuleState:
                         hint="make the optimizer after fully_shard, which replaces parameters",
                     )
 
-    # -- what they hold ----------------------------------------------------------------------------------------------
+    # -- the state ---------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[dict[str, Any]]:
         """Return all param groups."""
@@ -63,11 +63,11 @@ class ModuleState:
         return {name: value for name, value in self._state().items() if not name.endswith(EXTRA_STATE)}
 
     def extras(self) -> dict[str, Any]:
-        """Return what modules keep besides, by name; see ``Module.get_extra_state``."""
+        """Return the extra state of modules, by name; see ``Module.get_extra_state``."""
         return {name: value for name, value in self._state().items() if name.endswith(EXTRA_STATE)}
 
     def set_extra(self, name: str, value: Any) -> None:
-        """Give a module what it has kept besides."""
+        """Set the extra state *name* to *value*."""
         self.model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix(".")).set_extra_state(value)
 
     def _state(self) -> dict[str, Any]:
@@ -75,21 +75,21 @@ class ModuleState:
 
     @property
     def names(self) -> dict[int, str]:
-        """Return the name of each parameter, by its identity; of tied ones the first."""
+        """Return the name of each parameter, by its identity; the first name of tied ones."""
         names: dict[int, str] = {}
-        # Not from `named_parameters`, which has whole ones after an evaluation under FSDP2.
+        # Not from `named_parameters`, which yields unsharded parameters after an evaluation under FSDP2.
         for name, value in self._state().items():
             names.setdefault(id(value), name)
         return names
 
     def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        """Return what the optimizers keep of *parameter*."""
+        """Return the optimizers' state of *parameter*."""
         states = (optimizer.state.get(parameter) for optimizer in self.optimizers)
         return next((state for state in states if state), {})
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """The parameters that an optimizer updates, by name; one that is frozen for a while has a state of it, too."""
+        """The parameters that an optimizer updates, by name, with those that are frozen now but have a state."""
         names = self.names
         return {
             names[id(parameter)]: parameter
@@ -99,7 +99,7 @@ class ModuleState:
         }
 
     def is_as_it_was(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a frozen parameter has not changed since it was first asked for."""
+        """Whether a frozen parameter is unchanged since the first call for it."""
         held = local(tensor)
         mark = held.data_ptr(), 0 if held.is_inference() else tensor._version
         return self._first_marks.setdefault(name, mark) == mark
@@ -118,7 +118,7 @@ class ModuleState:
 
     def meet(self, gathered: Callable[[Sequence[int]], list[list[int]]], is_same: Callable[[str], bool]) -> None:
         """
-        Learn which rank holds which part of each tensor. Collective.
+        Exchange which rank holds which part of each tensor. Collective.
 
         Raises:
             LayoutMismatch: The ranks have different models.
@@ -137,16 +137,16 @@ class ModuleState:
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
         """
-        Return which part of a tensor of the model each rank holds.
+        Return the part of a tensor of the model that each rank holds.
 
         Raises:
-            Conflict: It was not there, or had another shape, when the ranks met.
+            Conflict: It did not exist, or had another shape, when the saver was attached.
         """
-        assert self._boxes is not None, "the ranks meet before they save"
+        assert self._boxes is not None, "meet is called before the first save"
         known, boxes = self._boxes.get(name, (None, []))
         if known != shape:
             raise Conflict(
-                f"{name!r} is {list(shape)}, and was {'not there' if known is None else list(known)} when the saver "
+                f"{name!r} is {list(shape)}, but was {'not there' if known is None else list(known)} when the saver "
                 "was attached",
                 hint="close the saver, and attach another one",
             )
@@ -154,7 +154,7 @@ class ModuleState:
 
     @property
     def bytes_to_write(self) -> int:
-        """The bytes of trained parameters that this rank is to write: of those that several hold, its part."""
+        """The bytes of trained parameters that this rank writes; those that several ranks hold are divided evenly."""
         total = 0
         for name, parameter in self.trained.items():
             boxes = self.boxes(name, tuple(parameter.shape))
@@ -163,13 +163,13 @@ class ModuleState:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of *tensor*, in its own memory."""
+    """Return this rank's part of *tensor*, without a copy."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bare(model: object) -> torch.nn.Module:
-    """Return *model* without what distributes it."""
+    """Return *model* without the wrappers of DDP and torch.compile."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
     if isinstance(inner, torch.nn.Module):  # of DDP, or of torch.compile
         return _bare(inner)
@@ -191,7 +191,7 @@ def _within(given: Any) -> Iterator[Optimizer]:
     elif isinstance(inner, Optimizer):
         yield inner
     elif type(given).__name__ == "ZeroRedundancyOptimizer":
-        raise Unsupported("ZeroRedundancyOptimizer keeps another state on each rank", hint="shard with fully_shard")
+        raise Unsupported("ZeroRedundancyOptimizer keeps a different state on each rank", hint="shard with fully_shard")
     elif isinstance(given, Optimizer):
         yield given
     else:
@@ -205,12 +205,12 @@ def _is_distributed() -> bool:
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    """Return which part of *tensor* this rank holds."""
+    """Return the part of *tensor* that this rank holds."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise Unsupported(f"{name} has partial sums on each rank", hint="redistribute it first")
-    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # what DCP asks, too
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP calls it, too
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 

@@ -1,7 +1,7 @@
 """
-Fill a module and its optimizers from a composite, whoever saved it.
+Fill a module and its optimizers from a composite, whichever trainer saved it.
 
-Everything is read and checked into memory of its own before anything changes. Each rank reads what it holds.
+Everything is read into separate memory and checked before anything changes. Each rank reads only what it holds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,11 +26,11 @@ from layerstore.store import Store
 from layerstore.tree import Tree
 from layerstore.zero3.trees import ENGINE_KEYS, STEP
 
-_HOW_IT_COMPUTES = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings of a param group that are the program's own, whatever was saved."""
+_IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of a param group that stay the program's own, whatever was saved."""
 
-_OF_CLASS = ("betas", "momentum")
-"""Settings that tell optimizers apart."""
+_CLASS_SETTINGS = ("betas", "momentum")
+"""Settings by which classes of optimizers differ."""
 
 _MODEL_HINT = "resume into the model that was saved"
 
@@ -49,7 +49,7 @@ class ModuleLoad:
         optimizer: bool = True,
     ) -> None:
         """
-        Read and check all that this rank holds of *weights* and *optimizer*, which trainers may load one by one.
+        Read and check this rank's part of *weights* and *optimizer*, which trainers may load one by one.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -93,7 +93,7 @@ class ModuleLoad:
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def _plan_weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each of this rank's tensors of the model, with memory for what is read into it."""
+        """Yield each of this rank's tensors of the model, with the memory that its values are read into."""
         engine, seen, left = self._engine, set[int](), {**self._names}
         for name, tensor in engine.tensors().items():
             saved = left.pop(name, None)
@@ -103,7 +103,7 @@ class ModuleLoad:
             if saved is None or (saved, "") not in self._held:
                 if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
                     continue  # frozen weights may be left out
-                raise LayoutMismatch(f"{name!r} is in the model, and not in {self._ref}", hint=_MODEL_HINT)
+                raise LayoutMismatch(f"{name!r} is in the model, but not in {self._ref}", hint=_MODEL_HINT)
             entry = self._held[saved, ""]
             if name in self._trained and _dtype(entry) != tensor.dtype:
                 raise LayoutMismatch(
@@ -114,7 +114,7 @@ class ModuleLoad:
         tied = {self._names[name] for name in engine.tensors() if name in self._names}
         strange = sorted(name for name, saved in left.items() if saved not in tied | self._outside)
         if strange:
-            raise LayoutMismatch(f"{strange[0]!r} is in {self._ref}, and not in the model", hint=_MODEL_HINT)
+            raise LayoutMismatch(f"{strange[0]!r} is in {self._ref}, but not in the model", hint=_MODEL_HINT)
 
     def _wanted(self, name: str, entry: Named, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory that will hold this rank's part of *entry*, which is split as *tensor* is."""
@@ -136,7 +136,7 @@ class ModuleLoad:
         return made
 
     def _plan_states(self) -> dict[str, dict[str, Any]]:
-        """Return what the optimizer keeps of each parameter: memory for moments, and values."""
+        """Return the optimizer's state of each parameter: memory for moments, and values."""
         states = {name: dict[str, Any]() for name in self._trained}
         trained = {self._names[name]: name for name in states if name in self._names}
         for (saved, state), entry in self._held.items():
@@ -165,25 +165,25 @@ class ModuleLoad:
             other = next((name for name in members if settings[name] != first), None)
             if other is not None:
                 raise LayoutMismatch(
-                    f"{members[0]!r} and {other!r} share a param group, and have other settings in {self._ref}",
+                    f"{members[0]!r} and {other!r} share a param group, but have different settings in {self._ref}",
                     hint="build the optimizer's param groups as they were",
                 )
-            odd = next((key for key in _OF_CLASS if first and (key in first) != (key in group)), None)
+            odd = next((key for key in _CLASS_SETTINGS if first and (key in first) != (key in group)), None)
             if odd is not None:
                 raise LayoutMismatch(
                     f"the optimizer has {'no ' if odd in first else ''}{odd!r}, unlike that of {self._ref}",
                     hint="resume into an optimizer of the class that was saved",
                 )
-            yield {key: self._revived(value) for key, value in first.items() if key not in _HOW_IT_COMPUTES}
+            yield {key: self._revived(value) for key, value in first.items() if key not in _IMPLEMENTATION_SETTINGS}
 
     def _lacking(self) -> Iterator[str]:
-        """Say what was not saved."""
+        """Yield notes on states that were not saved, or that have no place here."""
         without = [name for name, state in self._states.items() if not state]
         if without and len(without) < len(self._states):
             more = f" and {len(without) - 1} more" if len(without) > 1 else ""
-            yield f"the optimizer begins anew for {without[0]!r}{more}: no state of it was saved"
+            yield f"the optimizer starts over for {without[0]!r}{more}: no state of it was saved"
         elif without and any(entry.held is not None for entry in self._held.values()) and self._base.step:
-            yield "the optimizer begins anew: no state of it was saved"
+            yield "the optimizer starts over: no state of it was saved"
         known = {self._names.get(name) for name in self._states}
         left = sorted({saved for saved, state in self._held if state and saved not in known})
         if left and self._has_optimizer:
@@ -201,7 +201,7 @@ class ModuleLoad:
         return self._base.step, 0, 0
 
     def _client_state(self) -> dict[str, Any]:
-        """Return what the user kept; in a commit of DeepSpeed it lies between DeepSpeed's own keys."""
+        """Return the user's client_state; in a commit of DeepSpeed it is mixed with DeepSpeed's own keys."""
         if self._base.is_dcp:
             kept = DcpState.read(self._state).values.get(CLIENT_STATE)
             return {} if kept is None else dict(self._revived(kept.tree))
@@ -212,7 +212,7 @@ class ModuleLoad:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Give the module and its optimizers what was read."""
+        """Copy what was read into the module and its optimizers."""
         binding = self._engine.binding
         binding.empty()
         try:
@@ -220,7 +220,7 @@ class ModuleLoad:
         except BaseException:
             binding.fail_load()
             raise
-        if self._has_optimizer:  # it comes last, and before it there is no commit to go on from
+        if self._has_optimizer:  # it is loaded last; with weights alone there is no commit to continue from
             binding.fill(self._store, self._composition)
             self._engine.begin_at(self._base.step)
 
@@ -246,7 +246,7 @@ class ModuleLoad:
 
 
 def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool) -> Any:
-    """Return a *value* of the optimizer's state where the optimizer wants it."""
+    """Return a *value* of the optimizer's state on the device, and with the layout, that the optimizer expects."""
     if not isinstance(value, torch.Tensor):
         return value
     own = local(parameter)
@@ -270,7 +270,7 @@ def _moved(key: str, value: Any, parameter: torch.Tensor, *, counts_there: bool)
 
 
 def _saved_names(versions: list[LayerVersion]) -> dict[str, str]:
-    """Return what each tensor of the model is saved as, by all its names."""
+    """Return the name under which each tensor of the model is saved, by each of its names."""
     saved_names: dict[str, str] = {}
     for version in versions:
         for parameter in version.parameters:

@@ -1,7 +1,7 @@
 """
 Messages between the ranks of a job: small all-gathers over gloo, only in the main thread.
 
-This room knows torch.distributed, but no engine.
+This room uses torch.distributed, but knows no engine.
 """
 
 from layerstore.live.ranks.attempt import AttemptLock, place_resumed

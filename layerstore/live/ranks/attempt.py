@@ -23,7 +23,7 @@ _TRIES = 10
 
 
 def place_resumed(view: RunView | None, composition: Composition | None) -> NextCommit:
-    """Return the place of saves after an engine was filled with *composition*; None means from no commit."""
+    """Return the place of saves after an engine was filled with *composition*; None means that it starts anew."""
     if composition is None:
         return NextCommit.begun(view)
     base = composition.base
@@ -44,9 +44,9 @@ class AttemptLock:
 
     def acquire(self, wish: PlaceFinder) -> NextCommit:
         """
-        Return the place where all ranks save from now on: the wished one, or the next free one; log it once.
+        Lock the attempt of *wish*, or the next free one; return the place where all ranks save from now on, and log it.
 
-        If it raises, the lock is unchanged.
+        If this raises, the lock that was held before stays.
 
         Raises:
             Conflict: The ranks see different commits.
@@ -56,7 +56,7 @@ class AttemptLock:
                 with self._exchange.raise_on_all():
                     attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
                 attempt = int(self._exchange.first(str(attempt)))
-                # Look it up again: the attempt's last holder may have committed just before releasing its lock.
+                # Only now, under the lock: the attempt's last holder may have committed right before it released it.
                 place, places = self._exchange.agree_on(
                     partial(self._place_at, wish, attempt),
                     lambda place: "" if place is None else f"{place.attempt} {place.save_number} {place.fork}",
@@ -77,7 +77,7 @@ class AttemptLock:
         raise Conflict(f"others keep changing run {self._run!r}", hint="try again, or wait for them")
 
     def _place_at(self, wish: PlaceFinder, attempt: int) -> NextCommit | None:
-        self._repo.records.refresh()  # rank 0 alone notes its commits in its mirror of a bucket
+        self._repo.records.refresh()  # only rank 0's mirror of a bucket has the commits that it made
         view = self._repo.catalog.find(self._run)
         return wish(view).moved_to(view, attempt)
 
@@ -114,7 +114,7 @@ class AttemptLock:
             self._lock, self._held = lock, attempt
 
     def _reserved(self, wish: PlaceFinder, lock: ExitStack) -> int:
-        """Lock the wished attempt, or the next free one, until *lock* closes; return its number."""
+        """Lock the attempt of *wish*, or the next free one, until *lock* closes; return its number."""
 
         def placed(taken: Collection[int]) -> NextCommit:
             view = self._repo.catalog.find(self._run)

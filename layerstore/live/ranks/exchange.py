@@ -1,10 +1,10 @@
 """
 Messages between ranks: one small all-gather on the host, called by the main thread of every rank.
 
-It uses its own gloo group, which does not wait for the accelerator's work.
+It has its own gloo group, which does not wait for the accelerator's work.
 
-At a save, one message is enough: all ranks learn whether they want the same save, can make it, and know how earlier
-ones ended, and every rank draws the same conclusions from the same reports.
+A save needs one message: all ranks report which save they want, whether they can make it, and how earlier ones ended,
+and every rank draws the same conclusions from the same reports.
 """
 
 import math
@@ -37,12 +37,12 @@ Answer = TypeVar("Answer")
 
 
 class Exchange:
-    """The process group in which ranks talk about saves."""
+    """The process group in which ranks exchange messages about saves."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        # A program on one device need not begin a process group.
+        # A program on one device need not have a process group.
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self._group = None if self._is_alone else dist.new_group(backend="gloo")
         self.rank = 0 if self._is_alone else dist.get_rank()
@@ -50,11 +50,11 @@ class Exchange:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Run a block on every rank; if one fails, all raise an error of the same class."""
+        """Run a block on every rank; if one fails, raise an error of the same class on all."""
         problem: Exception | None = None
         try:
             yield
-        except Exception as exc:  # noqa: BLE001  # the other ranks wait for our message; raised below
+        except Exception as exc:  # noqa: BLE001  # raised below, since the other ranks wait for our message first
             problem = exc
         texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
         if problem is not None:
@@ -75,9 +75,9 @@ class Exchange:
         self, look: Callable[[], Answer], describe: Callable[[Answer], str], *, may_be_late: bool
     ) -> tuple[Answer, list[str]]:
         """
-        Return what *look* finds on this rank, and what *describe* makes of it on each rank.
+        Return what *look* returns on this rank, and the text that *describe* makes of it on each rank.
 
-        If they differ and hosts may see changes late (*may_be_late*), all ranks look again for a while.
+        If the texts differ, and hosts may see changes late (*may_be_late*), all ranks look again for a while.
         """
         again = pauses()
         while True:
@@ -91,7 +91,7 @@ class Exchange:
             if self.first((next(again, "over") or "") if self.rank == 0 else ""):
                 return answer, views
             if self.rank == 0:
-                LOG.warning("the hosts do not see the same yet, and look again: %s", "; ".join(sorted(set(views))))
+                LOG.warning("the hosts see different commits so far, looking again: %s", "; ".join(sorted(set(views))))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each of *values* over all ranks, bit-identical on every rank."""
@@ -101,17 +101,17 @@ class Exchange:
         return [sum(column) for column in zip(*(tensor.tolist() for tensor in gathered), strict=True)]
 
     def integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's *values*, which are as many on each, by rank."""
+        """Return every rank's *values*, by rank; all ranks pass equally many."""
         import torch
 
         return [tensor.tolist() for tensor in self._gathered(torch.tensor(values, dtype=torch.int64))]
 
     def wait(self, wait: Callable[[float], bool], *, until: float = math.inf) -> bool:
         """
-        Call *wait* on every rank until it returns True on all of them, or until the time *until* of one; return which.
+        Call *wait* on every rank until it returns True on all, or *until* has passed on one; return whether all did.
 
-        Ranks exchange a message every minute: gloo aborts after half an hour of silence, and a first push may take
-        longer.
+        Ranks exchange a message every minute, because gloo aborts after half an hour of silence, and a first push may
+        take longer.
         """
         while True:
             is_done = wait(min(max(until - time.monotonic(), 0), _SILENT_SECONDS_MAX))
@@ -146,7 +146,7 @@ class Exchange:
 
 
 def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:
-    """Return the error of class *kind* that another *rank* raised."""
+    """Return the error for *message*, which another *rank* raised as *kind*."""
     if kind == StorageIO.__name__:
         return StorageIO(f"rank {rank}: {message}", errno=None, filename="the store")
     error_class = getattr(errors, kind, LayerstoreError)
@@ -157,12 +157,12 @@ def _error_of_rank(kind: str, message: str, *, rank: int) -> LayerstoreError:
 # -- agreement at a save -------------------------------------------------------------------------------------------
 
 SAVES_MAX = 32
-"""How many saves may be unresolved at once: a report lists them all in one message of `TEXT_BYTES_MAX`."""
+"""How many saves may be unresolved at once: a report lists them all within `TEXT_BYTES_MAX`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank reports to the others; or, merged, what all of them report."""
+    """The report of one rank to the others; or, merged, that of all ranks."""
 
     step: int = 0
     number: int
@@ -170,7 +170,7 @@ class RankReport:
     is_at_boundary: bool = True
     """Whether no gradients are being accumulated for a coming update."""
     is_pressed: bool = False
-    """Whether so much is still unwritten that another save would hold training up."""
+    """Whether so many bytes are unwritten that another save would block training."""
     is_tight: bool = False
     """Whether the next update may have to wait until this save's copies find room in the host buffer."""
     free_bytes: int = 0
@@ -182,11 +182,11 @@ class RankReport:
     has_lost_base: bool = False
     """From the rank that commits: whether a layer that the next commits would inherit was collected."""
     precision: str = ""
-    """That of this save."""
+    """The precision of this save."""
     retries: int = 0
-    """How many requests to a bucket were retried since the last report; merged, on all ranks."""
+    """How many requests to a bucket were retried since the last report; when merged, on all ranks."""
     is_mistyped: bool = False
-    """Whether *problem* is that client_state holds a type that cannot be kept."""
+    """Whether *problem* is a type in client_state that cannot be kept."""
     problem: str = ""
     """Why this save cannot be made; empty if it can."""
 
@@ -228,7 +228,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     """
     Return the layers that are *due* under *policy*, the same on every rank.
 
-    Our own policies give every rank the same answer; a user's policy may not, so its answers are compared.
+    Our own policies decide alike on every rank; a user's policy may not, so its answers are compared.
 
     Raises:
         Conflict: The policy's answers differ.
@@ -246,7 +246,7 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
 
 
 def open_session(exchange: Exchange, repo: Repository) -> str:
-    """Agree on a session, the name under which the ranks leave their parts; check that all see the same store."""
+    """Return a new session, the same on all ranks, for their parts; check that all ranks see the same store."""
     session = exchange.first(secrets.token_hex(16) if exchange.rank == 0 else "")
     with exchange.raise_on_all():
         if exchange.rank == 0:
@@ -260,7 +260,7 @@ def open_session(exchange: Exchange, repo: Repository) -> str:
 def _exchanged(exchange: Exchange, report: RankReport) -> list[RankReport]:
     facts = asdict(report) | {"outcomes": list(report.outcomes.items())}
     problem = facts.pop("problem")
-    # The problem comes last, because only it may be truncated. JSON keys are strings, so the outcomes are pairs.
+    # The problem comes last, because it alone may be cut off. JSON keys are strings, so the outcomes are pairs.
     head = json.dumps(facts)
     assert len(head) < TEXT_BYTES_MAX, "outcomes of so many saves fit"
     return [_parsed(text) for text in exchange.texts(f"{head}\n{problem}")]

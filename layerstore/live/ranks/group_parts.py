@@ -1,4 +1,4 @@
-"""Parts of ranks that share no disk: each keeps its own in its node's store, and the job's rendezvous passes it on."""
+"""Parts of ranks that share no disk: kept in each node's store, and passed on through the job's rendezvous."""
 
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,9 @@ class GroupParts(PartStore):
     """
     The parts of a job's saves.
 
-    In the node's own store a part lies where any part does, so that collections there keep what it names. Others read
-    it from the key-value store that the process group began with: its operations are no collectives, so that
-    background threads may use it, and neither a bucket nor a disk has to answer.
+    In the node's own store a part is where any part is, so that collections there keep what it names. Other ranks read
+    it from the key-value store through which the process group was formed. Its operations are not collectives, so
+    background threads may use it, and no bucket or disk has to answer.
     """
 
     def __init__(self, layout: Layout, files: Files, *, store_id: str, group: "Rendezvous", world_size: int) -> None:
@@ -31,17 +31,17 @@ class GroupParts(PartStore):
         return True
 
     def ranks(self, session: str, save: int) -> set[int]:
-        """Return all ranks once each has left a part of *save*; one question a time, however many they are."""
+        """Return all ranks once each has left a part of *save*, and none before; one request for all of them."""
         is_complete = self._group.add(self._count(session, save), 0) >= self._world_size
         return set(range(self._world_size)) if is_complete else set()
 
     def confirm(self, part: Part) -> None:
-        """Make the draft of *part* a part, for all ranks; raises StorageIO if a collection has removed it."""
+        """Make the draft of *part* a part that all ranks see; raises StorageIO if a collection has removed it."""
         super().confirm(part)
         self._pass_on(part)
 
     def publish(self, part: Part) -> None:
-        """Make *part*, which says that this rank has failed, visible to all ranks; one that is there stands."""
+        """Make *part*, which reports that this rank failed, visible to all ranks, unless there is one already."""
         if not self._group.check([part_name(part.session, part.save, part.rank)]):
             self._pass_on(part)
 
@@ -64,7 +64,7 @@ class GroupParts(PartStore):
         self._group.delete_key(self._count(session, save))
 
     def forget(self, session: str, save: int, rank: int) -> None:
-        """Remove this rank's own part from its node's store: the next level has all that it names."""
+        """Remove this rank's own part from its node's store, once the next level has everything that it names."""
         self._files.discard(self._path(session, save, rank))
 
     def _count(self, session: str, save: int) -> str:

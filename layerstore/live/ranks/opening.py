@@ -1,4 +1,4 @@
-"""Open the store on all ranks, or make it: the ranks of a first launch find none, and none of them acts alone."""
+"""Open the store on all ranks, or make it: at a first launch there is none, and no rank may act alone."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ def store_if_there(store: Store | StrPath) -> Store | None:
 
     Raises:
         NoStore: The bucket is missing.
-        AlreadyExists: A store could not be made there either: the path is a file, or a folder with something else.
-        InvalidInput: Nor here: it is inside another store.
-        IntegrityError: There was one, whose ``store.json`` is lost.
+        AlreadyExists: No store could be made there: the path is a file, or a folder with something else.
+        InvalidInput: No store could be made there: the path is inside another store.
+        IntegrityError: There was a store, but its ``store.json`` is lost.
     """
     try:
         return as_store(store)
@@ -43,17 +43,17 @@ def store_if_there(store: Store | StrPath) -> Store | None:
 
 def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
     """
-    Return *store*, opened on every rank; None if it is a path or a URL where no rank finds one.
+    Return *store*, opened on every rank; None if no rank finds a store there.
 
     Raises:
-        NoStore: Some ranks find one and others do not.
+        NoStore: Only some ranks find one.
     """
     with exchange.raise_on_all():
         opened = store_if_there(store)
     if not any(exchange.texts("" if opened is None else "there")):
         return None
     with exchange.raise_on_all():
-        return opened or as_store(store)  # raises where others have found one
+        return opened or as_store(store)  # raises on the ranks that found none
 
 
 def make_together(exchange: Exchange, path: StrPath) -> Store:
@@ -73,14 +73,14 @@ def _make(path: StrPath) -> None:
         try:
             as_store(path).close()  # another job has made it meanwhile
         except NoStore:
-            pass  # what is there is something else, as the first error says
+            pass  # something else is there, as the first error says
         else:
             return
         raise
 
 
 def _opened_late(path: StrPath) -> Store:
-    """Open the store that another rank has just made, which may become visible late."""
+    """Open the store that another rank has just made; it may become visible late."""
     try:
         return as_store(path)
     except NoStore:
@@ -90,19 +90,19 @@ def _opened_late(path: StrPath) -> Store:
 
 
 def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> None:
-    """Log that training begins from nothing: a warning if the *store* has other runs, so that *run* may be mistyped."""
+    """Log that training starts from scratch: as a warning if *store* has other runs, since *run* may be mistyped."""
     if not isinstance(store, Store):
-        LOG.info("there is no store at %s yet: training begins from nothing", store)
+        LOG.info("there is no store at %s yet: training starts from scratch", store)
     elif not store.runs() and not _was_dropped(store, run):
-        LOG.info("%s has no commit yet: training begins from nothing", store.repo.name)
+        LOG.info("%s has no commit yet: training starts from scratch", store.repo.name)
     else:
-        LOG.warning("run %r has no commit yet: training begins from nothing; %s%s", run, runs_here(store, run), refusal)
+        LOG.warning("run %r has no commit yet: training starts from scratch; %s%s", run, runs_here(store, run), refusal)
 
 
 def runs_here(store: Store, run: str) -> str:
-    """Return the hint for a *run* that *store* does not have: it was dropped, or other runs have such names."""
+    """Return the hint for a *run* that *store* does not have: it was dropped, or another run has a similar name."""
     if _was_dropped(store, run):
-        return f"what it had was dropped: layerstore log {run} --dropped, then undrop"
+        return f"its commits were dropped: layerstore log {run} --dropped, then undrop"
     runs = store.runs()
     more = f" and {len(runs) - _RUNS_SHOWN_MAX} more" if len(runs) > _RUNS_SHOWN_MAX else ""
     here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}" if runs else "there is no other run"

@@ -1,7 +1,7 @@
 """
 The saver: saves checkpoints of a running engine to a store while training continues.
 
-``live/ranks`` has the agreement between ranks, and ``live/engine`` what is needed from an engine.
+The agreement between ranks is in ``live/ranks``, the interface to engines in ``live/engine``.
 """
 
 from layerstore.live.saver.following import Near

@@ -1,7 +1,7 @@
 """
 The threads behind a saver: one copies, one writes and, on rank 0, one commits. None of them calls a collective.
 
-An error here never reaches training: it is noted with the save, which is then given up.
+An error here never reaches training: the save is given up, and its status has the error.
 """
 
 import threading
@@ -37,19 +37,19 @@ POLL_SECONDS, POLL_SECONDS_MAX = 0.02, 1.0
 """
 How often rank 0 looks for the other ranks' parts, which arrive through the filesystem.
 
-It pauses for a tenth of the time that it has waited, within these bounds: a commit is visible at most a tenth later,
-and listing the parts of a thousand ranks costs training little while a slow disk takes a minute.
+It pauses for a tenth of the time that it has waited, within these bounds. So a commit is visible at most a tenth later,
+and while a slow disk takes a minute, listing the parts of a thousand ranks costs training little.
 """
 
 EXIT_SECONDS_MAX = 600.0
 """How long an exiting process waits for its own share to reach the disk."""
 
 PATIENCE_SECONDS = 10.0
-"""How long rank 0 then waits for the others' parts, or as long as writing its own share took if that is more."""
+"""How long rank 0 then waits for the others' parts; longer if writing its own share took longer."""
 
 
 def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
-    """Return once *jobs* are on disk, and visible if this rank *commits*, unless the other ranks are far slower."""
+    """Wait until *jobs* are on disk and, if this rank *commits*, visible, unless the other ranks are far slower."""
     end = time.monotonic() + EXIT_SECONDS_MAX
     for job in jobs:
         job.is_written.wait(max(end - time.monotonic(), 0))
@@ -74,9 +74,9 @@ class Background:
         refers: tuple[int | None, int] | None,
     ) -> None:
         """
-        Start them; they write to *repo*, and whatever is *following* takes it from there.
+        Start the threads; they write to *repo* and pass each save on to *following*.
 
-        *refers*: which shard this rank writes, None for any, and how many ranks are, if differences are kept.
+        *refers*, if differences are kept: the shard that this rank writes (None for any), and the number of ranks.
         """
         self._refers = refers
         self._repo = repo
@@ -89,13 +89,13 @@ class Background:
         self._inherited: dict[str, LayerEntry] = {}
         """The newest visible version of each layer."""
         self._own: set[CommitId] = set()
-        """What this job has tried to publish."""
+        """The commits that this job has tried to publish."""
         self._stop = threading.Event()
         self._copying = Worker("copy", self._copy)
         self._writing = Worker("write", self._write)
         self._committing = Worker("commit", self._commit) if commits else None
         self.has_lost_base = False
-        """Whether a layer that the next commit would inherit was collected, so that all must be saved again."""
+        """Whether a layer that the next commit would inherit was collected, so that every layer must be saved again."""
 
     def add(self, job: Job) -> None:
         """Start *job*."""
@@ -108,7 +108,7 @@ class Background:
         """
         Continue from *place*, with no pending saves; frozen weights are read again.
 
-        Return the inherited layers that differences can refer to, the same on every rank.
+        Return the inherited layers that differences can refer to; they are the same on every rank.
         """
         self._inherited = dict(place.inherited)
         self._frozen.clear()
@@ -120,7 +120,7 @@ class Background:
         if others and self._committing is not None:
             more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
             LOG.info(
-                "%s%s kept exactly at first: the version before is cut for another number of ranks", others[0], more
+                "%s%s kept exactly at first: the previous version was cut for another number of ranks", others[0], more
             )
         return frozenset(self._older)
 
@@ -148,8 +148,8 @@ class Background:
             self._following.written(job, part)
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = one_line(exc)
-            self._older.clear()  # or the next shares, planned already, may fail for the same reason
-            LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
+            self._older.clear()  # or shares that are planned already may fail for the same reason
+            LOG.error("step %d was not saved: %s; training continues", job.joint.step, job.failure)
             if isinstance(exc, StorageIO) and exc.errno in NO_SPACE_ERRNOS and self._committing is not None:
                 LOG.error("layerstore gc makes room there; a saver with keep= removes old saves by itself")
             self._report_failure(job)
@@ -175,7 +175,7 @@ class Background:
             self._following.visible()
         except BaseException as exc:  # noqa: BLE001  # training continues, whatever happens here
             job.failure = job.failure or one_line(exc)
-            LOG.error("%s", job.failure)  # one line
+            LOG.error("%s", job.failure)
             if isinstance(exc, InheritedLayerLost):
                 self._inherited, self.has_lost_base = {}, True
         finally:

@@ -1,10 +1,10 @@
 """
-After each commit of a saver: send it to the next levels, and remove commits that the run need not keep.
+After each commit of a saver: send it to the next levels, and remove commits that retention does not keep.
 
 A thread of the committing rank waits for commits, and a helper process calls `Store.push` and `Store.gc` at the lowest
-priority. A thread alone would hold training up, because marking a store takes Python's interpreter lock: on a store of
-100,000 objects, training steps of 10 ms took 270 ms for the 17 s of a collection in a thread, but 9 ms with a separate
-process.
+priority. A thread alone would slow training down, because marking a store takes Python's interpreter lock: on a store
+of 100,000 objects, training steps of 10 ms took 270 ms during the 17 s of a collection in a thread, but 9 ms with a
+separate process.
 """
 
 import json
@@ -35,13 +35,13 @@ from layerstore.threads import start
 from layerstore.units import size
 
 BUCKET_SECONDS = 3600.0
-"""How often a store in a bucket is collected at most."""
+"""The least time between two collections of a store in a bucket."""
 
 GRACE_SECONDS: float | None = None
-"""The age from which unneeded objects are removed; None for the library's own."""
+"""The grace of the collections; None for the library's default."""
 
-# The process imports layerstore from the same place as this one, however training finds its modules; the path goes
-# last, so that it shadows nothing.
+# The process imports layerstore from the same place as this one, however training finds its modules. The path comes
+# last, so that nothing in it shadows another module.
 _PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
@@ -51,15 +51,16 @@ answer_question()
 
 
 class Collector:
-    """Sends and collects after commits; several commits in the meantime cause one more run, not one each."""
+    """Sends and collects after commits; several commits during one run cause one more run, not one each."""
 
     def __init__(
         self, store: Store, keep: Keep | None, *, run: str, places: Sequence[str], origin: str | None = None
     ) -> None:
         """
-        *places*: where commits are sent, nearest first: remotes by name or URL, and folders.
+        *places* are where commits are sent, nearest first: remotes by name or URL, and folders.
 
-        *origin*: the URL of the level behind a node's own store, which knows all commits, and has what may go here.
+        *origin*, for a node's own store, is the URL of the level behind it, which knows all commits; only what it has
+        may be removed here.
         """
         self._store = store
         self._keep = keep
@@ -72,7 +73,7 @@ class Collector:
         self.error = ""
         """Why the last run failed; empty if it succeeded, or none has run."""
         self.push_error = ""
-        """Why some place lacks the newest commit, regardless of the collection after it."""
+        """Why some place lacks the newest commit; empty if none does. Collections do not change it."""
         self.pushed_step: int | None = None
         """The newest step that the last of the places has."""
         self._warned = ""
@@ -84,7 +85,7 @@ class Collector:
         start(self._thread)
 
     def wake(self) -> None:
-        """Push and collect soon: there is a new commit."""
+        """Push and collect soon, because there is a new commit."""
         with self._is_answered:
             self._requests += 1
         self._wishes.put(True)
@@ -95,7 +96,7 @@ class Collector:
             self.wake()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether all requests so far were tried, after at most *seconds*."""
+        """Return whether all requests so far were processed, after at most *seconds*."""
         with self._is_answered:
             requests = self._requests
             return self._is_answered.wait_for(lambda: self._answered >= requests, seconds)
@@ -124,7 +125,7 @@ class Collector:
 
     def _collect(self, *, is_new: bool) -> None:
         try:
-            # Cheap, so most commits start no process.
+            # Checked here, which is cheap, so that most commits start no process.
             if (self._places and (is_new or self.error)) or (self._is_time() and self._has_work()):
                 self._collected_at = time.monotonic()
                 self._note(self._answer(self._question()))
@@ -144,7 +145,7 @@ class Collector:
 
     def _has_work(self) -> bool:
         if self._origin is not None:
-            return True  # the commits are known there
+            return True  # only the level behind knows which commits there are
         return self._facts is not None and has_work(self._facts, self._run_name)
 
     def _question(self) -> dict[str, Any]:
@@ -174,12 +175,12 @@ class Collector:
             # -P: do not look for modules in training's working folder.
             command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[3])]
             self._process = subprocess.Popen(command, stdin=question_file, stdout=answer_file, stderr=subprocess.STDOUT)
-            if self._ends_at_once:  # since a moment ago
+            if self._ends_at_once:  # `close` may have looked for the process before it existed
                 self._process.terminate()
             code = self._process.wait()
             self._process = None
             answer_file.seek(0)
-            last = (answer_file.read().decode(errors="replace").splitlines() or ["it said nothing"])[-1]
+            last = (answer_file.read().decode(errors="replace").splitlines() or ["no output"])[-1]
         if code:
             raise LayerstoreError(f"the collecting process ended with {code}: {last}")
         answer: dict[str, Any] = json.loads(last)
@@ -196,28 +197,28 @@ class Collector:
             LOG.info("another collection is under way: the next save tries again")
         elif answer.get("commits_removed"):
             commits = answer["commits_removed"]
-            # Objects of saves that may still be under way stay for a while.
+            # Young objects stay for the grace, since unfinished saves may use them.
             freed = f", {size(answer['bytes_freed'])} freed" if answer["bytes_freed"] else "; their bytes follow"
             LOG.info("%d commit%s collected%s", commits, "" if commits == 1 else "s", freed)
 
     def _warn(self, why: str) -> None:
         self.error = why
-        # Only once: before the first evaluation, for example, every save would warn that there is no best commit.
+        # Once per reason: before the first evaluation, for example, every save would warn that no commit is the best.
         if why != self._warned:
-            LOG.warning("not all was %s: %s", "pushed and collected" if self._places else "collected", why)
+            LOG.warning("could not %s everything: %s", "push and collect" if self._places else "collect", why)
         self._warned = why
 
 
 def answer_question() -> None:
-    """Push and collect as the question on stdin says, and print the answer: the helper process."""
+    """Run the helper process: push and collect as the question on stdin asks, and print the answer."""
     question = json.load(sys.stdin)
-    os.nice(19)  # use only the CPU time that training leaves
+    os.nice(19)  # use only the CPU time that training does not need
     answer: dict[str, Any] = {}
     try:
         with Store(question["store"]) as store:
             run, places, origin = question["run"], question["places"], question["origin"]
             if origin is not None and not _has_caught_up(store, origin, run):
-                question["keep"] = None  # what is near alone is not whole here: the next save collects
+                question["keep"] = None  # commits that only this node has are incomplete: collect after the next save
             view = store.repo.catalog.find(run)
             newest = None if view is None else view.newest
             if newest is not None:
@@ -233,7 +234,7 @@ def answer_question() -> None:
 
 
 def _has_caught_up(store: Store, origin: str, run: str) -> bool:
-    """Take over what *origin* has that is newer; return whether *store* has nothing that is newer there."""
+    """Pull newer commits from *origin*; return whether *store* has none that *origin* lacks."""
     from layerstore.remote import Bucket, Remote, take_over
 
     with Remote(Bucket(origin), Files()) as remote:
@@ -244,9 +245,9 @@ def _has_caught_up(store: Store, origin: str, run: str) -> bool:
 
 def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, Any]:
     """
-    Send the run of the *newest* commit to all *places*; return its step if the last one has it, and what went wrong.
+    Send the run of the *newest* commit to all *places*; return its step if the last place has it, and the errors.
 
-    A place that cannot take it keeps it from no other, and nothing is removed here that it lacks.
+    A place that fails does not keep the others from getting it, and nothing that it lacks is removed here.
     """
     answer: dict[str, Any] = {"push_error": ""}
     for place in places:
@@ -254,7 +255,7 @@ def _sent(store: Store, newest: RecordName, places: Sequence[str]) -> dict[str, 
             _send(store, newest.run, place, is_last=place == places[-1])
         except LayerstoreError as exc:
             answer.setdefault("error", one_line(exc))
-            # A damaged commit or a moved pin is not a reason to keep the newest save from being safe.
+            # A damaged older commit or a moved pin is reported, but the newest save may have arrived all the same.
             if not (isinstance(exc, AlreadyExists | IntegrityError) and _has(store, newest, place)):
                 answer["push_error"] = answer["push_error"] or one_line(exc)
                 continue
@@ -269,7 +270,7 @@ def _send(store: Store, run: str, place: str, *, is_last: bool) -> None:
     if Path(place).is_absolute():
         send_to_folder(store.repo, Path(place), run=run, is_whole=is_last)
     else:
-        # After each save: to compare all that is there takes a request for each thousand objects.
+        # No comparison after each save: that would take a request for every thousand objects in the bucket.
         bucket = Bucket(store.remotes.url(place), may_make=True)
         push(store.repo, bucket, refs=None, runs=[run], compares=False, progress=Silent())
 
@@ -280,13 +281,13 @@ def _has(store: Store, newest: RecordName, place: str) -> bool:
     try:
         return newest.id in kept_there(store.repo, Bucket(_remote(store, place)))
     except LayerstoreError:
-        return False  # the place itself is gone, as the first error says
+        return False  # the place itself cannot be read, as the first error says
 
 
 def _collected(
     store: Store, run: str, places: Sequence[str], keep: Keep, grace_seconds: float | None
 ) -> dict[str, Any]:
-    """Apply *keep* here and in the folders among *places*, each of which only loses what a later place has."""
+    """Apply *keep* here and in the folders among *places*; each loses only commits that the next place has."""
     following = _remote(store, places[0]) if places else None
     outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     if (
@@ -294,12 +295,12 @@ def _collected(
         and not Path(places[0]).is_absolute()
         and any(NOT_PUSHED in fate.kept_by for fate in outcome.commits)
     ):
-        # The bucket may have lost what its records name.
-        with suppress(AlreadyExists, IntegrityError):  # the push before has said the same
+        # The bucket has records without their objects: push again, now comparing.
+        with suppress(AlreadyExists, IntegrityError):  # the push before has reported the same
             store.push(places[0], runs=[run])
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     later = [_remote(store, place) for place in places]
-    # A folder in the middle begins with the newest commit, and is trimmed itself: the levels behind it have the rest.
+    # A folder in the middle may lack older commits, which only levels behind it have, so each of those is checked, too.
     for following in later[1:]:
         outcome = store.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
     for number, place in enumerate(places[:-1], 1):

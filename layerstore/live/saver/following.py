@@ -1,4 +1,4 @@
-"""What follows a save once it is written: the next levels have it, and what need not be kept goes."""
+"""The work after a save is written: sending it to the next levels, and collecting commits that are not kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +19,11 @@ from layerstore.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Near:
-    """The first level, where each node has one of its own: ranks write there, and commits are made behind it."""
+    """A node's own first level: its ranks write there, and commits are made in the level behind it."""
 
     store: Store
     repo: Repository
-    """That of *store*, with parts that all ranks see."""
+    """The repository of *store*, with parts that all ranks see."""
     behind: str
     """The URL of the level where commits are made."""
     is_first_here: bool
@@ -31,19 +31,19 @@ class Near:
 
 
 _SECONDS = 1.0
-"""How long a rank waits for its sends before it asks the others."""
+"""How long a rank waits for its sends before the ranks exchange a message."""
 
 
 class Following:
-    """What one rank does with saves that are written, in the background."""
+    """One rank's background work on saves that are written."""
 
     def __init__(
         self, store: Store, near: Near | None, keep: Keep | None, *, run: str, places: Sequence[str], commits: bool
     ) -> None:
-        """*places* come after *store*, nearest first; what comes last is not trimmed unless it is the only one."""
+        """*places* come after *store*, nearest first; the last level is not trimmed unless it is the only one."""
         trims = keep if near is None or places else None
         self.repo = store.repo
-        """Where commits are made in the end."""
+        """The level where commits are made."""
         self._commits = commits
         self._behind = (
             Collector(store, trims, run=run, places=places) if commits and (trims is not None or places) else None
@@ -51,7 +51,7 @@ class Following:
         self._near = self._sender = None
         if near is not None:
             if near.is_first_here and keep is not None:
-                # Without moments, records near would differ from those behind.
+                # Records of commits without moments would differ from those in the level behind.
                 rules = replace(keep, drop_optimizer_older_than=None)
                 self._near = Collector(near.store, rules, run=run, places=(), origin=near.behind)
             self._sender = Sender(
@@ -59,17 +59,17 @@ class Following:
             )
 
     def written(self, job: Job, part: Part) -> None:
-        """Go on with *part* of *job*, which is durable in the first level."""
+        """Send *part* of *job*, which is durable in the first level, to the next."""
         if self._sender is not None:
             self._sender.send(job, part)
 
     @property
     def commits_later(self) -> bool:
-        """Whether commits of the first level are copied to the next one, which has the pins."""
+        """Whether commits are copied from the first level to the next one, which gets the pins."""
         return self._sender is not None
 
     def visible(self) -> None:
-        """Go on with a commit that is visible in the first level."""
+        """Send and collect after a commit that is visible in the first level."""
         if self._sender is None:
             self._committed()
 
@@ -85,7 +85,7 @@ class Following:
             LOG.warning("could not record the timing of step %d: %s", timing.step, exc)
 
     def _copied(self) -> None:
-        # The rank that commits has a record near before the level behind has one.
+        # Not on the rank that commits: its node has the record before the level behind has it.
         if self._near is not None and not self._commits:
             self._near.wake()
 
@@ -96,10 +96,10 @@ class Following:
 
     def send_all(self, exchange: Exchange) -> None:
         """
-        Return once every level has every save. Collective.
+        Wait until every level has every save. Collective.
 
         Raises:
-            StorageIO: One could not be sent.
+            StorageIO: A save could not be sent.
         """
         while True:
             is_sent, error = self.is_sent(_SECONDS), "" if self._sender is None else self._sender.error
@@ -116,7 +116,7 @@ class Following:
 
     def finish(self, exchange: Exchange) -> bool:
         """
-        Let each rank send what it can, without trying again; return whether every commit was sent. Collective.
+        Let each rank send what it can, without retries; return whether every commit was sent. Collective.
 
         The next resume sends the rest.
         """
@@ -128,35 +128,35 @@ class Following:
         exchange.wait(self._sender.wait)
         is_complete = not any(exchange.sums([float(bool(self._sender.error))]))
         if not is_complete and exchange.rank == 0:
-            LOG.warning("the newest saves are in the nodes only, and not in %s: resume there", self.repo.name)
+            LOG.warning("the newest saves are only in the nodes, not in %s: resume there", self.repo.name)
         return is_complete
 
     def is_sent(self, seconds: float) -> bool:
-        """Return whether the level behind the nodes' own has all saves, if there is one, after at most *seconds*."""
+        """Return whether the level behind the nodes has all saves after at most *seconds*; True without such levels."""
         return self._sender is None or self._sender.wait(seconds)
 
     def wait(self, seconds: float) -> bool:
-        """Return whether all commits were sent on, or tried to be, after at most *seconds*."""
+        """Return whether sending all commits was at least tried, after at most *seconds*."""
         return self.is_sent(seconds) and (self._behind is None or self._behind.wait(seconds))
 
     @property
     def has_lost_base(self) -> bool:
-        """Whether the level behind the nodes' own lacks a save for good."""
+        """Whether the level behind the nodes will never get some save."""
         return self._sender is not None and self._sender.has_lost_base
 
     def begin_anew(self) -> None:
-        """Note that the next save stores every layer."""
+        """Record that the next save stores every layer."""
         if self._sender is not None:
             self._sender.has_lost_base = False
 
     def close(self, *, at_once: bool) -> None:
-        """End when all is done, or *at_once*."""
+        """End when everything is done, or *at_once*."""
         for worker in (self._sender, self._behind, self._near):
             if worker is not None:
                 worker.close(at_once=at_once)
 
     def added_to(self, status: Status) -> Status:
-        """Return *status* with what is known of the levels."""
+        """Return *status* with the state of the levels."""
         lost = [] if self._sender is None else self._sender.lost
         workers = (self._sender, self._behind, self._near)
         errors = [worker.error for worker in workers if worker is not None and worker.error]

@@ -1,8 +1,8 @@
 """
 Measure how far each layer has moved since its last save, for policies that use it.
 
-The measure uses a fixed sample of the masters, chosen by position in the whole parameter, so it is the same for any
-number of ranks. Each rank samples what it holds; one small all-gather adds up the sums.
+It is measured on a fixed sample of the masters, chosen by position in the whole parameter, so it is the same for any
+number of ranks. Each rank samples the elements that it holds; one small all-gather adds up the sums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The sampled elements at one moment, storage by storage."""
+    """The values of the sampled elements at one moment, storage by storage."""
 
     share: Share
     masters: "torch.Tensor"
     squares: "torch.Tensor | None"
-    """Their second moments, if the optimizer keeps them for all."""
+    """Their second moments, if the optimizer keeps them for all masters."""
 
 
 @dataclass(slots=True)
 class _Places:
-    """Sampled elements of one storage."""
+    """The sampled elements of one storage."""
 
     part: SliceSource
     """A slice in that storage."""
     at: "torch.Tensor"
-    """Where they are, on the storage's device from the first sample on."""
+    """Their positions, on the storage's device from the first sample on."""
 
     def taken(self, captured: Captured) -> "torch.Tensor":
-        """Return the elements as they are now."""
+        """Return the current values of the elements."""
         import torch
 
         dtype = getattr(torch, by_code(self.part.dtype).torch_name)
@@ -54,7 +54,7 @@ class _Places:
 
 
 class MovementWatch:
-    """One rank's sample of each layer as of its last save."""
+    """Keeps this rank's sample of each layer as of the layer's last save."""
 
     def __init__(self, exchange: Exchange) -> None:
         import torch
@@ -62,21 +62,21 @@ class MovementWatch:
         self._exchange = exchange
         self._layers: tuple[str, ...] = ()
         self._counts: list[int] = []
-        """The elements of each layer that are trained."""
+        """The number of trained elements in each layer."""
         self._paths: set[tuple[Path, Path | None]] = set()
         """The storages of masters, each with that of their second moments."""
         self._masters: list[_Places] = []
         self._squares: list[_Places] = []
-        """In the same order; none where there are no second moments."""
+        """In the same order; empty if there are no second moments."""
         self._layer_of = torch.empty(0, dtype=torch.long)
         """The layer of each of this rank's sampled elements."""
         self._weights = torch.empty(0, dtype=torch.float64)
-        """How many elements each of them stands for."""
+        """How many elements of the parameter each sampled one stands for."""
         self._base: torch.Tensor | None = None
         self._known: set[str] = set()
 
     def sample(self, captured: Captured) -> Sample:
-        """Sample the masters as they are now, and their second moments."""
+        """Sample the masters and their second moments now."""
         import torch
 
         self._choose_elements(captured.share)
@@ -121,7 +121,7 @@ class MovementWatch:
         return Movements(relative=relative | still, weighted=by_layer | still if by_layer else {})
 
     def saved(self, sample: Sample, layers: frozenset[str]) -> None:
-        """Measure *layers* from *sample* on."""
+        """Measure the next movements of *layers* from *sample*."""
         import torch
 
         if self._base is None:
@@ -137,7 +137,7 @@ class MovementWatch:
         self._known.clear()
 
     def _choose_elements(self, share: Share) -> None:
-        """Choose the elements once: an engine's state stays in place, but for moments that begin."""
+        """Choose the elements, once: an engine's state stays in place, until the optimizer has its first moments."""
         import torch
 
         layers = tuple(layer.layer for layer in share.layers)
@@ -183,12 +183,12 @@ def _paths(masters: SliceSource, squares: SliceSource | None) -> tuple[Path, Pat
 
 
 def _first(part: SliceSource) -> int:
-    """Return which element of its storage is the first of a slice."""
+    """Return the position in its storage of the first element of *part*."""
     return part.offset_bytes // by_code(part.dtype).bytes
 
 
 def _own_places(shape: Sequence[int], part: SliceSource) -> list[int]:
-    """Return which elements of a slice of a parameter are sampled."""
+    """Return the sampled elements of *part*, a slice of a parameter of *shape*, counted from its first."""
     first, last = part.begin, part.begin + part.elements
     runs = (range(max(begin, first), min(end, last)) for begin, end in sampled(prod(shape)))
     return [element - first for run in runs for element in run]

@@ -23,7 +23,7 @@ Pressure = Literal["wait", "skip", "degrade"]
 Frozen = Literal["once", "exclude"]
 Durable = Literal["local", "remote"]
 
-# Padding between slices, and what is lost where the ring wraps around.
+# For padding between slices, and for the gap where the ring wraps around.
 _SLACK_BYTES = 16 * MIB
 _BUFFER_BYTES_MIN = 1_000_000
 
@@ -39,7 +39,7 @@ class SaverOptions:
     policy: str | Policy = "latest"
     """Which layers are due at each save; see docs/guides/policies.md."""
     precision: PrecisionName = "exact"
-    """How finely layers are kept between exact saves: ``exact``, ``moments8``, ``delta8`` or ``delta4``."""
+    """The precision of layers between exact saves: ``exact``, ``moments8``, ``delta8`` or ``delta4``."""
     exact_every: int | None = EXACT_EVERY
     """Every Nth version of a layer is exact; with None, only the first."""
     mode: Mode = "async"
@@ -56,20 +56,21 @@ class SaverOptions:
     push: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None
     """
     A remote's name or URL, or a folder: after each save, the run is sent there in the background, and *keep* removes
-    only what is there. Of a list, nearest first, *keep* trims all but the last, each of what the next one has.
+    only commits that are there. In a list, nearest first, *keep* trims all but the last; each loses only commits that
+    the next one has.
     """
     durable: Durable = "local"
     """
     With ``remote``, a save counts as safe only once *push* has it, and ``wait`` and ``sync`` saves return then.
     """
     frozen: Frozen = "once"
-    """Whether frozen weights are written ``once``, or left out: ``exclude``."""
+    """``once`` writes frozen weights once; ``exclude`` leaves them out."""
     layer_pattern: str | None = None
-    """A regular expression that finds the layer in a parameter's name, where the built-in rule does not."""
+    """A regular expression that finds the layer in a parameter's name, if the built-in rule does not."""
     on_saved: Callable[[SaveTiming], None] | None = None
     """Called on rank 0, in its training thread, with the timing of each save that became a commit."""
     on_failed: Callable[[SaveTiming], None] | None = None
-    """Likewise with the timing of each save that came to nothing, which says why."""
+    """Called in the same way with the timing of each save that failed, and the reason in it."""
     create: bool = True
     """Whether to make a store if there is none at its path."""
 
@@ -90,7 +91,7 @@ class SaverOptions:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where each save is sent: remotes by name or URL, folders by absolute path."""
+        """The places that each save is sent to: remotes by name or URL, folders by absolute path."""
         named = [self.push] if isinstance(self.push, str | PathLike) else list(self.push or ())
         return tuple(level if isinstance(level, str) and is_name(level) else place(level) for level in named)
 
@@ -101,7 +102,7 @@ class SaverOptions:
 
     @property
     def pattern(self) -> re.Pattern[str] | None:
-        """What finds the layer in a parameter's name; None for the built-in rule."""
+        """The compiled *layer_pattern*; None for the built-in rule."""
         return compile_pattern(self.layer_pattern)
 
 
@@ -130,7 +131,7 @@ def _buffer_bytes(wanted: int | str) -> int | None:
         return None
     size = size_in_bytes(wanted)
     if size < _BUFFER_BYTES_MIN:
-        raise InvalidInput(f"host_buffer is {wanted}: at least 1 MB is needed", hint='say "auto", or "4GB"')
+        raise InvalidInput(f"host_buffer is {wanted}: at least 1 MB is needed", hint='write "auto", or "4GB"')
     return size
 
 
@@ -145,8 +146,8 @@ def pool_bytes(engine: Engine, wanted: int | str) -> int:
     room = max(available // 2 // ranks_here, _SLACK_BYTES)
     if needed > room:
         warnings.warn(
-            f"one save needs {needed / 1e9:.1f} GB of this host's memory, {room / 1e9:.1f} GB are used: "
-            "training waits for the disk where a save is larger",
+            f"one save needs {needed / 1e9:.1f} GB of this host's memory, but only {room / 1e9:.1f} GB are used: "
+            "training waits for the disk when a save is larger",
             SmallBuffer,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""One save's request, and the files that it keeps byte for byte: the user's, DeepSpeed's, and a trainer's."""
+"""The request for one save, and the files that it keeps byte for byte: the user's, DeepSpeed's, and a trainer's."""
 
 import operator
 import threading
@@ -35,7 +35,7 @@ class SaveRequest:
     step: int
     client_state: dict[str, object]
     folder: Path = FOLDER
-    """The folder that the checkpoint would be in if it were files."""
+    """The folder of the checkpoint if it were written as files."""
     tag: str
     files: dict[str, Path] = field(default_factory=dict)
     """The user's extra files, by their names in the folder."""
@@ -59,14 +59,14 @@ def read_request(
     metrics: object = None,
 ) -> SaveRequest:
     """
-    Return what ``save`` was called with.
+    Return the checked arguments of ``save``.
 
     Raises:
         NotPlain: *client_state* is not a mapping.
-        Exception: Anything else is wrong; the caller reports it to the other ranks.
+        Exception: Another argument is wrong; the caller reports it to the other ranks.
     """
     if not isinstance(client_state, Mapping | None):
-        raise NotPlain(f"client_state is a {type(client_state).__name__}, no dictionary")
+        raise NotPlain(f"client_state is a {type(client_state).__name__}, not a dictionary")
     taken = sorted(engine_keys & (client_state or {}).keys())
     if taken:
         raise InvalidInput(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
@@ -74,13 +74,13 @@ def read_request(
         raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
     kept_state = dict(client_state or {})
     if metrics is not None:
-        # Those that a resume has returned in client_state are of an older step.
+        # These replace metrics that a resume returned in client_state, which are of an older step.
         kept_state[METRICS] = _metrics(metrics)
     files = {_below(name): Path(path) for name, path in (extra_files or {}).items()}
     number = _step(step)
     if pin is not None:
         if not isinstance(pin, str):
-            raise InvalidInput(f"pin= is {pin!r}, no name")
+            raise InvalidInput(f"pin= is {pin!r}, not a name")
         check_pin_name(repo, pin)
         check_pin_free(repo, pin, run=run, step=number)
     return SaveRequest(
@@ -89,7 +89,7 @@ def read_request(
 
 
 def _metrics(metrics: object) -> dict[str, float]:
-    """Return *metrics* as plain numbers: those of numpy, and tensors of one element, are taken, too."""
+    """Return *metrics* as plain numbers; numpy's numbers and tensors of one element are accepted, too."""
     if not isinstance(metrics, Mapping):
         raise InvalidInput(f"metrics= is a {type(metrics).__name__}; it maps names to numbers")
     numbers = {}
@@ -110,16 +110,16 @@ def _below(name: str) -> str:
 
 def _step(step: object) -> int:
     try:
-        number = operator.index(step)  # type: ignore[arg-type]  # whatever counts: numpy's numbers too
+        number = operator.index(step)  # type: ignore[arg-type]  # integers of numpy, too
     except TypeError as exc:
-        raise InvalidInput(f"step= is {step!r}, no whole number") from exc
+        raise InvalidInput(f"step= is {step!r}, not a whole number") from exc
     if not 0 <= number < _STEP_END:
         raise InvalidInput(f"step= is {number}; steps are counted from 0, and have at most 18 digits")
     return number
 
 
 class SaveFiles:
-    """The files of one save on this rank. They are complete once they are sealed."""
+    """The files of one save on this rank, complete once they are sealed."""
 
     def __init__(self, engine: Engine, memory: Memory, request: SaveRequest) -> None:
         """Read the user's extra files, on the first rank."""
@@ -135,12 +135,12 @@ class SaveFiles:
         self._is_sealed = threading.Event()
 
     def wait(self) -> tuple[KeptFile, ...]:
-        """Return the files once they are sealed."""
+        """Wait until the files are sealed; return them."""
         self._is_sealed.wait()
         return self._kept
 
     def layout(self, *, layer_pattern: str | None, is_dcp: bool) -> SourceLayout:
-        """Return the folder's layout as of the seal: a trainer may have removed the folder since."""
+        """Return the folder's layout when it was sealed; a trainer may have removed the folder since."""
         self._is_sealed.wait()
         if is_dcp:
             return SourceLayout(flavour=DCP, tag=DCP, layer_pattern=layer_pattern)
@@ -157,7 +157,7 @@ class SaveFiles:
             self._is_sealed.set()  # always: a thread waits for it
 
     def _files_beside(self) -> list[KeptFile]:
-        """Return DeepSpeed's scripts and the files in the folder; the first rank keeps those that belong to no rank."""
+        """Return DeepSpeed's scripts and the folder's files; the first rank keeps those that belong to no rank."""
         try:
             self._flavour = flavour_of(self.request.folder, self.request.tag)
             named = {path.name: path for path in self._engine.scripts} if self._engine.rank == 0 else {}
@@ -165,7 +165,7 @@ class SaveFiles:
                 named |= self._own_files()
             return [self._read(name, path) for name, path in named.items()]
         except (LayerstoreError, OSError) as exc:
-            LOG.warning("files beside the shards are not kept: %s", exc)
+            LOG.warning("files next to the shards are not kept: %s", exc)
             return []
 
     def _own_files(self) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""The results of saves: how long each held training up, the overall status, and the timings."""
+"""The results of saves: how long each blocked training, the overall status, and the timings."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ ERRORS_MAX = 256
 
 
 class Hold:
-    """A period in which training is held up, starting now; as a context manager, it ends on exit."""
+    """A period in which training is blocked, starting now; as a context manager, it ends on exit."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -45,7 +45,7 @@ class Hold:
 
 
 class CudaHold(Hold):
-    """The same, between two events on the stream that the engine computes on."""
+    """The same, measured between two events on the stream that the engine computes on."""
 
     def __init__(self, device: "torch.device") -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class CudaHold(Hold):
 
     @property
     def seconds(self) -> float:
-        """Return the stream's time between the events or, until it has reached the second one, the host's time."""
+        """Return the stream's time between the events; until it has reached the second one, the host's time."""
         if self._to is None or not self._to.query():  # type: ignore[no-untyped-call]
             return super().seconds
         return float(self._from.elapsed_time(self._to)) / 1e3
@@ -90,7 +90,7 @@ class Saved:
     """Time inside ``save``; the wait before the next update comes on top."""
     precision: str = "exact"
     layers_compact: tuple[str, ...] = ()
-    """Those of *layers_due* that are kept in *precision*; the others are kept exactly."""
+    """The layers of *layers_due* that are kept in *precision*; the others are kept exactly."""
 
 
 def saved_as(joint: JointCommit, *, blocked_seconds: float) -> Saved:
@@ -127,7 +127,7 @@ class Status:
     pushed_step: int | None = None
     """The newest step that the last level, or the remote of ``push=``, has; only on rank 0."""
     collection_error: str = ""
-    """Why the last send or collection in the background failed; empty if it succeeded, or none has run."""
+    """Why the last send or collection in the background failed; empty if it succeeded, or if none has run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class Job:
     queued: int
     """Earlier saves that were still pending when this one began."""
     held: list[Hold] = field(default_factory=list)
-    """Training's waits for it: inside ``save`` and before updates."""
+    """The periods in which training waited for it: inside ``save`` and before updates."""
     begun: float = field(default_factory=time.monotonic)
     is_written: threading.Event = field(default_factory=threading.Event)
     is_resolved: threading.Event = field(default_factory=threading.Event)
@@ -152,7 +152,7 @@ class Job:
     """From ``save`` until the commit was visible; only on the rank that commits."""
     failure: str = ""
     is_given_up: bool = False
-    """Whether a rank has reported that it could not write its share, so that its part will never come."""
+    """Whether a rank has reported that it could not write its share: its part will never come."""
     commit: Commit | None = None
     """Set on the rank that commits."""
     is_visible: bool | None = None
@@ -165,7 +165,7 @@ class Job:
 
 
 def with_job(status: Status, job: Job) -> Status:
-    """Return *status* with what is known of *job* so far."""
+    """Return *status* updated with *job* as far as it has come."""
     blocked_seconds = status.blocked_seconds + job.blocked_seconds
     if job.durable_seconds is None:
         return replace(status, queued=status.queued + 1, blocked_seconds=blocked_seconds)
@@ -198,11 +198,11 @@ class LastSave:
         self._is_lost = False
 
     def note(self, saved: Saved, *, updates: int) -> None:
-        """Note that *saved* has begun, after *updates* updates."""
+        """Record that *saved* has begun, after *updates* updates."""
         self._saved, self._after, self._updates, self._is_lost = saved, saved.step, updates, False
 
     def note_lost(self, number: int) -> None:
-        """Note that the save *number* was given up; if it is the last one, its step may be saved again."""
+        """Record that the save *number* was given up; if it is the last one, its step may be saved again."""
         self._is_lost |= self._saved is not None and self._saved.number == number
 
     def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool, precision: str) -> Saved | None:
@@ -219,7 +219,7 @@ class LastSave:
         if step < self._after or updates != self._updates:
             raise Conflict(
                 f"step {step} is not after step {self._after}, which was saved last",
-                hint="count steps on; to go back to an earlier step, resume from it",
+                hint="save a later step; to go back to an earlier one, resume from it",
             )
         if self._is_lost:
             return None
@@ -233,7 +233,7 @@ class LastSave:
 
 
 def note_job(job: Job, options: SaverOptions, *, write: Callable[[SaveTiming], None]) -> None:
-    """Let *write* keep the timing of the finished *job*, and pass it to the user's function; on rank 0 only."""
+    """Pass the timing of the finished *job* to *write* and to the hook of the user; on rank 0 only."""
     joint = job.joint
     assert job.durable_seconds is not None
     timing = SaveTiming(

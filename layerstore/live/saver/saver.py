@@ -8,9 +8,8 @@ The saver: saves a running engine's checkpoints to the store while training cont
             if engine.global_steps % 100 == 0:
                 saver.save()
 
-``save`` is collective: every rank calls it, and there all ranks agree on what to save. The rest happens in the
-background: slices are copied until the next update, which waits for the remaining copies; then each rank writes its own
-share.
+``save`` is collective: every rank calls it, and all ranks agree on what to save. The rest happens in the background:
+slices are copied until the next update, which waits for the remaining copies, and each rank writes its own share.
 """
 
 import atexit
@@ -57,7 +56,7 @@ JOBS_MAX = 2
 """The most pending saves; with ``on_pressure="wait"``, the next one waits until the oldest is on disk."""
 
 DISK_SECONDS_MAX = 600.0
-"""With ``on_pressure="wait"``, a save is left out once an earlier one has waited so long for some rank's disk."""
+"""With ``on_pressure="wait"``, a save is skipped once an earlier one has waited this long for some rank's disk."""
 
 
 class Saver:
@@ -85,7 +84,7 @@ class Saver:
         self._attempt_lock = attempt
         self._place = place
         self._release = release
-        """Frees the engine for another saver, given the attempt that was saved; None if an error ended it."""
+        """Called at the end with the attempt that was saved; None if an error ended it. Frees the engine."""
         self.exchange = exchange
         is_cuda, self._is_first = engine.device.type == "cuda", engine.rank == 0
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
@@ -109,13 +108,13 @@ class Saver:
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is still unknown."""
         self._over = Status()
-        """The summed status of the saves whose outcome is known, so that memory stays bounded."""
+        """The summed status of all saves whose outcome is known; their jobs are dropped, so memory stays bounded."""
         self._tight: list[Job] = []
-        """Saves since the last update that some rank may have no room to copy; the same on every rank."""
+        """Saves since the last update for whose copies some rank may lack room; the same on every rank."""
         self._last = LastSave(place.after)
         self._saves = self._updates = 0
         self.step_of: Callable[[], int] = lambda: engine.step
-        """Returns the step for a save that the engine itself makes; trainers count their own steps."""
+        """Returns the step of a save that the engine itself makes; trainers replace it by their own count."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
         atexit.register(self._at_exit)
 
@@ -137,14 +136,14 @@ class Saver:
 
         Every rank calls it, after ``engine.step()``. ``resume`` returns *client_state*; *extra_files* are kept byte
         for byte, under the names that they get in a composed folder. *pin* names the commit. *metrics*, such as
-        ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that name. *precision* is that
-        of this save alone, such as ``"exact"``.
+        ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that name. *precision*, such as
+        ``"exact"``, applies to this save alone.
 
         Raises:
             TypeError: *client_state* holds something other than plain values, tensors and numpy's types.
             InvalidInput: Gradients are being accumulated for an update that is still to come; or a file does not
                 exist, *step* is not a step, or *pin* is taken.
-            Conflict: *step* is not after the last one, or the ranks do not want the same.
+            Conflict: *step* is not after the last one, or the ranks disagree.
         """
         read = partial(
             read_request,
@@ -167,9 +166,9 @@ class Saver:
         self, capture: Callable[[], Captured] | None, *, client_state: dict[str, object], folder: Path, tag: str
     ) -> None:
         """
-        Save what *capture* returns, else the engine's state, which was about to be written to *folder*.
+        Save the state that *capture* returns, or else the engine's, instead of writing it to *folder*.
 
-        Files that are added to *folder* before training continues are kept too.
+        Files that are added to *folder* before training continues are kept, too.
         """
         frames, step = keyframes(self.options.precision, self.options.exact_every), self.step_of()
         request = SaveRequest(
@@ -188,7 +187,7 @@ class Saver:
         try:
             captured, files, sample = self._capture_state(read, capture)
         except Exception as exc:
-            # This raises on all ranks: no rank saves what another one cannot.
+            # This raises on all ranks: no rank makes a save that another one cannot make.
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
         request, share, step = files.request, captured.share, files.request.step
@@ -202,7 +201,7 @@ class Saver:
             step, updates=self._updates, pin=request.pin, has_extras=has_extras, precision=precision
         )
         if repeated is not None:
-            return repeated  # leave the previous save unsealed: more files may come into its folder
+            return repeated  # without sealing the previous save: more files may come into its folder
         self._seal()
         # Before any other collective: a rank that waited alone for its disk would break the others' in the end.
         pressure = self.options.on_pressure if agreed.is_pressed else ""
@@ -241,7 +240,7 @@ class Saver:
 
     def wait(self) -> None:
         """
-        Return once every save is visible and durable, or given up; with ``remote``, also pushed. Every rank calls it.
+        Wait until every save is visible and durable, or given up; with ``remote``, also pushed. Every rank calls it.
 
         Raises:
             StorageIO: With ``remote``, the last push failed.
@@ -251,7 +250,7 @@ class Saver:
         self._seal()
         self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in self._jobs))
         self._tight.clear()
-        # Tell rank 0 first who has failed: until then, it waits for a part that will never come.
+        # Failures are reported first: until then, rank 0 waits for a part that will never come.
         self._apply_reports(exchange_reports(self.exchange, self._report()))
         self.exchange.wait(
             lambda seconds: not self._is_first or all(job.is_resolved.wait(seconds) for job in self._jobs)
@@ -261,17 +260,17 @@ class Saver:
             self._following.send_all(self.exchange)
 
     def copied(self) -> None:
-        """Return once this rank's saves hold copies: others than its optimizer may change what is trained."""
+        """Wait until this rank's saves are copied; after that, anything may change the trained state."""
         self._wait_for_copies(self._jobs)
 
     def _wait_for_room(self) -> bool:
-        """Return True once no rank has too many saves that wait for its disk, False if that takes one too long."""
+        """Wait until no rank has too many saves waiting for its disk; return False if that takes too long."""
         awaited = self._running()[: 1 - JOBS_MAX]
         until = awaited[0].begun + DISK_SECONDS_MAX if awaited else math.inf
         return self.exchange.wait(lambda seconds: all(job.is_written.wait(seconds) for job in awaited), until=until)
 
     def status(self) -> Status:
-        """Return the status of this rank's saves; asks no other rank."""
+        """Return the status of this rank's saves, without a message to other ranks."""
         return self._following.added_to(reduce(with_job, self._jobs, self._over))
 
     def close(self) -> None:
@@ -308,7 +307,7 @@ class Saver:
             with job.held[-1]:
                 self._finish(job)
         tight, self._tight = self._tight, []
-        if tight:  # some rank may wait for its disk: together, or the update's own collective would break
+        if tight:  # all ranks wait, since one may wait for its disk, and the update's own collective would time out
             self.exchange.wait(partial(self._wait_for_copies, tight))
         self._wait_for_copies(self._jobs)
 
@@ -321,7 +320,7 @@ class Saver:
                     job.snapshot.copied.wait(seconds)
         return all(job.snapshot.copied.is_set() for job in jobs)
 
-    # -- what the ranks agree on ---------------------------------------------------------------------------------
+    # -- reports between ranks -----------------------------------------------------------------------------------
 
     def _report(
         self, *, step: int = 0, copied_bytes: int = 0, precision: str = "", problem: Exception | None = None
@@ -346,14 +345,14 @@ class Saver:
         )
 
     def _new_outcomes(self) -> dict[int, bool]:
-        """Return, on the rank that commits, whether saves became visible whose outcome some ranks do not know yet."""
+        """Return the outcomes, on the rank that commits, that some ranks may not know yet: whether each is visible."""
         resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
         return {job.joint.save_number: job.commit is not None for job in resolved if job.is_visible is None}
 
     def _apply_reports(self, agreed: RankReport) -> None:
         for job in self._jobs:
             if job.joint.save_number in agreed.failed:
-                job.is_given_up = True  # the failed rank may not have been able to leave a failed part
+                job.is_given_up = True  # the failed rank may have been unable to leave a part that says so
             job.is_visible = agreed.outcomes.get(job.joint.save_number, job.is_visible)
             if job.is_visible is False:
                 self._last.note_lost(job.joint.save_number)
@@ -378,7 +377,7 @@ class Saver:
     def _capture_state(
         self, read: Callable[[], SaveRequest], capture: Callable[[SaveRequest], Captured]
     ) -> tuple[Captured, SaveFiles, Sample | None]:
-        """Return this rank's state to save and, if the policy uses movements, the sample to measure them by."""
+        """Return this rank's state and files and, if the policy uses movements, the sample that measures them."""
         request = read()
         check_client_state(request.client_state)
         captured = capture(request)
@@ -389,11 +388,11 @@ class Saver:
         return captured, files, sample
 
     def _check_cuttable(self, kept: str) -> None:
-        """Raise LayoutMismatch if only some layers are to be saved of an optimizer that keeps *kept* undivided."""
+        """Raise LayoutMismatch if saves may be partial and the optimizer has state, *kept*, that is of no layer."""
         if kept and (self._schedule.policy.name != Latest.name or self.options.on_pressure == "degrade"):
             raise LayoutMismatch(
                 f"the optimizer keeps {kept}, which cannot be cut into layers: "
-                "save all of them, with policy='full' and without on_pressure='degrade'"
+                "save all layers, with policy='full' and without on_pressure='degrade'"
             )
 
     def _running(self) -> list[Job]:
@@ -428,7 +427,7 @@ class Saver:
         return job
 
     def _seal(self) -> None:
-        """Read the files that were added to the folders of earlier saves, which are complete from now on."""
+        """Read the files in the folders of earlier saves; files that come later are not kept."""
         for job in self._jobs:
             job.files.seal()
 
@@ -443,7 +442,7 @@ class Saver:
 
     @property
     def attempt(self) -> int:
-        """The attempt that it saves."""
+        """The attempt that it saves to."""
         return self._place.attempt
 
     def publish(self, seconds: float) -> None:
@@ -459,7 +458,7 @@ class Saver:
         self._following.is_sent(max(end - time.monotonic(), 0))
 
     def rebase_on(self, composition: Composition | None) -> None:
-        """Continue from *composition*, which the engine was filled with; None if that came from no store."""
+        """Continue from *composition*, which the engine was filled with; None if it was filled from elsewhere."""
         self._place = place = self._attempt_lock.acquire(partial(place_resumed, composition=composition))
         referable = self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run, referable=referable)
@@ -470,13 +469,13 @@ class Saver:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        """Wait until this rank's saves are on disk: the process is exiting without having closed this saver."""
+        """Wait until this rank's saves are on disk; called if the process exits without closing the saver."""
         if not self._is_closed:
             self._seal()
             wait_at_exit(self._jobs, commits=self._is_first)
 
     def _leave(self) -> None:
-        """End without the other ranks, which may never reach a collective."""
+        """End without the other ranks, which may never call a collective again."""
         self._at_exit()
         self._end(at_once=True)
 
@@ -487,7 +486,7 @@ class Saver:
             self._ungate()
             try:
                 self._release(self._place.attempt if is_sent else None)
-            finally:  # its threads end, even where the store cannot be read any more
+            finally:  # end the threads even if the store can no longer be read
                 self._background.close(at_once=at_once)
             if self._is_first:
                 self._repo.parts.close_session(self._session, is_over=not at_once)

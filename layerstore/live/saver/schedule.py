@@ -1,7 +1,7 @@
 """
 Decide which layers are due at the next save, given the outcomes of the earlier ones.
 
-Every rank keeps a schedule and feeds it the same facts, so all ranks decide alike without asking each other.
+Every rank has a schedule and feeds it the same facts, so all ranks decide alike without a message.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -30,19 +30,19 @@ class Schedule:
     foreign: frozenset[str] = frozenset()
     """Layers inherited from another run, which need not be saved and have no age."""
     had_moments: dict[str, float] = field(default_factory=dict)
-    """How many moments the optimizer had of each layer when that was last saved; infinite where only that is known."""
+    """How many moments the optimizer had for each layer at its last save; infinite if it had some, number unknown."""
     owed: set[str] = field(default_factory=set)
-    """Layers of saves that were given up, skipped or cut: they are due at the next one."""
+    """Layers of saves that were given up, skipped or cut; they are due at the next one."""
     pending: dict[int, frozenset[str]] = field(default_factory=dict)
     """The layers due in each save whose outcome is still unknown, by number."""
     compact: dict[int, frozenset[str]] = field(default_factory=dict)
-    """Those of them that are compact, by the number of their save."""
+    """The layers of each pending save that are compact, by the number of the save."""
     counts: dict[str, int] = field(default_factory=dict)
-    """How many compact versions in a row each layer's newest visible one ends; none if the next one is exact."""
+    """By layer, how many compact versions in a row are the newest visible ones; absent if the next must be exact."""
 
     @classmethod
     def after(cls, place: NextCommit, policy: Policy, *, run: str, referable: Collection[str] = ()) -> Self:
-        """Return the schedule of saves of *run* that begin at *place*, where *referable* layers can be referred to."""
+        """Return the schedule of *run* from *place* on; differences can refer to the *referable* layers there."""
         own = place.own_numbers(run)
         return cls(
             policy=policy,
@@ -61,7 +61,7 @@ class Schedule:
         moved: Movements,
         sizes: Mapping[str, int],
     ) -> frozenset[str]:
-        """Return the layers to save now: those that the policy names, and all that were never saved or are owed."""
+        """Return the layers to save now: those that the policy names, those that were never saved, and those owed."""
         last = self.last_saved()
         save = Save(
             number=self.number,
@@ -82,7 +82,7 @@ class Schedule:
         )
 
     def begin_anew(self) -> None:
-        """Note that nothing can be inherited any more, so that every layer is due until it is saved."""
+        """Record that nothing can be inherited any more: every layer is due until it is saved."""
         self.visible, self.foreign, self.counts = {}, frozenset(), {}
         # Pending saves will be given up too, since none of them has every layer.
         self.pending = dict.fromkeys(self.pending, frozenset())
@@ -93,14 +93,14 @@ class Schedule:
         return self.number - min(self.pending, default=self.number)
 
     def last_saved(self) -> dict[str, int]:
-        """Return the number of each layer's newest save, as if every pending one became visible."""
+        """Return the number of each layer's newest save, assuming that every pending one becomes visible."""
         numbers = dict(self.visible)
         for number, due in self.pending.items():
             numbers |= dict.fromkeys(due, number)
         return numbers
 
     def compact_now(self, due: frozenset[str], keyframes: Keyframes, moments: Mapping[str, int]) -> frozenset[str]:
-        """Return those of *due* that need not be exact this time, as if every pending save became visible."""
+        """Return those of *due* that need not be exact this time, assuming that pending saves become visible."""
         counts = dict(self.counts)
         for number, pending in self.pending.items():
             self._count(counts, pending, number)
@@ -118,7 +118,7 @@ class Schedule:
                 counts[layer] += 1
 
     def begin(self, due: frozenset[str], moments: Mapping[str, int], compact: frozenset[str] = frozenset()) -> int:
-        """Note that a save of *due* has begun, some of them *compact*; return its number."""
+        """Record that a save of *due* has begun, some of them *compact*; return its number."""
         number = self.number
         self.pending[number], self.compact[number] = due, compact
         self.had_moments |= {layer: moments[layer] for layer in due}
@@ -127,7 +127,7 @@ class Schedule:
         return number
 
     def skip(self, due: frozenset[str]) -> int:
-        """Note that a save is skipped, so that the layers *due* are owed; return its number."""
+        """Record that a save of *due* is skipped, so that they are owed; return its number."""
         self.owed |= due
         self.number += 1
         return self.number - 1
@@ -152,7 +152,7 @@ class Schedule:
         return frozenset(chosen)
 
     def resolve(self, outcomes: Mapping[int, bool]) -> None:
-        """Note which saves became visible, and which were given up."""
+        """Record which saves became visible, and which were given up."""
         for number in sorted(self.pending.keys() & outcomes.keys()):
             due = self.pending.pop(number)
             if outcomes[number]:
@@ -160,7 +160,7 @@ class Schedule:
                 self._count(self.counts, due, number)
             else:
                 self.owed |= due
-                # Its masters may go, and what it refers to or its numbers may be why it is lost: be exact once.
+                # Be exact once: its masters may be collected, and its references or its numbers may be why it failed.
                 self.counts.clear()
             del self.compact[number]
 

@@ -1,8 +1,8 @@
 """
-Where each node has a first level of its own: each rank copies what it has written there to the next level.
+Sending from a node's own first level: each rank copies its shares to the next level.
 
-Rank 0 then makes the commit there, once all ranks have copied their shares. Saves are sent in order, and what cannot be
-sent now is tried again: the bytes wait in the first level, not in memory.
+Rank 0 then makes the commit there, once all ranks have copied their shares. Saves are sent in order; those that cannot
+be sent now are tried again. Their bytes wait in the first level, not in memory.
 """
 
 import threading
@@ -26,7 +26,7 @@ _PAUSE_SECONDS_MAX = 60.0
 
 
 class Sender:
-    """One rank's way from the first level, *near*, to the next one."""
+    """Sends one rank's saves from the first level, *near*, to the next one."""
 
     def __init__(
         self,
@@ -37,66 +37,66 @@ class Sender:
         copied: Callable[[], None],
         committed: Callable[[], None],
     ) -> None:
-        """*copied* is called after this rank's share of a save is there, *committed* after the commit."""
+        """*copied* is called once this rank's share of a save is in *repo*, *committed* once the commit is."""
         self._near = near
         self._repo = repo
         self._copied = copied
         self._committed = committed
         self._is_stopping, self._at_once = threading.Event(), threading.Event()
         self._is_last = False
-        """Whether no rank leaves a part any more."""
+        """Whether no rank will leave another part."""
         self._changed = threading.Condition()
         self._to_copy = self._pending = 0
         self._why_waiting = {"copy": "", "commit": "", "timing": ""}
         self._own: set[CommitId] = set()
-        """What this job has tried to commit there."""
+        """The commits that this job has tried to publish in the next level."""
         self.lost: list[str] = []
-        """The saves that will never be there, and why."""
+        """The saves that will never reach the next level, and why."""
         self.sent_step: int | None = None
         """On the rank that commits: the newest step that the next level has."""
         self.has_lost_base = False
-        """Whether a save will never be there, so that the next one must be whole."""
+        """Whether a save will never reach the next level, so that the next one must be full."""
         self._copying = _in_order("send")
         self._committing = _in_order("publish") if commits else None
 
     @property
     def error(self) -> str:
-        """Why something is not there yet; empty if all is on its way."""
+        """Why a save has not reached the next level yet; empty if nothing is wrong."""
         return self._why_waiting["copy"] or self._why_waiting["commit"]
 
     def send(self, job: Job, part: Part) -> None:
-        """Copy *part*, which is written; on the rank that commits, make the commit of *job* then."""
+        """Copy *part*, which is written; then, on the rank that commits, make the commit of *job*."""
         with self._changed:
             self._pending += 1
             self._to_copy += 1
         self._copying.add(partial(self._copy, job, part))
 
     def after_commits(self, write: Callable[[], None], step: int) -> None:
-        """On the rank that commits: call *write*, which writes there too, after the commits so far."""
+        """On the rank that commits, call *write*, which also writes to the next level, after the commits so far."""
         assert self._committing is not None
         # Behind the shares whose commits are yet to come.
         self._copying.add(partial(self._committing.add, partial(self._write, write, step)))
 
     def wait(self, seconds: float) -> bool:
-        """Return whether all that was written is there, after at most *seconds*, or cannot be sent any more."""
+        """Return whether every save was sent or given up, after at most *seconds*."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, seconds)
 
     def has_copied(self, seconds: float) -> bool:
-        """Return whether this rank's own shares are there, after at most *seconds*, or cannot be sent any more."""
+        """Return whether this rank's own shares were all copied or given up, after at most *seconds*."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._to_copy, seconds)
 
     def stop_retrying(self) -> None:
-        """Give up what cannot be sent at the next try: the next resume sends it."""
+        """Give up each save that cannot be sent at the next try; the next resume sends it."""
         self._is_stopping.set()
 
     def expect_no_more(self) -> None:
-        """Give up what some rank has not copied: none copies any more."""
+        """Give up saves that some rank has not copied yet: no rank copies any more."""
         self._is_last = True
 
     def close(self, *, at_once: bool) -> None:
-        """End once all is there or given up, or *at_once*."""
+        """End once every save was sent or given up, or *at_once*."""
         self._is_stopping.set()
         if at_once:
             self._at_once.set()
@@ -112,7 +112,7 @@ class Sender:
                 assert isinstance(self._near.parts, GroupParts)
                 self._near.parts.forget(part.session, part.save, part.rank)
                 self._copied()
-        except Exception as exc:  # noqa: BLE001  # training goes on
+        except Exception as exc:  # noqa: BLE001  # training continues
             self._fail(job, exc)
             self._repeated(partial(fail_share, self._repo, job.joint, one_line(exc)), job.joint.step, "copy")
         finally:
@@ -138,9 +138,9 @@ class Sender:
                 self._committed()
             if commit is None or self.sent_step == job.joint.step:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
-        except Exception as exc:  # noqa: BLE001  # training goes on
+        except Exception as exc:  # noqa: BLE001  # training continues
             self._fail(job, exc)
-            if job.commit is not None:  # what is near is not whole without the other nodes, and never will be
+            if job.commit is not None:  # the record near here needs objects of other nodes, and will never be complete
                 forget_record(self._near, self._near.records.name_of(job.commit))
         finally:
             self._end_one()
@@ -150,20 +150,20 @@ class Sender:
         parts: dict[int, Part] = {}
         begun = time.monotonic()
         while True:
-            is_last = self._is_last  # before the look, which may miss what comes meanwhile
+            is_last = self._is_last  # read before the look, which may miss parts that arrive meanwhile
             if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job.joint.step, "commit"):
                 return None
             if len(parts) == job.joint.share.world_size:
                 return [parts[rank] for rank in sorted(parts)]
             if is_last:
-                self._why_waiting["commit"] = f"step {job.joint.step} is not whole in {self._repo.name}"
+                self._why_waiting["commit"] = f"step {job.joint.step} is incomplete in {self._repo.name}"
                 return None
             waited_seconds = time.monotonic() - begun
             if self._at_once.wait(min(max(waited_seconds / 10, _POLL_SECONDS), _POLL_SECONDS_MAX)):
                 return None
 
     def _repeated(self, do: Callable[[], object], step: int, what: str) -> bool:
-        """Do it, if need be again and again, where that may help; return False if this ends before."""
+        """Call *do*, again and again while a retry may help; return False if the sender stops first."""
         pause_seconds = 1.0
         while not self._at_once.is_set():
             try:
@@ -191,7 +191,7 @@ class Sender:
     def _fail(self, job: Job, exc: Exception) -> None:
         self.lost.append(f"step {job.joint.step}: {one_line(exc)}")
         self.has_lost_base = True
-        LOG.error("step %d is not sent to %s: %s; training goes on", job.joint.step, self._repo.name, one_line(exc))
+        LOG.error("step %d is not sent to %s: %s; training continues", job.joint.step, self._repo.name, one_line(exc))
 
     def _end_one(self) -> None:
         with self._changed:
@@ -205,14 +205,14 @@ def _in_order(name: str) -> Worker[Callable[[], None]]:
 
 
 def forget_record(near: Repository, name: RecordName) -> None:
-    """Remove the record *name* of a node's own store; not even its trash keeps it, which would be in memory."""
+    """Remove the record *name* of a node's own store, without the trash: such a store is often in memory."""
     near.trash.take_record(name)
     near.trash.remove_record(name)
     near.catalog.forget([name])
 
 
 def pin(repo: Repository, commit: Commit, joint: JointCommit) -> None:
-    """Make the pin that *joint* asks for, if any."""
+    """Pin *commit* if *joint* names a pin; only log if that fails."""
     if joint.pin is None:
         return
     try:

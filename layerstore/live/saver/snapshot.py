@@ -2,7 +2,7 @@
 The lazy copy: due layers move from the engine's memory to a host buffer while forward and backward run.
 
 One thread copies, in the order in which the writing thread reads, so a slice of any size streams through a buffer of
-any size. The saver holds the next update until nothing is left to copy.
+any size. The saver delays the next update until nothing is left to copy.
 """
 
 import queue
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 COPY_BYTES = 4 * MIB
 
 STALLED_SECONDS_MAX = 300.0
-"""How long an update waits for a disk that takes nothing at all; then the save is given up."""
+"""How long an update waits for a disk that accepts no bytes at all; then the save is given up."""
 
 
 class PoolClosed(Exception):
-    """The ring was closed, and nobody empties it any more."""
+    """The ring was closed: nobody will empty it."""
 
 
 class DiskStalled(Exception):
-    """Nobody has emptied the ring for so long that training must not wait for it."""
+    """The ring was not emptied for so long that training must not wait any longer."""
 
 
 class Pool:
@@ -45,7 +45,7 @@ class Pool:
         import torch
 
         self.size_bytes = size_bytes
-        # Pages take memory only once they are touched, so a little-used buffer is cheap.
+        # Pages take memory only once they are touched, so the unused part of a buffer costs nothing.
         self._memory: torch.Tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._given: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()
@@ -111,7 +111,7 @@ class _Chunk:
 
 
 class CopyFailed(Exception):
-    """The engine's memory could not be copied; the cause says why."""
+    """The engine's memory could not be copied; the cause is attached."""
 
 
 class Snapshot:
@@ -144,7 +144,7 @@ class Snapshot:
                     try:
                         ready = copy.begin(data, source[at : at + len(data)])
                     except BaseException as exc:
-                        # The reader gives pieces back in order, so it must get this one too.
+                        # The reader gives pieces back in order, so it has to get this one, too.
                         self.error = exc
                         self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=self._failed))
                         raise
@@ -161,12 +161,12 @@ class Snapshot:
             self.copied.set()
 
     def _unless_changed(self, copy: "Copier", ready: Callable[[], None]) -> Callable[[], None]:
-        """Return *ready* of the last piece, unless what was copied has changed meanwhile: then the reader must fail."""
+        """Return *ready* of the last piece or, if the trained state was changed during the copy, one that raises."""
         copy.finish()
         if changed := self.captured.changed():
             self.error = Unsupported(
                 f"{changed} was changed between save() and the next update of its optimizer",
-                hint="saver.copied() returns once anything may change what is trained",
+                hint="call saver.copied() first; once it returns, anything may change the trained state",
             )
             return self._failed
         return ready
@@ -177,7 +177,7 @@ class Snapshot:
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the next slice, or of something that was copied by the save itself."""
+        """Yield the bytes of the next slice, or of a tensor that the save itself has copied."""
         if (path, offset) not in self._lazy:
             yield self.captured.memory(path).bytes_of(path)[offset : offset + size_bytes].cpu().numpy().data
             return
@@ -204,7 +204,7 @@ class Snapshot:
                 filled += len(chunk)
 
     def discard(self) -> None:
-        """Discard the rest, so that the copying thread does not wait for a writer that has given up."""
+        """Drop the rest, so that the copying thread does not wait for a writer that has given up."""
         while (chunk := self._next()) is not None:
             assert self._pool is not None
             with suppress(Exception):  # a failed copy no longer writes to that memory
@@ -224,7 +224,7 @@ def changing(objects: Iterable[ObjectSource]) -> list[SliceSource]:
 
 
 def changing_bytes(captured: Captured) -> int:
-    """Return how many bytes a save of every layer copies."""
+    """Return how many bytes a save of all layers copies."""
     objects = (source for layer in captured.share.layers for source in layer.objects)
     return sum(part.size_bytes for part in changing(objects))
 

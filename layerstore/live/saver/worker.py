@@ -1,4 +1,4 @@
-"""A thread that works off a queue."""
+"""A thread that processes a queue."""
 
 import queue
 import threading
@@ -21,11 +21,11 @@ class Worker(Generic[Item]):
         start(self._thread)
 
     def add(self, item: Item) -> None:
-        """Work on *item* after those before it."""
+        """Queue *item*."""
         self._items.put(item)
 
     def close(self) -> None:
-        """End the thread once it has worked off its queue."""
+        """End the thread once its queue is empty."""
         self._items.put(None)
         self._thread.join()
 

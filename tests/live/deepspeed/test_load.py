@@ -138,5 +138,5 @@ def test_schedules_are_told_of() -> None:
         "the engine has no learning rate schedule: the checkpoint's is left out",
     )
     assert schedule_notes(neither.model, both) == (
-        "the checkpoint has no learning rate schedule: the engine's begins anew",
+        "the checkpoint has no learning rate schedule: the engine's starts over",
     )

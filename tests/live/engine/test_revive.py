@@ -81,7 +81,7 @@ def test_other_names_are_refused(name: str) -> None:
     for tree in named:
         places: list[Tree] = [tree, [tree], {"a": (tree,)}, Inert(name="collections.Counter", arguments=(tree,))]
         for place in places:
-            with pytest.raises(Unsupported, match=f"names {name}, which is not made here"):
+            with pytest.raises(Unsupported, match=f"names {name}, which layerstore does not instantiate"):
                 revive(place, refuse)
 
 
@@ -130,7 +130,7 @@ def test_arrays_of_objects_are_refused(dtype: str) -> None:
     }[dtype]
 
     for tree in (array_of(forged, [None]), array_of(forged, b"\x01" * 8)):
-        with pytest.raises(Unsupported, match="a numpy array of objects, which is not made here"):
+        with pytest.raises(Unsupported, match="a numpy array of objects, which layerstore does not instantiate"):
             revive(tree, refuse)
 
 

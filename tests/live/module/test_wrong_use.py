@@ -69,10 +69,10 @@ def changed(change: Callable[[Every], object]) -> Every:
 MODELS: dict[str, tuple[Callable[[Every], object], str]] = {
     "more": (
         lambda of: of.register_parameter("more", nn.Parameter(torch.ones(2))),
-        "'more' is in the model, and not in",
+        "'more' is in the model, but not in",
     ),
-    "fewer": (lambda of: delattr(of, "small"), "'small.bias' is in sft@2, and not in the model"),
-    "buffer": (lambda of: of.register_buffer("more", torch.ones(2)), "'more' is in the model, and not in"),
+    "fewer": (lambda of: delattr(of, "small"), "'small.bias' is in sft@2, but not in the model"),
+    "buffer": (lambda of: of.register_buffer("more", torch.ones(2)), "'more' is in the model, but not in"),
     "shape": (
         lambda of: setattr(of, "small", nn.Linear(18, 4)),
         "'small.weight' is .3, 18. in sft@2, and .4, 18. in the",
@@ -192,8 +192,8 @@ def test_state_that_no_layer_can_hold_is_saved_whole_or_not_at_all(tmp_path: Pat
 
 RANKS = {
     "ranks-differ": ("LayoutMismatch", "the ranks have different models"),
-    "ranks-differ-resume": ("LayoutMismatch", "in the model, and not in sft@1"),
-    "other-runs": ("InvalidInput", "the ranks want different things"),
+    "ranks-differ-resume": ("LayoutMismatch", "in the model, but not in sft@1"),
+    "other-runs": ("InvalidInput", "the ranks have different settings"),
     "step": ("NotFound", "run 'sft' has no step 9"),
     "rows": ("Unsupported", "the optimizer keeps 'rows' of embed.weight, which is not split as the parameter is"),
     "partial": ("Unsupported", "layers.0.sums has partial sums on each rank"),
@@ -218,7 +218,7 @@ def test_all_ranks_refuse_what_one_of_them_does(ranks: Nursery, tmp_path: Path, 
 
 
 def test_a_run_that_was_dropped_is_not_taken_for_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resume begins from nothing, and says where the commits are."""
+    """A resume starts from scratch, and says where the commits are."""
     model, optimizers = new()
     with layerstore.attach(model, optimizers, tmp_path / "store", run="sft") as saver:
         train(model, optimizers, 0, 1)
@@ -227,4 +227,4 @@ def test_a_run_that_was_dropped_is_not_taken_for_a_new_one(tmp_path: Path, caplo
         store.drop("sft@1")
 
     assert layerstore.resume(model, optimizers, tmp_path / "store", run="sft") is None
-    assert "what it had was dropped: layerstore log sft --dropped, then undrop" in caplog.text
+    assert "its commits were dropped: layerstore log sft --dropped, then undrop" in caplog.text

@@ -180,7 +180,7 @@ def test_ranks_whose_hosts_see_an_old_state_look_again(
         return looks[-1]
 
     assert OneIsLate(2).agree_on(look, str, may_be_late=True) == (2, ["2", "2"])
-    assert "the hosts do not see the same yet, and look again: 1; old" in caplog.text
+    assert "the hosts see different commits so far, looking again: 1; old" in caplog.text
     assert OneIsLate(1000).agree_on(look, str, may_be_late=True)[1][1] == "old"
     assert len(looks) > 5
     before = len(looks)

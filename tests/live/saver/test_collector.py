@@ -99,7 +99,7 @@ def test_why_nothing_was_collected_is_logged_once(
 
     behind = collect(store, Keep(last=1), times=3)
 
-    told = [record.message for record in heard.records if "not all was collected" in record.message]
+    told = [record.message for record in heard.records if "could not collect everything" in record.message]
     assert len(told) == 1
     assert why in told[0]
     assert why in behind.error
@@ -168,7 +168,7 @@ def test_what_is_not_pushed_stays(store: Store, tmp_path: Path, heard: pytest.Lo
 
     assert behind.pushed_step is None
     assert "is a remote of another store" in behind.error
-    assert "not all was pushed and collected" in heard.text
+    assert "could not push and collect everything" in heard.text
     assert len(store.log(RUN)) == 3
 
 

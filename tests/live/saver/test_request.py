@@ -68,15 +68,15 @@ ASKED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
-        ({"step": "7"}, InvalidInput, "step= is '7', no whole number"),
+        ({"step": "7"}, InvalidInput, "step= is '7', not a whole number"),
         ({"step": -1}, InvalidInput, "step= is -1; steps are counted from 0, and have at most 18 digits"),
         ({"step": 2**63}, InvalidInput, "step= is 9223372036854775808; steps"),
         ({"extra_files": {"a": None}}, TypeError, "os.PathLike object"),
         ({"extra_files": {5: "a"}}, TypeError, "os.PathLike object"),
         ({"extra_files": [("a", "b")]}, InvalidInput, "extra_files is a list; it maps names to paths"),
         ({"extra_files": {"../tokenizer.json": "a"}}, InvalidInput, "which is not below the checkpoint's folder"),
-        ({"pin": 7}, InvalidInput, "pin= is 7, no name"),
-        ({"client_state": ["epoch"]}, NotPlain, "client_state is a list, no dictionary"),
+        ({"pin": 7}, InvalidInput, "pin= is 7, not a name"),
+        ({"client_state": ["epoch"]}, NotPlain, "client_state is a list, not a dictionary"),
         ({"client_state": {"module": 1}}, InvalidInput, "client_state has the key 'module'"),
         ({"metrics": [2.5]}, InvalidInput, "metrics= is a list; it maps names to numbers"),
         ({"metrics": {"loss": "low"}}, InvalidInput, "metrics= has 'loss': 'low', which is not a number"),
