@@ -84,6 +84,7 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
         if opened.near is not None and exchange.rank == 0:
             LOG.info("the ranks of each node save to %s first", levels.first)
         attempt = AttemptLock(exchange, opened.store.repo, run=run)
+        # If a later step fails, the earlier ones are undone: the engine trains on as if nobody had attached.
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
@@ -111,7 +112,7 @@ def attach_with(options: SaverOptions, trained: Attachable, levels: Levels, *, r
 
 
 def _release(trained: Attachable, uninstall: Callable[[], None], attempt: int | None) -> None:
-    uninstall()
+    uninstall()  # first: the engine trains on as before even if the store can no longer be read
     trained.binding.release(attempt)
 
 
@@ -136,6 +137,7 @@ def _agreed(
     for rank, other in enumerate(settings):
         if other != settings[0]:
             raise InvalidInput(f"the ranks have different settings: rank 0 has {settings[0]}; rank {rank} has {other}")
+    # Only now: a store is not made for a job whose ranks disagree, or whose engine cannot be saved.
     if store is None:
         opened = open_levels(exchange, levels, run, makes=True)
         store = opened.store

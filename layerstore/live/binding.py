@@ -58,13 +58,14 @@ class Binding:
         if attempt is None or saver is None:
             self.composition = None
             return
-        saver.store.repo.records.refresh()
+        saver.store.repo.records.refresh()  # the other ranks have not made these commits themselves
         view = saver.store.repo.catalog.find(saver.run)
         rows = [] if view is None else view.of_attempt(attempt)
         if rows and not self.is_half_loaded:
             self.fill(saver.store, compose_latest(Resolved.of_commit(saver.store.repo.catalog.commit(rows[-1].name))))
 
 
+# Weak, so that a binding does not keep an engine, and its memory on the device, alive.
 _BINDINGS: "WeakKeyDictionary[Any, Binding]" = WeakKeyDictionary()
 
 

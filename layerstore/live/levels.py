@@ -87,7 +87,7 @@ def open_levels(exchange: Exchange, levels: Levels, run: str, *, makes: bool = F
     """
     near = Path(str(levels.first))
     firsts = first_ranks(exchange, near) if levels.others else []
-    if not any(firsts):
+    if not any(firsts):  # all ranks see one folder, of rank 0's node
         if levels.others:
             with exchange.raise_on_all():
                 if exchange.rank == 0:
@@ -144,6 +144,7 @@ def _take_over(levels: Levels, run: str) -> None:
             if there is None:
                 continue
             theirs = newest(stack.enter_context(there), run)
+            # Before anything is copied: two stores that were mixed up cannot be separated again.
             if opened is not None:
                 check_same_store(there.repo, opened.repo.identity)
             if opened is None or (theirs is not None and there.repo.catalog.view(run).newer_than(mine)):
@@ -176,6 +177,7 @@ def _open_if_there(level: str, near: Path) -> Store | None:
     try:
         return store_if_there(level)
     except StorageIO as exc:
+        # Not skipped: training would continue from an older step, and fork the run without anybody noticing.
         raise StorageIO(
             f"{level} may have newer steps than {near}, and cannot be read: {exc}",
             errno=exc.errno,

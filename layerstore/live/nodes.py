@@ -81,6 +81,7 @@ def open_nodes(
             make_partial(near, store.repo.identity, url_of(behind))
     with exchange.raise_on_all():
         opened = Store(near)
+    # First, so that the level behind has everything before this node takes over its newest commit.
     _send_rest(exchange, opened, store, behind, run, is_first_here=is_first_here)
     with exchange.raise_on_all():
         store.repo.records.refresh()
@@ -112,6 +113,7 @@ def _send_rest(exchange: Exchange, near: Store, store: Store, behind: str, run: 
     if newest_by_rank[owner] > after:
         if exchange.rank == 0:
             LOG.info("%s@%d is not in %s yet: the nodes send it now", run, newest_by_rank[owner][1], behind)
+        # All nodes send their objects before one sends the commits: a commit names objects of every node.
         _run_on_all(exchange, lambda: send_objects(near.repo, store.repo) if is_first_here else None)
         _run_on_all(exchange, lambda: send_commits(near, behind, run) if exchange.rank == owner else None)
     with exchange.raise_on_all():
@@ -191,6 +193,7 @@ def send_objects(near: Repository, repo: Repository) -> None:
             elif magic != VERSION_MAGIC:
                 writer.copy(ref, near.objects)
         writer.publish()
+        # After the objects that they name: in its place, a blob promises that everything it names can be found.
         for ref in states:
             writer.copy(ref, near.objects)
         writer.publish()

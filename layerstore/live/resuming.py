@@ -110,6 +110,7 @@ def resume(
                 log_nothing_yet(opened, run, refusal="; resume(…, must_exist=True) refuses to begin")
             return None
         composition = composite.composition
+        # Every rank has read and checked its part before any rank changes: a failed resume leaves all as they were.
         with exchange.raise_on_all(), naming_damage(opened.repo, composition, resumes=True):
             loading = trained.read(opened, composition, adam_step=adam_step, like=like)
         trained.fill(loading.fill, exchange)

@@ -121,6 +121,7 @@ class SaveInProgress:
         shares = list(written)
         options, place = self.options, self.place
         values = {key: data for share in shares for key, data in share.values.items()}
+        # Planned without the lock, which would be held for the whole save: so the place is checked again under it.
         with self.repo.lock_run(options.run), Transaction(self.repo) as tx:
             view = view_read_again(self.repo, options.run, options.step)
             if self._place_in(view) != place:
@@ -147,6 +148,7 @@ class SaveInProgress:
             for entry in record.layers:
                 if entry.layer not in self.due:
                     tx.inherit(entry)
+            # The ranks' own transactions have ended, so this one has to touch and name what they wrote.
             named = [stored.ref for share in shares for part in share.parts for stored in part.named]
             for ref in tx.objects.unclaimed(named):
                 raise Overtaken(

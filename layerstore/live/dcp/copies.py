@@ -37,6 +37,7 @@ class Copies:
             return taken
         is_cuda = any(source.device.type == "cuda" for source, _ in self._pending)
         computed = torch.cuda.current_stream().record_event() if is_cuda else None
+        # The gate before the thread: no update may come between them.
         gate = register_optimizer_step_pre_hook(lambda *_: self.wait())
         thread = threading.Thread(target=self._copy, args=(computed, gate), name="layerstore-copy", daemon=True)
         try:

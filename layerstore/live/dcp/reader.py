@@ -163,6 +163,7 @@ class StoreReader(StorageReader):
                     whole = self._revived(entry)
                     _Landing(item, planner, _narrowed(whole, item)).commit()
             opened.boxes.read()
+        # Only after everything was read and checked; tensors in the trainer's own memory are filled by then.
         for landing in landings:
             landing.commit()
         done: Future[None] = Future()

@@ -192,7 +192,7 @@ class StoreWriter(StorageWriter, AsyncStager):
                 tx.objects, _Reader(plan.items, planner, self._copies), source="the state", checksums=Checksums()
             )
             staged = run_all(pool, partial(_staged, staging, compact), instruction.work)
-            tx.objects.publish()
+            tx.objects.publish()  # durable before the coordinator hears of it; the record comes from there
             written = Written(
                 tuple(_parts(staging, compact, staged)), values, tx.objects.bytes_new, tx.objects.bytes_reused
             )

@@ -231,6 +231,7 @@ class ZeroEngine:
         is_installed = "_get_param_fragment_func" in vars(engine)
         engine._get_param_fragment_func = _fragment
         undo = self.hand_over_model()
+        # DeepSpeed itself assembles the state, and writes it to the catcher: so every version's state is complete.
         try:
             with self._settled():
                 engine._save_checkpoint(

@@ -29,7 +29,7 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
         "numpy": np.random.get_state(),  # the legacy generator, which libraries use
         "cpu": torch.random.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # of the current device alone: each rank has one
         states["cuda"] = torch.cuda.random.get_rng_state()
     data = BytesIO()
     torch.save(states, data)

@@ -88,6 +88,7 @@ class _Reviver:
     def _tensor(self, tree: Tensor) -> "torch.Tensor":
         import torch
 
+        # By identity: the tree keeps its storages alive, and tensors that shared a storage share it again.
         elements = self._filled.get(id(tree.storage))
         if elements is None:
             elements = self._filled[id(tree.storage)] = self._fill(tree.storage)

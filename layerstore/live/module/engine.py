@@ -117,6 +117,7 @@ class _Updates:
         return known is not None and known() is gradient and version == gradient._version
 
 
+# Per optimizer, not per saver: updates between two savers count, too.
 _UPDATES: "WeakKeyDictionary[Optimizer, _Updates]" = WeakKeyDictionary()
 
 

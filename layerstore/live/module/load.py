@@ -79,6 +79,7 @@ class ModuleLoad:
         self._states = self._plan_states() if optimizer else {}
         self._groups = list(self._plan_groups()) if optimizer else []
         self.notes = (*cautions(repo, composition, is_live=True), *notes, *self._lacking())
+        # Everything is planned before anything is read: a misfit costs no reading.
         self._boxes.read()
         own = engine.rank if len(self._base.states) == engine.world_size == self._base.world_size else 0
         self._state = repo.state(self._base.states[own])
@@ -214,7 +215,7 @@ class ModuleLoad:
     def fill(self) -> None:
         """Copy what was read into the module and its optimizers."""
         binding = self._engine.binding
-        binding.empty()
+        binding.empty()  # first: no save may follow the old commit while the module is half filled
         try:
             self._fill()
         except BaseException:

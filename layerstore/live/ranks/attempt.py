@@ -69,6 +69,7 @@ class AttemptLock:
                         f"the ranks see different commits of run {self._run!r}",
                         hint="does every host see the same store?",
                     )
+                # Only now is the old attempt released: had this raised, its saver would continue it.
                 self._hold(attempt, unless_agreed.pop_all())
                 with self._exchange.raise_on_all():
                     if self._exchange.rank == 0:

@@ -58,7 +58,7 @@ class Exchange:
             problem = exc
         texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
         if problem is not None:
-            raise problem
+            raise problem  # our own, with its traceback, rather than what another rank reports
         for rank, text in enumerate(texts):
             if text:
                 raise _error_of_rank(*text.split(" ", 1), rank=rank)
@@ -115,6 +115,7 @@ class Exchange:
         """
         while True:
             is_done = wait(min(max(until - time.monotonic(), 0), _SILENT_SECONDS_MAX))
+            # Clocks differ, so a rank that is late tells the others, and all stop in the same round.
             is_late = not is_done and time.monotonic() >= until
             open_, late = self.sums([float(not is_done), float(is_late)])
             if not open_ or late:

@@ -47,6 +47,7 @@ class GroupParts(PartStore):
 
     def _pass_on(self, part: Part) -> None:
         data = seal_part(part, store_id=self._store_id)
+        # The part before the count: a rank that sees the full count reads every part at once.
         self._group.set(part_name(part.session, part.save, part.rank), data)  # type: ignore[arg-type] # it takes bytes
         self._group.add(self._count(part.session, part.save), 1)
 

@@ -50,6 +50,7 @@ def open_together(exchange: Exchange, store: Store | StrPath) -> Store | None:
     """
     with exchange.raise_on_all():
         opened = store_if_there(store)
+    # None only if no rank finds one: a rank that does not see a store that others see must not make a second one.
     if not any(exchange.texts("" if opened is None else "there")):
         return None
     with exchange.raise_on_all():

@@ -157,6 +157,7 @@ class Background:
             try:
                 job.snapshot.discard()
             finally:
+                # Set whatever happened: every rank waits for this in a collective.
                 job.durable_seconds = time.monotonic() - job.begun
                 job.is_written.set()
 
@@ -180,6 +181,7 @@ class Background:
                 self._inherited, self.has_lost_base = {}, True
         finally:
             try:
+                # After the record, or when there will be none: until then only the parts keep what the ranks wrote.
                 self._remove_parts(job.joint)
             finally:
                 job.is_resolved.set()
@@ -195,6 +197,7 @@ class Background:
             if self._stop.wait(min(max(waited_seconds / 10, POLL_SECONDS), POLL_SECONDS_MAX)):
                 raise GivenUp(f"step {joint.step} is given up: the saver was closed before all ranks had written")
         commit = join(self._repo, joint, parts, inherited=self._inherited, own=self._own)
+        # Only of commits that became visible: the next save must not inherit from one that was given up.
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
 

@@ -116,7 +116,7 @@ class Collector:
             is_open = self._wishes.get()
             while not self._wishes.empty():
                 is_open = self._wishes.get() and is_open
-            requests = self._requests
+            requests = self._requests  # before the work: commits that come during it need another run
             if not self._ends_at_once:
                 self._collect(is_new=requests > self._answered)
             with self._is_answered:
@@ -221,6 +221,7 @@ def answer_question() -> None:
                 question["keep"] = None  # commits that only this node has are incomplete: collect after the next save
             view = store.repo.catalog.find(run)
             newest = None if view is None else view.newest
+            # Sent before it is collected: only commits that a place has by now may go.
             if newest is not None:
                 answer |= _sent(store, newest.name, places)
             if newest is not None and question["keep"] is not None:

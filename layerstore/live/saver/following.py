@@ -103,6 +103,7 @@ class Following:
         """
         while True:
             is_sent, error = self.is_sent(_SECONDS), "" if self._sender is None else self._sender.error
+            # A message each round, so that an error on one rank ends the wait on all.
             waiting, failed = exchange.sums([float(not is_sent), float(bool(error))])
             if failed or not waiting:
                 break
@@ -122,6 +123,7 @@ class Following:
         """
         if self._sender is None:
             return True
+        # In this order: rank 0 may only give up on missing parts once every rank has stopped copying.
         self._sender.stop_retrying()
         exchange.wait(self._sender.has_copied)
         self._sender.expect_no_more()

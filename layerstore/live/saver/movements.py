@@ -101,6 +101,7 @@ class MovementWatch:
                 moved.index_add_(0, self._layer_of, roots * difference.abs())
                 lengths.index_add_(0, self._layer_of, roots * self._base.abs())
         lacking = float(sample.squares is None)
+        # Sums, not movements, are exchanged: each rank then computes the same numbers, and decides alike.
         *totals, are_lacking = self._exchange.sums([*sums.flatten().tolist(), lacking])
         differences_of, bases_of, moved_of, lengths_of = (totals[row * count : (row + 1) * count] for row in range(4))
         known = [at for at, layer in enumerate(self._layers) if layer in self._known and self._counts[at]]

@@ -165,6 +165,7 @@ class SaveFiles:
                 named |= self._own_files()
             return [self._read(name, path) for name, path in named.items()]
         except (LayerstoreError, OSError) as exc:
+            # Not a reason to lose the save: the state is complete without these files.
             LOG.warning("files next to the shards are not kept: %s", exc)
             return []
 

@@ -195,6 +195,7 @@ class Saver:
         agreed = agree_on_save(
             self.exchange, self._report(step=step, copied_bytes=changing_bytes(captured), precision=precision)
         )
+        # Outcomes first: which layers are due depends on which earlier saves became visible.
         self._apply_reports(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
         repeated = self._last.same(
@@ -300,7 +301,7 @@ class Saver:
     def _gate(self) -> None:
         """Hold the update until the state before it is fully copied or, with ``sync``, durable."""
         self._updates += 1
-        self._seal()
+        self._seal()  # once training continues, files in the folder may be of a later step
         if self.options.mode == "sync" and self._jobs:
             job = self._jobs[-1]
             job.held.append(hold_training(self._engine.device))
@@ -358,7 +359,7 @@ class Saver:
                 self._last.note_lost(job.joint.save_number)
         self._schedule.resolve(agreed.outcomes)
         self._background.retries.log(agreed.retries)
-        if agreed.has_lost_base:
+        if agreed.has_lost_base:  # reported by one rank, and acted upon by all in the same save
             self._schedule.begin_anew()
             self._background.has_lost_base = False
             self._following.begin_anew()
@@ -491,6 +492,7 @@ class Saver:
             if self._is_first:
                 self._repo.parts.close_session(self._session, is_over=not at_once)
         finally:
+            # Last: another job may save this attempt from here on.
             self._attempt_lock.release()
         if not at_once:
             self.exchange.close()

@@ -110,6 +110,7 @@ class Sender:
         try:
             if self._repeated(lambda: copy_share(self._near, self._repo, part), job.joint.step, "copy"):
                 assert isinstance(self._near.parts, GroupParts)
+                # Only now: until the next level has a part, this one keeps the objects in the node's store.
                 self._near.parts.forget(part.session, part.save, part.rank)
                 self._copied()
         except Exception as exc:  # noqa: BLE001  # training continues
@@ -119,6 +120,7 @@ class Sender:
             with self._changed:
                 self._to_copy -= 1
                 self._changed.notify_all()
+            # Also after a failure: the committing thread then gives the save up, and counts it as ended.
             if self._committing is not None:
                 self._committing.add(partial(self._commit, job))
             else:
@@ -136,6 +138,7 @@ class Sender:
                 self.sent_step = job.joint.step
                 pin(self._repo, commit, job.joint)
                 self._committed()
+            # After the record. If the save is only waiting, its parts stay: they keep what the ranks have copied.
             if commit is None or self.sent_step == job.joint.step:
                 self._repo.parts.remove(job.joint.session, job.joint.save, world_size=job.joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # training continues
@@ -170,7 +173,7 @@ class Sender:
                 do()
             except LayerstoreError as exc:
                 if isinstance(exc, IntegrityError | GivenUp | Conflict):
-                    raise
+                    raise  # no retry helps; anything else may be a server or a disk that comes back
                 if not self._why_waiting[what]:
                     LOG.warning("step %d waits to be sent to %s: %s", step, self._repo.name, one_line(exc))
                 self._why_waiting[what] = one_line(exc)

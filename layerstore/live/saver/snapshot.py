@@ -157,6 +157,7 @@ class Snapshot:
         except BaseException as exc:  # noqa: BLE001  # raised where the slices are awaited
             self.error = exc
         finally:
+            # Whatever happened: the writer waits for the end of the queue, and the next update for the copies.
             self._chunks.put(None)
             self.copied.set()
 
