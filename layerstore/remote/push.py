@@ -1,8 +1,8 @@
 """
 Push: send everything that a bucket lacks: objects first, then version and state blobs, then records, pins last.
 
-So if the bucket has a record, it has everything that the record names, however often a push is killed and whoever else
-pushes. Nothing depends on conditional writes: objects are named by their content, and records never change.
+So if the bucket has a record, it has everything that the record names, however often a push is killed and no matter who
+else pushes. Nothing depends on conditional writes: objects are named by their content, and records never change.
 """
 
 import errno as errnos
