@@ -139,6 +139,7 @@ def _take_over(levels: Levels, run: str) -> None:
         mine = None if opened is None else newest(stack.enter_context(opened), run)
         if opened is not None and mine is not None and not has_whole(opened, mine):
             mine = _completed(opened, mine, levels.others[0], run)
+        # Nearest first: a step that several levels have is read from the nearest of them.
         for level in levels.others:
             there = _open_if_there(level, near)
             if there is None:

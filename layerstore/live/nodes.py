@@ -71,7 +71,7 @@ def open_nodes(
 
     is_first_here = firsts[exchange.rank] == exchange.rank
     with exchange.raise_on_all():
-        wait_for_saves(store.id, run)
+        wait_for_saves(store.id, run)  # a saver of this process may still be sending from *near*
     with exchange.raise_on_all():
         if is_first_here:
             from layerstore.remote import make_partial

@@ -51,7 +51,7 @@ def _replaced(real: Callable[..., Any], instead: "_Instead") -> Callable[..., An
     @functools.wraps(real)
     def replaced(plugin: Any, accelerator: Any, *others: Any, **named: Any) -> Any:
         accelerates = functools.partial(real, plugin, accelerator, *others, **named)
-        model, folder = others[-2:]
+        model, folder = others[-2:]  # in all four functions; those for optimizers have one before these
         return instead(accelerates, accelerator, model, Path(folder)) if accelerator.is_fsdp2 else accelerates()
 
     replaced.layerstore = True  # type: ignore[attr-defined]

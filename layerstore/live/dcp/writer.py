@@ -198,6 +198,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             )
         self._copies = None
         results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items]
+        # DCP brings the results of all ranks to the coordinator; the first one of each carries what the commit needs.
         if results:
             results[0] = replace(results[0], storage_data=written)
         done: Future[list[WriteResult]] = Future()

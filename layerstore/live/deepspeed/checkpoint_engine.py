@@ -101,6 +101,7 @@ class StoreCheckpointEngine:
                 saver,
                 SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
             )
+            # After the save has begun: if it is refused, the folder has no pointer to a commit that never comes.
             with saver.exchange.raise_on_all():
                 # Also under the name of stage 3, which can continue from what stages 1 and 2 have saved.
                 for_stage_3 = model_path.with_name(first_shard_of(self._known_engine().rank))

@@ -179,7 +179,7 @@ class ZeroEngine:
         load, engine.load_checkpoint = vars(engine).get("load_checkpoint"), _wrapped_load(engine, checkpoint_engine)
 
         def undo() -> None:
-            if engine.checkpoint_engine is checkpoint_engine:
+            if engine.checkpoint_engine is checkpoint_engine:  # else the program has replaced it since
                 engine.checkpoint_engine = before
             vars(engine).pop("_get_param_fragment_func", None)
             vars(engine).pop("load_checkpoint", None)

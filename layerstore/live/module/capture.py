@@ -236,11 +236,11 @@ def _placed_slice(kind: Kind, part: SliceSource, state: _State, memory: Memory) 
     held = value.to_local() if isinstance(value, DTensor) else value
     if type(held) not in {torch.Tensor, torch.nn.Parameter}:
         raise Unsupported(f"{key} is a {type(held).__name__}, which cannot be saved", hint="keep plain tensors")
-    held = held.contiguous()
+    held = held.contiguous()  # if this copies, the copy is the state as of now
     path = place_of(memory.storage(held))
     if kind is Kind.WEIGHTS and key not in state.frozen:
         memory.keep_copy(path)
-    elif not held.is_inference():
+    elif not held.is_inference():  # torch does not count the changes of inference tensors
         state.watch(key)
     return replace(part, path=path, offset_bytes=int(held.storage_offset()) * held.element_size())
 

@@ -67,6 +67,7 @@ class Exchange:
         """Return every rank's *text*, cut to `TEXT_BYTES_MAX`, by rank."""
         import torch
 
+        # One size for all: an all-gather needs it, and exchanging lengths would take a message of its own.
         data = text.encode()[:TEXT_BYTES_MAX].ljust(TEXT_BYTES_MAX, b"\0")
         gathered = self._gathered(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for tensor in gathered]
@@ -97,6 +98,7 @@ class Exchange:
         """Return the sum of each of *values* over all ranks, bit-identical on every rank."""
         import torch
 
+        # Gathered and added in the order of ranks: a reduction by gloo need not give every rank the same last bit.
         gathered = self._gathered(torch.tensor(values, dtype=torch.float64))
         return [sum(column) for column in zip(*(tensor.tolist() for tensor in gathered), strict=True)]
 

@@ -139,6 +139,7 @@ class Background:
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _copy(self, job: Job) -> None:
+        # Never raises: `fill` keeps its error for the writer. If this thread died, the saves in its queue would hang.
         job.snapshot.fill(self._pool, self._copier)
 
     def _write(self, job: Job) -> None:
@@ -191,6 +192,7 @@ class Background:
         joint, begun = job.joint, time.monotonic()
         known: dict[int, Part] = {}
         while (parts := parts_of(self._repo, joint, known)) is None:
+            # Set by the main thread from the other ranks' reports: a rank that failed may leave no part at all.
             if job.is_given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {joint.step} is given up: a rank could not write its share")
             waited_seconds = time.monotonic() - begun

@@ -128,7 +128,7 @@ class Sender:
 
     def _commit(self, job: Job) -> None:
         try:
-            job.is_resolved.wait()
+            job.is_resolved.wait()  # the record is copied from the first level, where it has to be visible
             commit = job.commit
             if commit is not None and (parts := self._parts(job)) is not None:
                 after = job.joint.place.after

@@ -72,6 +72,7 @@ class Pool:
                 if begin is not None:
                     self._given.append((begin, begin + size_bytes))
                     return self._memory[begin : begin + size_bytes]
+                # From the last piece that was freed: a slow disk is waited for, a dead one is not.
                 if not self._changed.wait(STALLED_SECONDS_MAX):
                     raise DiskStalled(f"the disk took nothing for {STALLED_SECONDS_MAX:g} s")
         raise PoolClosed
@@ -193,6 +194,7 @@ class Snapshot:
                 chunk.ready()
                 yield chunk.data.numpy().data
             finally:
+                # Only after the reader has used it: the copying thread overwrites this memory next.
                 self._pool.give_back()
             offset += len(chunk.data)
 
