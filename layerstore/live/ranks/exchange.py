@@ -7,27 +7,25 @@ A save needs one message: all ranks report which save they want, whether they ca
 and every rank draws the same conclusions from the same reports.
 """
 
+import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from layerstore import errors
 from layerstore.disk import pauses
-from layerstore.errors import LayerstoreError, StorageIO
+from layerstore.errors import Conflict, InvalidInput, LayerstoreError, StorageIO
+from layerstore.hashing import object_id
 from layerstore.live.log import LOG
+from layerstore.policy import Policy, is_ours
+from layerstore.storage import Repository
 
 if TYPE_CHECKING:
     import torch
-import json
-import secrets
-from dataclasses import asdict, dataclass, replace
-
-from layerstore.errors import Conflict, InvalidInput
-from layerstore.hashing import object_id
-from layerstore.policy import Policy, is_ours
-from layerstore.storage import Repository
 
 TEXT_BYTES_MAX = 2048
 
