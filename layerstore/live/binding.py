@@ -28,11 +28,11 @@ class Binding:
         """Return the composite that the next save follows; None if there is none, or it is in another store."""
         return self.composition if self.store_id == store.id else None
 
-    def fill(self, store: Store, composition: Composition) -> None:
+    def hold(self, store: Store, composition: Composition) -> None:
         """Record that the engine holds *composition* of *store*."""
         self.store_id, self.composition, self.is_half_loaded = store.id, composition, False
 
-    def empty(self) -> None:
+    def begin_load(self) -> None:
         """Record that a load begins: until it completes, and if it is not from a store, no commit is known."""
         self.composition, self.is_half_loaded = None, False
 
@@ -40,7 +40,7 @@ class Binding:
         """Record that a load failed half-way: nothing is saved until another load succeeds."""
         self.composition, self.is_half_loaded = None, True
 
-    def check_splittable(self) -> None:
+    def check_fully_loaded(self) -> None:
         """Raise Conflict if the last load has failed half-way."""
         if self.is_half_loaded:
             raise Conflict(
@@ -62,7 +62,7 @@ class Binding:
         view = saver.store.repo.catalog.find(saver.run)
         rows = [] if view is None else view.of_attempt(attempt)
         if rows and not self.is_half_loaded:
-            self.fill(saver.store, compose_latest(Resolved.of_commit(saver.store.repo.catalog.commit(rows[-1].name))))
+            self.hold(saver.store, compose_latest(Resolved.of_commit(saver.store.repo.catalog.commit(rows[-1].name))))
 
 
 # Weak, so that a binding does not keep an engine, and its memory on the device, alive.

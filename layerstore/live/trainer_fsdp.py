@@ -114,7 +114,7 @@ def _filled(real: _Real, accelerator: Any, model: Any, folder: Path, *, optimize
                 loading = trained.read_part(store, composition, optimizer=optimizer)
             trained.fill(loading.fill, exchange)
     if target is None:
-        trained.binding.empty()
+        trained.binding.begin_load()
         return real()
     trained.warn(pointer.name, *(loading.notes if optimizer else ()))
     return None

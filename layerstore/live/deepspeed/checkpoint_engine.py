@@ -161,7 +161,7 @@ class StoreCheckpointEngine:
             self.settle()  # loading changes masters without an update, so no gate would wait for copies
             self._load = self._agreed_target(Path(path))
             self._has_begun = True
-            self._binding().empty()
+            self._binding().begin_load()
         if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
             return self.real.load(path, map_location=map_location)
         _, loaded = self._load
@@ -169,7 +169,7 @@ class StoreCheckpointEngine:
             return loaded.model()
         optimizer = loaded.optimizer()
         self._load = None  # the optimizer's state comes last; from here the engine alone holds its memory
-        self._binding().fill(loaded.store, loaded.composition)
+        self._binding().hold(loaded.store, loaded.composition)
         self._known_engine().log("loaded %s from %s", loaded.name, loaded.store.repo.name)
         return optimizer
 

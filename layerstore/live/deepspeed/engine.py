@@ -210,9 +210,9 @@ class ZeroEngine:
         remove: Callable[[], None] = handle.remove
         return remove
 
-    def check_splittable(self) -> None:
+    def check_fully_loaded(self) -> None:
         """Raise Conflict if the last load has failed half-way."""
-        self.binding.check_splittable()
+        self.binding.check_fully_loaded()
 
     def capture(
         self, tag: str, client_state: Mapping[str, object], *, pattern: re.Pattern[str] | None, exclude_frozen: bool

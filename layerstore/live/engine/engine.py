@@ -107,7 +107,7 @@ class Engine(Protocol):
     ) -> Captured:
         """Return this rank's state as it is now, grouped into layers by *pattern*, its paths below `FOLDER`."""
 
-    def check_splittable(self) -> None:
+    def check_fully_loaded(self) -> None:
         """Raise Conflict if the last load has failed half-way."""
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:

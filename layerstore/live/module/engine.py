@@ -77,9 +77,9 @@ class ModuleEngine(ModuleState):
         del tag
         return capture(self, client_state, step=self.step, pattern=pattern, exclude_frozen=exclude_frozen)
 
-    def check_splittable(self) -> None:
+    def check_fully_loaded(self) -> None:
         """Raise Conflict if the last load has failed half-way."""
-        self.binding.check_splittable()
+        self.binding.check_fully_loaded()
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
         """Call *action* before each update of an optimizer; return a function that stops that."""

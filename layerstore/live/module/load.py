@@ -215,14 +215,14 @@ class ModuleLoad:
     def fill(self) -> None:
         """Copy what was read into the module and its optimizers."""
         binding = self._engine.binding
-        binding.empty()  # first: no save may follow the old commit while the module is half filled
+        binding.begin_load()  # first: no save may follow the old commit while the module is half filled
         try:
             self._fill()
         except BaseException:
             binding.fail_load()
             raise
         if self._has_optimizer:  # it is loaded last; with weights alone there is no commit to continue from
-            binding.fill(self._store, self._composition)
+            binding.hold(self._store, self._composition)
             self._engine.begin_at(self._base.step)
 
     @torch.no_grad()

@@ -383,7 +383,7 @@ class Saver:
         check_client_state(request.client_state)
         captured = capture(request)
         self._check_cuttable(captured.undivided)
-        self._engine.check_splittable()
+        self._engine.check_fully_loaded()
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
         return captured, files, sample
