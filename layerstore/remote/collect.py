@@ -10,7 +10,7 @@ Everything that a push relies on stays named or young until its own record is th
 import contextlib
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from layerstore.disk import hours_on
@@ -98,7 +98,8 @@ def _collected(
         fates = [fate for _, fates_of_run in runs for fate in fates_of_run]
         hidden = [view.rows[commit].name for view, _ in runs for commit in view.hidden if commit in view.rows]
         moved = [*hidden, *(fate.name for fate in fates if fate.goes)]  # hidden ones before the one that hides them
-        _check_strangers(remote, remote.stranger_names)
+        if remote.stranger_names:
+            raise stranger(remote.stranger_names[0], remote=remote.url)
         needs = _named(remote, progress, without=set(moved))
         old_trash, held = _trash(remote, needs, old_before_ns)
         # What moves to the trash now keeps its objects for a day: a push may have relied on these records.
@@ -149,11 +150,6 @@ class _Watch:
                 "this collection was suspended for too long, and its listings may be out of date",
                 hint="repeat the command",
             )
-
-
-def _check_strangers(remote: Remote, names: Iterable[str]) -> None:
-    for name in names:
-        raise stranger(name, remote=remote.url)
 
 
 def _named(remote: Remote, progress: Progress, *, without: Collection[RecordName]) -> Needs:
