@@ -53,6 +53,7 @@ def levels_of(store: Store | StrPath | Iterable[StrPath]) -> Levels:
     first, *others = map(place, named)
     if others and is_url(first):
         raise InvalidInput(f"{first} is the first level, and a bucket", hint="begin with a folder, or name it alone")
+    # As URLs, so that a folder and its file:// are the same place.
     resolved = [level if is_url(level) else Path(level).resolve().as_uri() for level in (first, *others)]
     for (one, here), (other, there) in permutations(zip((first, *others), resolved, strict=True), 2):
         if here == there:

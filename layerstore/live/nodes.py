@@ -100,6 +100,7 @@ def open_nodes(
     written_to = Near(
         store=opened, repo=replace(opened.repo, parts=parts), behind=url_of(behind), is_first_here=is_first_here
     )
+    # Reads go to the node's partial clone, which fetches what it lacks from the level behind.
     return store_of(replace(store.repo, objects=opened.repo.objects)), written_to
 
 

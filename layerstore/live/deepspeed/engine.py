@@ -117,7 +117,7 @@ class ZeroEngine:
     @property
     def world_size(self) -> int:
         """The number of ranks that share the optimizer's state."""
-        count = self._zero.partition_count
+        count = self._zero.partition_count  # under stages 1 and 2 a list, by param group
         return int(count if self.stage == STAGE_3 else count[0])
 
     def log(self, message: str, *arguments: object) -> None:
@@ -344,7 +344,7 @@ def _wrapped_load(engine: Any, own: LoadHandler) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def load_checkpoint(*arguments: Any, **named: Any) -> Any:
-        if engine.checkpoint_engine is not own:
+        if engine.checkpoint_engine is not own:  # it was replaced since
             return load(*arguments, **named)
         given = signature.bind(*arguments, **named).arguments
         has_optimizer = bool(given.get("load_optimizer_states", True))

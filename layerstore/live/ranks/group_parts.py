@@ -32,6 +32,7 @@ class GroupParts(PartStore):
 
     def ranks(self, session: str, save: int) -> set[int]:
         """Return all ranks once each has left a part of *save*, and none before; one request for all of them."""
+        # Adding 0 reads the count; getting it would wait until there is one.
         is_complete = self._group.add(self._count(session, save), 0) >= self._world_size
         return set(range(self._world_size)) if is_complete else set()
 
@@ -42,6 +43,7 @@ class GroupParts(PartStore):
 
     def publish(self, part: Part) -> None:
         """Make *part*, which reports that this rank failed, visible to all ranks, unless there is one already."""
+        # Not in the node's store: a failure names nothing that collections would have to keep.
         if not self._group.check([part_name(part.session, part.save, part.rank)]):
             self._pass_on(part)
 
@@ -54,7 +56,7 @@ class GroupParts(PartStore):
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part, None if it does not exist; raises IntegrityError if it is damaged."""
         name = part_name(session, save, rank)
-        if not self._group.check([name]):
+        if not self._group.check([name]):  # getting it would wait for it
             return None
         return unseal_part(self._group.get(name), name=name, store_id=self._store_id)
 
