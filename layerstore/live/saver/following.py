@@ -74,14 +74,14 @@ class Following:
             self._committed()
 
     def note(self, session: str, timing: SaveTiming) -> None:
-        """Write *timing* where commits are made in the end; if that is behind, training does not wait for it."""
+        """Write *timing* to the level where commits are made; if that is behind the nodes, in the background."""
         write = partial(note_timing, self.repo, session, timing)
         if self._sender is not None:
             self._sender.after_commits(write, timing.step)
             return
         try:
             write()
-        except LayerstoreError as exc:
+        except LayerstoreError as exc:  # such as a full disk: training, whose thread this is, continues
             LOG.warning("could not record the timing of step %d: %s", timing.step, exc)
 
     def _copied(self) -> None:

@@ -203,7 +203,7 @@ class Sender:
 
 
 def _in_order(name: str) -> Worker[Callable[[], None]]:
-    """Return a thread that calls what it is given."""
+    """Return a thread that calls the functions in its queue, one after the other."""
     return Worker(name, lambda do: do())
 
 
