@@ -263,9 +263,9 @@ def _newest_whole(repo: Repository, run: str, lost: Collection[str]) -> str | No
     view: RunView | None = repo.catalog.find(run)
     if view is None or not view.attempts:
         return None
-    unreadable = max((name.step for name in view.damaged), default=-1)
+    unreadable = {name.step for name in view.damaged}
     for row in view.history(view.attempts[-1]):
         # What this step means is unknown if one of its records cannot be read.
-        if row.id not in lost and row.step != unreadable:
+        if row.id not in lost and row.step not in unreadable:
             return references_to(repo, [row])[0]
     return None

@@ -534,6 +534,19 @@ def test_a_copy_made_while_live_names_what_it_lacks(store: Store, folder: Path) 
         assert copy.verify(read_data=True).ok
 
 
+@pytest.mark.parametrize("steps", [(20,), (20, 30)], ids=str)
+def test_no_step_with_a_record_that_cannot_be_read_counts_as_intact(
+    store: Store, folder: Path, steps: tuple[int, ...]
+) -> None:
+    """However many steps have one: what such a step means is unknown."""
+    store.ingest(folder / "30", run="r")
+    flip(object_of(store, "r@30", "model.layers.0"))
+    for step in steps:
+        (store.path / "commits" / "r" / f"{step}.{digest(b'unread').hex()}").write_bytes(b"unread")
+
+    assert store.verify(read_data=True).standing.whole == {"r": "r@10"}
+
+
 # -- pins and all else ---------------------------------------------------------------------------------------------
 
 
