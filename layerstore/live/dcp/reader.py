@@ -203,6 +203,7 @@ class _Landing:
         assert entry.dtype is not None, "layers hold tensors"
         target = planner.resolve_tensor(item).detach()
         dtype = getattr(torch, by_code(entry.dtype).torch_name)
+        # Read into the trainer's own memory if it is on the host and laid out alike; else copied there by `commit`.
         is_direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         source = target if is_direct else torch.empty(tuple(item.lengths), dtype=dtype)
         if source.numel():

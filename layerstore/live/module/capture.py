@@ -103,6 +103,7 @@ class _State:
         in_groups = {names[id(parameter)] for group in engine.groups() for parameter in group["params"]}
         if exclude_frozen:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+        # Tied tensors are stored once, under the first of their names.
         first: dict[int, str] = {}
         for name, tensor in tensors.items():
             first.setdefault(id(tensor), name)

@@ -126,7 +126,7 @@ class MovementWatch:
         import torch
 
         if self._base is None:
-            self._base = sample.masters
+            self._base = sample.masters  # of all layers, but `_known` has only those that were saved
         else:
             wanted = torch.tensor([layer in layers for layer in self._layers])
             self._base = torch.where(wanted[self._layer_of], sample.masters, self._base)

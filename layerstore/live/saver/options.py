@@ -75,6 +75,7 @@ class SaverOptions:
     """Whether to make a store if there is none at its path."""
 
     def __post_init__(self) -> None:
+        # Everything is checked now: the first save may be hours away.
         for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen), ("durable", Durable)):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))

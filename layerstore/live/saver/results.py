@@ -216,12 +216,12 @@ class LastSave:
         """
         if self._after is None or step > self._after:
             return None
-        if step < self._after or updates != self._updates:
+        if step < self._after or updates != self._updates:  # the same step after more updates is another state
             raise Conflict(
                 f"step {step} is not after step {self._after}, which was saved last",
                 hint="save a later step; to go back to an earlier one, resume from it",
             )
-        if self._is_lost:
+        if self._is_lost:  # then this save takes its place
             return None
         if pin is not None:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)

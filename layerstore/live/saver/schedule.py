@@ -144,6 +144,7 @@ class Schedule:
         chosen = set(self._needed(due, moments))
         room -= sum(sizes[layer] for layer in chosen)
         for layer in sorted(due - chosen, key=lambda layer: (last.get(layer, -1), layer)):
+            # At least one, even if it is too large: a buffer smaller than every layer would otherwise save none, ever.
             if chosen and sizes[layer] > room:
                 continue
             chosen.add(layer)
