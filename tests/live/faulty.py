@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,19 @@ def killed(options: Any) -> None:
             faults.on(options["operation"], options["part"], hold(options["part"]), rank=rank)
         train(engine, STEPS, saver=saver, save_at=(4,))
         saver.wait()  # it never comes to an end
+
+
+def watched(options: Any) -> None:
+    """Save at every step, each as soon as the test asks for it by a file of that name."""
+    engine = build()
+    with layerstore.attach(engine, options["store"], run=RUN) as saver:
+        for step in range(1, options["saves"] + 1):
+            while not Path(options["asked"], str(step)).exists():
+                time.sleep(0.05)
+            train(engine, step, saver=saver, save_at=(step,))
+            saver.wait()
+            tell("quiet", step=step)
+    done()
 
 
 def requeued(options: Any) -> None:
