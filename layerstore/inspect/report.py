@@ -25,7 +25,7 @@ from layerstore.history import Resolved, Staleness, metrics_of, references_to
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
-from layerstore.inspect.report_pins import VERSION_DIGITS, mixture_fields, pins_of
+from layerstore.inspect.report_parts import VERSION_DIGITS, mixture_fields, pins_of
 from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_shown
 from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
