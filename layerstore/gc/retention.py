@@ -8,7 +8,7 @@ from typing import ClassVar
 from layerstore.errors import IntegrityError
 from layerstore.gc.mark import commit_named, named, pin_names, readable_pins
 from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history import metrics_of, saved_now
+from layerstore.history import measured_by, saved_now
 from layerstore.model import Commit, CommitId
 from layerstore.policy import Candidate, Keep
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
@@ -117,7 +117,7 @@ class Facts:
         best = self.keep.best_of
         with commit_named(row):
             commit = self.repo.catalog.commit(row.name)
-            logged = {} if best is None else metrics_of(self.repo, commit.record, view=view)
+            logged = {} if best is None else measured_by(self.repo, commit.record, view=view).at_save
             metrics = {name: value for name, value in logged.items() if best and name == best.metric}
             fact = _Fact(
                 time_ns=saved_ns(self.repo, commit),

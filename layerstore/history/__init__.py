@@ -1,6 +1,6 @@
 """The history of commits: references, attempts, the place of a new save, staleness, what a record needs."""
 
-from layerstore.history.metrics import METRICS, metrics_if_sound, metrics_of
+from layerstore.history.metrics import METRICS, measured_by, metrics_if_sound
 from layerstore.history.needs import (
     Needs,
     NumberedRefs,
@@ -43,8 +43,8 @@ __all__ = [
     "begins_id",
     "has_shrunk",
     "locate",
+    "measured_by",
     "metrics_if_sound",
-    "metrics_of",
     "named_by",
     "newest_exact",
     "note_pushed",

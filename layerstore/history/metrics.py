@@ -6,8 +6,9 @@ at its top or under ``metrics``.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 
 from layerstore.errors import IntegrityError, NotFound
@@ -22,9 +23,27 @@ METRICS = "metrics"
 """The key in client_state whose numbers are all metrics."""
 
 
-def metrics_of(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What training had measured by a save."""
+
+    at_save: dict[str, float]
+    """At the save's own step, by name; some values may be NaN."""
+    entries: Sequence[Mapping[str, object]]
+    """All that the Trainer had logged."""
+
+    def by_step(self) -> list[tuple[int, dict[str, float]]]:
+        """Return every step that the Trainer had logged; one that it also evaluated comes twice."""
+        return [
+            (int(step), dict(_floats(entry)))
+            for entry in self.entries
+            if isinstance(step := entry.get("step"), float) and step.is_integer()
+        ]
+
+
+def measured_by(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> Measured:
     """
-    Return what training measured at the step of *record*, by name; some values may be NaN.
+    Return what training had measured by the save of *record*.
 
     A Trainer may save a step before it logs it. If its log has nothing of the step, that of the attempt's next commit
     counts; *view* is the run, for those who ask about many commits.
@@ -34,18 +53,19 @@ def metrics_of(repo: Repository, record: CommitRecord, *, view: RunView | None =
     """
     state = _first_state(repo, record)
     if state is None:
-        return {}
+        return Measured({}, ())
     log = _trainer_log(state)
-    logged = {} if log is None else _logged_at(repo.content_of(log.content), record.step)
-    if log is not None and not logged:
-        logged = _logged_later(repo, record, view or repo.catalog.find(record.run))
-    return _measured(state) | logged
+    if log is None:
+        return Measured(_measured(state), ())
+    entries = _log_history(repo.content_of(log.content))
+    logged = _logged_at(entries, record.step) or _logged_later(repo, record, view or repo.catalog.find(record.run))
+    return Measured(_measured(state) | logged, entries)
 
 
 def metrics_if_sound(repo: Repository, record: CommitRecord, *, view: RunView | None = None) -> dict[str, float] | None:
-    """Return the same, None if it cannot be read: what is beside the layers is damaged, and the rest may be sound."""
+    """Return what it measured at its own step, or None if the state beside the layers is damaged."""
     try:
-        return metrics_of(repo, record, view=view)
+        return measured_by(repo, record, view=view).at_save
     except IntegrityError:
         return None
 
@@ -90,19 +110,21 @@ def _logged_later(repo: Repository, record: CommitRecord, view: RunView | None) 
         for row in rows[after : after + 1]:
             state = _first_state(repo, repo.catalog.commit(row.name).record)
             log = None if state is None else _trainer_log(state)
-            return {} if log is None else _logged_at(repo.content_of(log.content), record.step)
+            return {} if log is None else _logged_at(_log_history(repo.content_of(log.content)), record.step)
     return {}
 
 
-def _logged_at(data: bytes, step: int) -> dict[str, float]:
+def _logged_at(entries: Iterable[Mapping[str, object]], step: int) -> dict[str, float]:
+    return {name: value for entry in entries if entry.get("step") == step for name, value in _floats(entry)}
+
+
+def _log_history(data: bytes) -> list[dict[str, object]]:
     try:
-        entries = parse_json(data, parse_int=float)["log_history"]  # a score may be a whole number
-        return {
-            name: value
-            for entry in entries
-            if isinstance(entry, dict) and entry.get("step") == step
-            for name, value in entry.items()
-            if isinstance(value, float) and name != "step"
-        }
+        log = parse_json(data, parse_int=float)["log_history"]  # a score may be a whole number
+        return [entry for entry in log if isinstance(entry, dict)]
     except (ValueError, KeyError, TypeError):
-        return {}  # not written by the Trainer, so there are no metrics
+        return []  # not written by the Trainer, so there are no metrics
+
+
+def _floats(entry: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    return ((name, value) for name, value in entry.items() if isinstance(value, float) and name != "step")

@@ -9,7 +9,6 @@ which takes a third of the bytes.
 import math
 import shlex
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -21,11 +20,11 @@ from layerstore.assemble import checked_file, write_file
 from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.gc import CommitFate, GcRequest, plan_gc
-from layerstore.history import Resolved, Staleness, metrics_of, references_to
+from layerstore.history import Resolved, Staleness, references_to
 from layerstore.inspect.growth import AMOUNTS, Growth, WhatIf
 from layerstore.inspect.log import log_entry, names_of_pins
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
-from layerstore.inspect.report_parts import VERSION_DIGITS, mixture_fields, pins_of
+from layerstore.inspect.report_parts import VERSION_DIGITS, metrics_and_curves, mixture_fields, pins_of
 from layerstore.inspect.stats import commits_of, count_bytes, stats_fields, views_shown
 from layerstore.json_fields import short_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
@@ -39,6 +38,8 @@ from layerstore.storage import RecordRow, Repository, RunView
 _FACTS_BYTES = 640_000
 _SAVE_BYTES = 450
 _CELL_BYTES = 22
+# The share of curves in them.
+_CURVES_SHARE = 8
 
 # Saves in a picture: more columns would be narrower than a pointer.
 _COLUMNS_MAX = 360
@@ -50,10 +51,6 @@ _LAYERS_MAX = 1000
 _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
 _PINS_MAX = 4
-
-# Metrics of a run, and letters of a metric's name.
-_METRICS_MAX = 6
-_NAME_MAX = 80
 
 # No save takes longer than this.
 _SECONDS_MAX = 1e9
@@ -88,11 +85,8 @@ def make_report(
     shown, pins, facts_bytes = listed[:_RUNS_MAX], names_of_pins(repo), _FACTS_BYTES
     while True:
         progress.start("records", sum(len(view.visible) for view in shown))
-        room, problems = rooms(shown, facts_bytes), list(stats.left_out)
-        runs = [
-            _run(repo, view, fates=fates, pins=pins, room=room[view.run], problems=problems, progress=progress)
-            for view in shown
-        ]
+        problems = list(stats.left_out)
+        runs = _runs(repo, shown, fates=fates, pins=pins, facts_bytes=facts_bytes, problems=problems, progress=progress)
         pinned = pins_of(repo, run, runs, problems)
         facts = {
             "store": str(repo.layout.root),
@@ -134,6 +128,33 @@ def _figures(fields: dict[str, Any]) -> dict[str, object]:
 # -- one run -------------------------------------------------------------------------------------------------------
 
 
+def _runs(
+    repo: Repository,
+    shown: Sequence[RunView],
+    *,
+    fates: Mapping[str, CommitFate],
+    pins: Mapping[str, list[str]],
+    facts_bytes: int,
+    problems: list[str],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Return the facts about the runs *shown*, in about *facts_bytes*; add to *problems* what cannot be read."""
+    room, curve_bytes = rooms(shown, facts_bytes), facts_bytes // _CURVES_SHARE // max(1, len(shown))
+    return [
+        _run(
+            repo,
+            view,
+            fates=fates,
+            pins=pins,
+            room=room[view.run],
+            curve_bytes=curve_bytes,
+            problems=problems,
+            progress=progress,
+        )
+        for view in shown
+    ]
+
+
 def _run(
     repo: Repository,
     view: RunView,
@@ -141,6 +162,7 @@ def _run(
     fates: Mapping[str, CommitFate],
     pins: Mapping[str, list[str]],
     room: int,
+    curve_bytes: int,
     problems: list[str],
     progress: Progress,
 ) -> dict[str, Any]:
@@ -186,7 +208,7 @@ def _run(
         "versions_overlap": growth.versions_overlap,
         "what_if": {name: _what_if(found, columns) for name, found in what_ifs.items()} if commits > 1 else {},
         "drift": [_drift(commit, layers) for commit in shown],
-        "metrics": _metrics(repo, view, shown, problems),
+        **metrics_and_curves(repo, view, shown, problems, room_bytes=curve_bytes),
         "timings": _timings(list(timings.values())),
     }
 
@@ -329,28 +351,6 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
         (_four_digits(movement) if math.isfinite(movement) else str(movement)) if isinstance(movement, float) else None
         for movement in moved
     ]
-
-
-def _metrics(
-    repo: Repository, view: RunView, shown: Iterable[Commit], problems: list[str]
-) -> dict[str, list[float | None]]:
-    """Return what training measured at each save, by name: losses first, then what most saves have."""
-    measured = list[dict[str, float]]()
-    for commit in shown:
-        try:
-            metrics = metrics_of(repo, commit.record, view=view)
-        except LayerstoreError as exc:
-            problems.append(str(exc))
-            metrics = {}
-        measured.append({name: value for name, value in metrics.items() if math.isfinite(value)})
-    counts = Counter(name for metrics_of_save in measured for name in metrics_of_save if len(name) <= _NAME_MAX)
-    names = sorted(counts, key=lambda name: (name != "loss", "loss" not in name, -counts[name], name))
-    return {
-        name: [
-            float(f"{metrics_of_save[name]:.6g}") if name in metrics_of_save else None for metrics_of_save in measured
-        ]
-        for name in names[:_METRICS_MAX]
-    }
 
 
 # -- timings, which come from a file that anybody may have edited --------------------------------------------------

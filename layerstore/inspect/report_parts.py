@@ -1,15 +1,22 @@
-"""The pins of a report: what each one means, and for composites that no commit has, where each layer is from."""
+"""
+Two parts of a report.
+
+The pins: what each one means, and for composites that no commit has, where each layer is from. And what training
+measured, at each save, and whatever a Trainer logged in between.
+"""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from layerstore.errors import LayerstoreError
 from layerstore.format import commit_id
-from layerstore.history import others_in, references_to
+from layerstore.history import measured_by, others_in, references_to
 from layerstore.json_fields import short_time
-from layerstore.model import CommitRecord, LayerEntry, Origin, Pin
-from layerstore.storage import Repository
+from layerstore.model import Commit, CommitRecord, LayerEntry, Origin, Pin
+from layerstore.storage import Repository, RunView
 
 # Pins that are listed, and the bytes for the layers of those that no commit has.
 _PINS_MAX = 200
@@ -17,6 +24,17 @@ _LAYERS_BYTES = 80_000
 
 # Digits of a version's id that tell two of one layer apart.
 VERSION_DIGITS = 8
+
+# Metrics of a run, and letters of a metric's name.
+_METRICS_MAX = 6
+_NAME_MAX = 80
+
+# Points of a curve: more would be narrower than a pixel.
+_POINTS_MAX = 400
+_POINT_BYTES = 20
+
+Point = tuple[int, int, float]
+"""Attempt, step, value."""
 
 
 def pins_of(
@@ -92,3 +110,75 @@ def _size_of(repo: Repository, entry: LayerEntry, problems: list[str]) -> int | 
     except LayerstoreError as exc:
         problems.append(str(exc))
         return None
+
+
+# -- what training measured ----------------------------------------------------------------------------------------
+
+
+def metrics_and_curves(
+    repo: Repository, view: RunView, shown: Sequence[Commit], problems: list[str], *, room_bytes: int
+) -> dict[str, Any]:
+    """
+    Return `metrics`, by name for each save *shown*, and if a Trainer logged any, `curves` of about *room_bytes*.
+
+    Losses come first, then what most saves have. What cannot be read is added to *problems*.
+    """
+    ends = {commit.record.attempt: commit.id for commit in shown}
+    measured, points = list[dict[str, float]](), dict[str, list[Point]]()
+    for commit in shown:
+        try:
+            found = measured_by(repo, commit.record, view=view)
+        except LayerstoreError as exc:
+            problems.append(str(exc))
+            measured.append({})
+            continue
+        measured.append(_finite(found.at_save))
+        if ends[commit.record.attempt] == commit.id:
+            _add(points, commit.record, found.by_step())
+    counts = Counter(name for metrics in measured for name in metrics)
+    counts.update(dict.fromkeys(points, 0))
+    names = sorted(counts, key=lambda name: (name != "loss", "loss" not in name, -counts[name], name))[:_METRICS_MAX]
+    facts: dict[str, Any] = {
+        "metrics": {
+            name: [_short(metrics[name]) if name in metrics else None for metrics in measured] for name in names
+        }
+    }
+    room = min(_POINTS_MAX, room_bytes // _POINT_BYTES // _METRICS_MAX)
+    curves = {name: thinned(points[name], room=room) for name in names if len(points.get(name, ())) > 1}
+    return facts | ({"curves": curves} if curves else {})
+
+
+def _add(
+    points: dict[str, list[Point]], record: CommitRecord, logged: Iterable[tuple[int, Mapping[str, float]]]
+) -> None:
+    """Add what was *logged* by *record*, the last save of its attempt, since the attempt's fork."""
+    fork = record.lineage[0].step if record.lineage else -1
+    for step, metrics in logged:
+        if fork < step <= record.step:
+            for name, value in _finite(metrics).items():
+                points.setdefault(name, []).append((record.attempt, step, _short(value)))
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value) and len(name) <= _NAME_MAX}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def thinned(points: Sequence[Point], *, room: int) -> list[Point]:
+    """
+    Return about *room* of *points*, the least and the greatest of each stretch, so that no spike is lost.
+
+    >>> [value for _, _, value in thinned([(1, step, step % 7) for step in range(700)], room=4)]
+    [0, 6, 0, 6]
+    """
+    if len(points) <= room:
+        return list(points)
+    stretches = max(1, room // 2)
+    kept = set[int]()
+    for stretch in range(stretches):
+        places = range(stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches)
+        kept |= {min(places, key=lambda at: points[at][2]), max(places, key=lambda at: points[at][2])}
+    return [points[at] for at in sorted(kept)]

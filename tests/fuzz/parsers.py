@@ -46,7 +46,7 @@ from layerstore.hashing import digest
 from layerstore.hf import weight_names
 from layerstore.hf.plan import config_with_dtype, parse_config
 from layerstore.history import note_pushed, pushed_to
-from layerstore.history.metrics import _logged_at
+from layerstore.history.metrics import Measured, _log_history, _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId
 from layerstore.parts import LayerPart, Part
@@ -235,8 +235,9 @@ def _trainer_state() -> Parser:
     state = {"global_step": 4, "log_history": [{"step": 4, "loss": 1.5}, {"step": 2, "eval_loss": 2}], "best": None}
 
     def parse(data: bytes, folder: Path) -> object:
-        metrics = _logged_at(data, 4)
-        assert all(type(value) is float for value in metrics.values())
+        entries = _log_history(data)
+        by_step = [metrics for _, metrics in Measured({}, entries).by_step()]
+        assert all(type(value) is float for metrics in (_logged_at(entries, 4), *by_step) for value in metrics.values())
         path = folder / "trainer_state.json"
         path.write_bytes(data)
         return step_of_trainer(path)

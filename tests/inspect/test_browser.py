@@ -10,6 +10,7 @@ import layerstore
 from layerstore import Keep, Store
 from tests.inspect.chromium import Browser, Page, opened, program
 from tests.inspect.made_up import STARTED_NS, History, build
+from tests.inspect.test_facts import logged
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
 from tests.unit.checkpoints import Checkpoints
 
@@ -35,6 +36,26 @@ def report(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("page") / "report.html"
     store.report(out, keep=Keep(last=3, every=400))
     return out
+
+
+def test_the_whole_curve_of_a_trainer_is_drawn(browser: Browser, store: Store, tmp_path: Path) -> None:
+    """Through every step that it logged, in order, between the columns of its saves; a dot is where it was saved."""
+    checkpoints = Checkpoints(tmp_path / "source", layout="hf")
+    with layerstore.init(tmp_path / "store") as trained:
+        for step in (20, 40):
+            losses = {at: 4 - at / 20 for at in range(2, step + 1, 2)}
+            trained.ingest(logged(checkpoints(step), losses), run="sft")
+        trained.report(tmp_path / "report.html")
+
+    with opened(browser, tmp_path / "report.html") as page:
+        line = page.look("document.querySelector('#metric path.curve').getAttribute('d')")
+        dots = page.look("document.querySelector('#metric path.point').getAttribute('d')")
+        assert page.said() == []
+    places = [tuple(map(float, place)) for place in re.findall(r"[ML]([0-9.]+) ([0-9.]+)", line)]
+    assert len(places) == 20
+    assert places == sorted(places)
+    assert line.count("M") == 1
+    assert dots.count("M") == 2
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from layerstore import Keep, Store
 from layerstore.errors import NotFound
 from tests.bench.histories import OBJECT_BYTES
 from tests.inspect.made_up import History, build
-from tests.unit.checkpoints import checkpoint
+from tests.unit.checkpoints import Checkpoints, checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +304,38 @@ def test_metrics_are_what_training_measured(tmp_path: Path) -> None:
         ]
     assert None in sft["metrics"]["loss"]
     assert other["metrics"] == {}
+
+
+def logged(checkpoint: Path, losses: dict[int, float]) -> Path:
+    """Have the Trainer of *checkpoint* logged these *losses* by step; return the checkpoint."""
+    state = checkpoint / "trainer_state.json"
+    entries = [{"step": step, "loss": loss, "epoch": 1.0} for step, loss in losses.items()]
+    state.write_text(json.dumps({**json.loads(state.read_text()), "log_history": entries}))
+    return checkpoint
+
+
+def test_a_curve_has_all_that_a_trainer_logged(tmp_path: Path) -> None:
+    """Also where nothing was saved; of each attempt what is its own; other runs have no curves."""
+    checkpoints = Checkpoints(tmp_path / "source", layout="hf")
+    first = {2: 4.0, 4: math.nan, 6: 3.0, 10: 2.5, 14: 2.25}
+    back = {2: 4.0, 4: math.nan, 6: 3.125, 12: 2.125}
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(logged(checkpoints(5), {step: first[step] for step in (2, 4)}), run="sft")
+        store.ingest(logged(checkpoints(15), first), run="sft")
+        store.ingest(logged(checkpoints(12), back), run="sft", rollback=True)
+        store.ingest(checkpoints(1), run="other")
+        other, sft = store.report()["runs"]
+
+    assert sft["curves"]["loss"] == [
+        (1, 2, 4.0),
+        (1, 6, 3.0),
+        (1, 10, 2.5),
+        (1, 14, 2.25),
+        (2, 6, 3.125),
+        (2, 12, 2.125),
+    ]
+    assert sft["metrics"]["loss"] == [None, None, 2.125]
+    assert "curves" not in other
 
 
 @pytest.mark.full
