@@ -7,11 +7,11 @@ counted: what a push asks depends on what is there already.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd, isfinite
+from math import ceil, gcd, isfinite
 from typing import Any, Self
 
 from layerstore.errors import InvalidInput
-from layerstore.limits import REMOTE_GRACE_SECONDS
+from layerstore.limits import REMOTE_GRACE_SECONDS, REMOTE_PART_BYTES
 
 MONTH_SECONDS = 365.25 * 86400 / 12
 GB = 10**9
@@ -59,14 +59,17 @@ class FileTotals:
 
     count: int = 0
     size_bytes: int = 0
+    puts: int = 0
+    """Requests that send them."""
 
     @classmethod
     def alike(cls, count: int, size_bytes: int) -> Self:
-        """Return *count* files of *size_bytes* each."""
-        return cls(count, count * size_bytes)
+        """Return *count* files of *size_bytes* each; those larger than a part are uploaded in parts."""
+        parts = ceil(size_bytes / REMOTE_PART_BYTES)
+        return cls(count, count * size_bytes, count * (parts + 2 if parts > 1 else 1))
 
     def __add__(self, other: "FileTotals") -> "FileTotals":
-        return FileTotals(self.count + other.count, self.size_bytes + other.size_bytes)
+        return FileTotals(self.count + other.count, self.size_bytes + other.size_bytes, self.puts + other.puts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

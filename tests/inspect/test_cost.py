@@ -1,6 +1,9 @@
 """What saves cost: storage under retention, and GPUs that stand still."""
 
+import logging
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +14,10 @@ from layerstore import Keep, Latest
 from layerstore.errors import InvalidInput
 from layerstore.inspect import Prices, Training, estimate_saves, made_up
 from layerstore.inspect.cost import GB, MONTH_SECONDS, FileTotals, SaveGroup, Timetable, stored
+from layerstore.limits import MIB, REMOTE_PART_BYTES
 from layerstore.policy import Candidate
+from layerstore.remote import Bucket
+from tests.remote.servers import KEY, SECRET
 
 SAVES = 4
 PRICES = Prices(gb_month=0.02, gpu_hour=3.0)
@@ -30,6 +36,49 @@ def training(**changed: Any) -> Training:
         "prices": PRICES,
     }
     return Training(**usual | changed)
+
+
+# -- requests of an object ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Run an S3 server that counts requests by their method; its bucket is called ``counted``."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    found: Counter[str] = Counter()
+
+    class Counting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := re.search(r'"(PUT|POST|GET) /counted/\S', record.getMessage()):
+                found[match[1]] += 1
+
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="counted")
+    log, handler = logging.getLogger("werkzeug"), Counting()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield found
+    log.removeHandler(handler)
+    server.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size_bytes", [0, 1, 20 * MIB, 64 * MIB, 65 * MIB])
+def test_large_objects_take_a_request_for_each_part(size_bytes: int, told: Counter[str]) -> None:
+    """And one to begin, and one to end."""
+    bucket = Bucket("s3://counted/prefix")
+    bucket._client.part_bytes = REMOTE_PART_BYTES  # as where there is memory for them
+    bucket.write("name", lambda: [bytes(size_bytes)])
+
+    assert sum(told.values()) == FileTotals.alike(1, size_bytes).puts
 
 
 # -- storage -------------------------------------------------------------------------------------------------------
@@ -54,7 +103,9 @@ def test_a_version_is_stored_as_long_as_a_kept_save_has_it(
     lingers: int,
 ) -> None:
     """As retention itself says after each save, and a while longer."""
-    group = SaveGroup(files=FileTotals(3, 7), blobs=1, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle)
+    group = SaveGroup(
+        files=FileTotals(3, 7, 3), blobs=1, due=tuple(sorted(at for at in due if at < cycle)), cycle=cycle
+    )
     times = Timetable(
         run_seconds=float(saves),
         interval_seconds=1.0,
