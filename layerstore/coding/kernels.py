@@ -121,7 +121,7 @@ def _error(values: Floats, coded: Floats, greatest: np.int32, decoded: Floats, s
     exponent = math.frexp(greatest_value)[1]
     exponent = 0 if -32 < exponent < 32 else min(max(exponent, -120), 120)
     squares = _squares(np.subtract(values, decoded, out=scratch), exponent, scratch)
-    largest_square = float(squares.view(np.int32).max().view(np.float32))
+    largest_square = float(squares.max())
     sum_of_squares = float(np.add.reduce(squares))  # not a dot product: its order depends on the machine
     return Error(
         greatest=math.sqrt(largest_square) * 2.0**exponent,
