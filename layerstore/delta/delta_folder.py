@@ -178,7 +178,7 @@ def read_delta(path: Path) -> DeltaFolder:
         raise _damaged(path, "its index")
     places: dict[str, tuple[Path, int, int]] = {}
     targets: dict[str, str] = {}
-    for name in sorted(map(str, set(placed.values()))):
+    for name in sorted({str(file) for file in placed.values()}):
         if "/" in name or name in {".", ".."} or "\0" in name or not (path / name).is_file():
             raise _damaged(path, f"the file {name!r}")
         targets |= _add_file(path / name, places)

@@ -300,6 +300,7 @@ def test_a_folder_that_is_more_than_weights_is_refused(store: Store, tmp_path: P
         (lambda index: index["weight_map"].popitem(), "a file that fits its index"),
         (lambda index: index.pop("weight_map"), "its index"),
         (lambda index: index["weight_map"].update(more="../model.safetensors"), "the file '../model.safetensors'"),
+        (lambda index: index["weight_map"].update(more=[]), "the file '[]'"),
     ],
 )
 def test_a_delta_that_is_not_whole_is_refused(
