@@ -148,6 +148,7 @@ def read_standalone(
 def _counts(contents: Contents, values: Mapping[str, Tree]) -> dict[str, int]:
     """Return how many updates each parameter has had, where that is known."""
     counts = {name: number_of(values[key]) for name, key in contents.counters.items()}
+    # The bounds also keep out NaN and infinities, which int() does not take.
     return {name: int(count) for name, count in counts.items() if count is not None and 0 <= count < STEP_MAX}
 
 
@@ -157,7 +158,9 @@ def _step(folder: DcpFolder, values: Mapping[str, Tree], counts: Collection[int]
     stated = step_of_trainer(path) if path.is_file() else None
     if stated is None:
         numbers = (number_of(values[key]) for key in _STEP_KEYS if key in values)
-        stated = next((int(number) for number in numbers if number is not None), max(counts, default=None))
+        # Also false for NaN and infinities, which int() does not take.
+        whole = (int(number) for number in numbers if number is not None and number % 1 == 0)
+        stated = next(whole, max(counts, default=None))
     if given is None and stated is None:
         raise InvalidInput(f"{folder.path} does not say which step it is of", hint="say it with --step")
     return checked_step(stated if given is None else given, folder.path)

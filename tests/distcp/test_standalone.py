@@ -71,6 +71,12 @@ def test_the_optimizers_counters_say_the_step(store: Store, tmp_path: Path) -> N
     assert store.ingest(folder_of(tmp_path, trained(5))).step == 5
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 2.5])
+def test_a_value_that_is_no_whole_number_is_no_step(store: Store, tmp_path: Path, number: float) -> None:
+    """The optimizer's counters say it then."""
+    assert store.ingest(folder_of(tmp_path, {**trained(5), "step": torch.tensor(number)})).step == 5
+
+
 def test_the_user_says_the_step(store: Store, tmp_path: Path) -> None:
     """Where nothing does; and if something does, it is the user who knows."""
     weights = {"model": trained()["model"]}
