@@ -97,6 +97,7 @@ def _in_order(data: bytes) -> tuple[bytes, bytes, memoryview]:
     begin, end = 8, 8 + int.from_bytes(data[:8], "little")
     fields = json.loads(data[begin:end])
     fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
+    # The package ends it with spaces, so that the tensors begin at a multiple of 8.
     header = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode().ljust(end - begin)
     assert len(header) == end - begin, "it is the same text in another order"
     return data[:begin], header, memoryview(data)[end:]

@@ -204,6 +204,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
                 f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
                 hint=f"layerstore drop {short_id(rival.id)} makes room for it",
             )
+        # It would come back hidden.
         hides = next((row for row in ([] if view is None else view.rows.values()) if commit.id in row.supersedes), None)
         if hides is not None:
             raise Conflict(

@@ -98,6 +98,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        # Views need no note, since they have the storage of what they view; what else is made is refused in `_blocks`.
         name = func.overloadpacket.__name__
         if name in {"clone", "_reshape_copy", "contiguous"}:
             self._note(result, self.runs(args[0]))

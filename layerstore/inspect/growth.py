@@ -147,6 +147,7 @@ class Growth:
             size_bytes=size_bytes,
             layer_bytes=size_bytes - entry.version.size_bytes,
             unlike=frozenset(tensor.name for stored in weights for tensor in stored.tensors) & trained,
+            # From 1 on: 0 is that of a version that could not be read.
             shape=self._shapes.setdefault(shape, len(self._shapes) + 1),
         )
         new = self._objects.add_new(self._seen, parts)
