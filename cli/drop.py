@@ -1,12 +1,23 @@
-"""``layerstore drop``: move a commit to the trash."""
+"""``layerstore drop``: move commits to the trash."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import counted, print_json, print_line, print_warning, shown, some, with_store
+from layerstore.cli.render import (
+    counted,
+    print_json,
+    print_line,
+    print_paragraph,
+    print_warning,
+    shown,
+    some,
+    with_store,
+)
+from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
 from layerstore.units import short_id, size
 
@@ -15,62 +26,111 @@ if TYPE_CHECKING:
 
 ABOUT = About("Maintain", elsewhere=("delete", "remove", "rm"))
 
+_NAMED_MAX = 20
+
+Refs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[REF]...", help="RUN@STEP, RUN~1@STEP, a commit's id, or RUN, its newest; never a pin."),
+]
+Runs = Annotated[
+    list[str] | None,
+    typer.Option("--run", metavar="RUN", help="Every commit of this run, of all its attempts; may be repeated."),
+]
+
 
 def drop(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@STEP, RUN or RUN~1@STEP; never a pin.")],
+    refs: Refs = None,
     *,
+    run: Runs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and write nothing.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Move one commit to the trash.
+    Move commits to the trash.
 
-    layerstore undrop brings it back; a gc empties the trash after 7 days, in a bucket after a day.
-    Later commits that have layers from it keep them, and so does a pin.
+    layerstore undrop brings them back; a gc empties the trash after 7 days, in a bucket after a day.
+    Later commits that have layers from them keep these, and so does a pin.
+    If one of several is not found, none goes.
     A commit whose record cannot be read is given up; until then, it blocks gc.
 
     \b
     Examples:
       layerstore drop sft@200 --dry-run
       layerstore drop sft@200
+      layerstore drop sft@100 sft@1100
+      layerstore drop --run sft
     """
+    if not refs and not run:
+        raise InvalidInput("drop takes REFs, or --run RUN for every commit of a run", hint="layerstore drop --help")
+    wanted = list(dict.fromkeys(refs or []))
     with opened(store) as opened_store:
         in_bucket = opened_store.repo.remote is not None
-        # Before a drop, which has to read the record.
-        given_up = opened_store.give_up(ref, dry_run=dry_run)
-        dropped = None if given_up else opened_store.drop(ref, dry_run=dry_run)
-    if dropped is None:
-        if as_json:
-            print_json({"given_up": list(given_up), "dry_run": dry_run})
-        else:
-            name = f"{shown(ref)} (commit {', '.join(short_id(commit) for commit in given_up)})"
-            print_line(
-                f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/"
-            )
-    elif as_json:
-        print_json({**json_fields(dropped), "dry_run": dry_run})
-    else:
+        # A drop has to read the record.
+        damaged = [ref for ref in wanted if opened_store.give_up(ref, dry_run=True)]
+        sound = [ref for ref in wanted if ref not in damaged]
+        dropped = opened_store.drop_commits(sound, runs=run or (), dry_run=dry_run)
+        # After the others, which are all found by now.
+        given_up = {ref: opened_store.give_up(ref, dry_run=dry_run) for ref in damaged}
+    if as_json:
+        print_json(_fields(dropped, given_up, is_one=len(refs or []) == 1 and not run) | {"dry_run": dry_run})
+        return
+    for ref, commits in given_up.items():
+        name = f"{shown(ref)} (commit {', '.join(map(short_id, commits))})"
+        print_line(
+            f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/"
+        )
+    if dropped:
         _print_result(dropped, dry_run=dry_run, in_bucket=in_bucket)
 
 
-def _print_result(dropped: "Dropped", *, dry_run: bool, in_bucket: bool) -> None:
-    name = f"{shown(dropped.reference)} (commit {short_id(dropped.commit)})"
-    print_line(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
-    if dropped.inherited_by:
-        keep = "keeps" if len(dropped.inherited_by) == 1 else "keep"
-        commits = counted(len(dropped.inherited_by), "later commit")
-        print_line(f"{commits} {keep} layers of it: {shown(some(dropped.inherited_by))}")
-    if dropped.pins:
-        print_line(f"kept by {counted(len(dropped.pins), 'pin')}: {shown(some(dropped.pins))}")
-    if dropped.tip is None:
-        print_line("the run has no other commit")
-    else:
-        print_line(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
-    for note in dropped.notes:
+def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], *, is_one: bool) -> dict[str, object]:
+    """Return the fields of the commits *dropped* and *given_up*; *is_one* says whether a single REF was named."""
+    lost = [commit for commits in given_up.values() for commit in commits]
+    if is_one:
+        return json_fields(dropped[0]) if dropped else {"given_up": lost}
+    return {
+        "commits": [json_fields(commit) for commit in dropped],
+        "bytes": sum(commit.size_bytes for commit in dropped),
+        "given_up": lost,
+    }
+
+
+def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: bool) -> None:
+    """Print what went, or would go, and what that means, once for all of them."""
+    is_one = len(dropped) == 1
+    references = [shown(commit.reference) for commit in dropped]
+    name = (
+        f"{references[0]} (commit {short_id(dropped[0].commit)})"
+        if is_one
+        else f"{counted(len(dropped), 'commit')}: {some(references, limit=_NAMED_MAX)}"
+    )
+    print_paragraph(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}", indent=2)
+    inheritors = list(dict.fromkeys(name for commit in dropped for name in commit.inherited_by))
+    if inheritors:
+        keep = "keeps" if len(inheritors) == 1 else "keep"
+        them = "it" if is_one else "them"
+        print_line(f"{counted(len(inheritors), 'later commit')} {keep} layers of {them}: {shown(some(inheritors))}")
+    pins = list(dict.fromkeys(pin for commit in dropped for pin in commit.pins))
+    if pins:
+        print_line(f"kept by {counted(len(pins), 'pin')}: {shown(some(pins))}")
+    for run in dict.fromkeys(commit.run for commit in dropped):
+        _print_tip([commit for commit in dropped if commit.run == run])
+    for note in dict.fromkeys(note for commit in dropped for note in commit.notes):
         print_warning(note)
     when = "a day later" if in_bucket else "after 7 days, or at once with --empty-trash"
-    up_to = f"frees up to {size(dropped.size_bytes)} {when}"
-    freed = up_to if dropped.size_bytes else "frees nothing: others need all that it has"
-    back = with_store(f"layerstore undrop {short_id(dropped.commit)}")
-    print_line(f"gc then {freed}" if dry_run else f"gc {freed}; to bring it back: {back}")
+    size_bytes = sum(commit.size_bytes for commit in dropped)
+    up_to = f"frees up to {size(size_bytes)} {when}"
+    freed = up_to if size_bytes else f"frees nothing: others need all that {'it has' if is_one else 'they have'}"
+    undrop = with_store(f"layerstore undrop {short_id(dropped[0].commit)}" if is_one else "layerstore undrop REF")
+    back = f"to bring {'it' if is_one else 'one'} back: {undrop}"
+    print_line(f"gc then {freed}" if dry_run else f"gc {freed}; {back}")
+
+
+def _print_tip(dropped: "Sequence[Dropped]") -> None:
+    """Print what the run of *dropped* means without them."""
+    run, tip = shown(dropped[0].run), dropped[0].tip
+    if tip is None:
+        print_line(f"{run} has no other commit")
+    else:
+        print_line(f"{run} {'then' if any(commit.is_tip for commit in dropped) else 'still'} means {shown(tip)}")

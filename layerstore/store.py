@@ -435,9 +435,24 @@ class Store:
         Commits that inherited its layers keep them. With *dry_run*, nothing is written. A bucket's trash keeps what is
         dropped for a day, a store's for 7.
         """
+        [dropped] = self.drop_commits([ref], dry_run=dry_run)
+        return dropped
+
+    def drop_commits(
+        self, refs: Iterable[str] = (), *, runs: Iterable[str] = (), dry_run: bool = False
+    ) -> "Table[Dropped]":
+        """
+        Move the commits *refs*, and every commit of *runs*, to the trash, as `drop` does.
+
+        If one of them is not found, none is moved. What each says of the others holds once all of them are gone.
+
+        Raises:
+            NotFound: There is no such commit or run; nothing was changed.
+            IntegrityError: A record of *runs* cannot be read; nothing was changed.
+        """
         from layerstore.gc import execute_drop, plan_drop
 
-        return plan_drop(self._repo, ref) if dry_run else execute_drop(self._repo, ref)
+        return Table((plan_drop if dry_run else execute_drop)(self._repo, refs, runs=runs), if_empty="none was named")
 
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
         """

@@ -4,18 +4,20 @@ Drop and undrop: move a commit's record to the trash, and back.
 Nothing is freed until a collection empties the trash, by age. Commits that inherited layers keep their versions.
 """
 
+import contextlib
 import errno as errnos
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
-from layerstore.gc.mark import bytes_of_only, notes_on_exact
-from layerstore.history import Needs, Resolved, begins_id, reference_to, references_to, resolve, view_read_again
+from layerstore.gc.mark import bytes_of_only, commit_named, concluding, notes_on_exact
+from layerstore.history import Needs, begins_id, references_to, resolve, view_read_again
 from layerstore.layers import parse_reference, typed
-from layerstore.model import Commit, CommitId
+from layerstore.model import Commit, CommitId, Saving
 from layerstore.publish import republish, retire
-from layerstore.storage import RecordName, Repository, RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.units import short_id, utc
 
 
@@ -32,9 +34,9 @@ class Dropped:
     """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """Bytes that a collection frees once the commit has left the trash."""
+    """Bytes that a collection frees once it has left the trash; what several share counts with the first of them."""
     inherited_by: tuple[str, ...]
-    """Visible commits of the run that inherited layers from it, by step."""
+    """Commits of the run that stay and inherited layers from it, by step."""
     pins: tuple[str, ...]
     """Pins that keep what it needs."""
     tip: str | None
@@ -64,14 +66,79 @@ class DroppedCommit:
         return utc(self.dropped_ns)
 
 
-def plan_drop(repo: Repository, ref: str) -> Dropped:
+def plan_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> tuple[Dropped, ...]:
     """
-    Return what dropping the commit *ref* would do; nothing is written.
+    Return what dropping the commits *refs*, and all those of *runs*, would do at once; nothing is written.
 
     Raises:
-        NotFound: There is no such commit.
-        InvalidInput: *ref* is a pin.
+        NotFound: There is no such commit or run.
+        InvalidInput: One of *refs* is a pin.
+        IntegrityError: A record of *runs* cannot be read.
     """
+    commits = [_read(repo, name) for name in _named(repo, refs, runs)]
+    going = {commit.id for commit in commits}
+    views = {run: repo.catalog.view(run) for run in dict.fromkeys(commit.run for commit in commits)}
+    tips = {run: _tip(view, going) for run, view in views.items()}
+    notes = {run: notes_on_exact(repo, view, going) for run, view in views.items()}
+    inheritors = _inheritors(repo, views.values(), commits)
+    pins = list(repo.records.readable_pins())
+    references = references_to(repo, [commit.record for commit in commits])
+    sizes_bytes = bytes_of_only(repo, commits)
+    return tuple(
+        Dropped(
+            run=commit.run,
+            step=commit.step,
+            attempt=commit.record.attempt,
+            reference=reference,
+            commit=commit.id,
+            size_bytes=size_bytes,
+            inherited_by=tuple(references_to(repo, inheritors[commit.id])),
+            pins=tuple(pin.name for pin in pins if pin.base == commit.id),
+            tip=tips[commit.run],
+            is_tip=_is_tip(views[commit.run], commit.id),
+            notes=notes[commit.run],
+        )
+        for commit, reference, size_bytes in zip(commits, references, sizes_bytes, strict=True)
+    )
+
+
+def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> tuple[Dropped, ...]:
+    """
+    Move the commits *refs*, and all those of *runs*, to the trash, durably.
+
+    Raises as `plan_drop` does, and then none was moved.
+    """
+    repo.prepare_saving()
+    refs, runs = list(refs), list(runs)
+    with contextlib.ExitStack() as locks:
+        # In the order of their names, so that two drops of the same runs never wait for each other.
+        for run in sorted({name.run for name in _named(repo, refs, runs)}):
+            locks.enter_context(repo.lock_run(run))
+        # Under the locks: a reference may mean another commit by now.
+        plan = plan_drop(repo, refs, runs=runs)
+        for dropped_commit in plan:
+            name = RecordName(dropped_commit.run, dropped_commit.step, CommitId(dropped_commit.commit))
+            retire(repo, repo.catalog.commit(name))  # else the commit that it replaced would reappear
+            repo.trash.take_record(name)
+            repo.catalog.forget([name])
+    return plan
+
+
+def _named(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> list[RecordName]:
+    """Return the commits *refs* and all those of *runs*, each once, those that cannot be read too."""
+    names = [_commit_named(repo, ref) for ref in refs]
+    for run in runs:
+        view = repo.catalog.view(run)
+        names += [*view.damaged, *(row.name for row in view.visible)]
+    return list(dict.fromkeys(names))
+
+
+def _read(repo: Repository, name: RecordName) -> Commit:
+    with concluding("nothing was changed"), commit_named(name):
+        return repo.catalog.commit(name)
+
+
+def _commit_named(repo: Repository, ref: str) -> RecordName:
     resolved = resolve(repo, ref)
     record = resolved.record
     if resolved.pin is not None:
@@ -79,37 +146,21 @@ def plan_drop(repo: Repository, ref: str) -> Dropped:
             f"{resolved.pin!r} is a pin, and drop takes commits; nothing was changed",
             hint=f"layerstore pin --delete {typed(resolved.pin)}; layerstore log {typed(record.run)} lists the commits",
         )
-    view = repo.catalog.view(record.run)
-    attempts = {row.attempt for row in view.visible if row.id != resolved.commit}
-    tip = next((row for row in view.history(max(attempts)) if row.id != resolved.commit), None) if attempts else None
-    return Dropped(
-        run=record.run,
-        step=record.step,
-        attempt=record.attempt,
-        reference=reference_to(repo, record),
-        commit=resolved.commit,
-        size_bytes=bytes_of_only(repo, record, commit=resolved.commit),
-        inherited_by=_inheritors(repo, view, resolved),
-        pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.base == resolved.commit),
-        tip=None if tip is None else f"{view.run}@{tip.step}",
-        is_tip=bool(view.attempts) and next(view.history(view.attempts[-1])).id == resolved.commit,
-        notes=notes_on_exact(repo, view, {resolved.commit}),
-    )
+    view = repo.catalog.find(record.run)
+    if view is None or resolved.commit not in view.rows:  # a commit in the trash is found by its id
+        raise NotFound(f"{ref} is in the trash already; nothing was changed", hint="layerstore log --dropped lists it")
+    return RecordName(record.run, record.step, resolved.commit)
 
 
-def execute_drop(repo: Repository, ref: str) -> Dropped:
-    """
-    Move the commit *ref* to the trash, durably; raises as `plan_drop` does.
-    """
-    repo.prepare_saving()
-    with repo.lock_run(resolve(repo, ref).record.run):
-        # Under the lock: *ref* may mean another commit by now.
-        plan = plan_drop(repo, ref)
-        name = RecordName(plan.run, plan.step, CommitId(plan.commit))
-        retire(repo, repo.catalog.commit(name))  # else the commit that it replaced would reappear
-        repo.trash.take_record(name)
-        repo.catalog.forget([name])
-    return plan
+def _tip(view: RunView, going: Set[str]) -> str | None:
+    """Return what the run means without the commits *going*; None if no commit is left."""
+    attempts = {row.attempt for row in view.visible if row.id not in going}
+    tip = next((row for row in view.history(max(attempts)) if row.id not in going), None) if attempts else None
+    return None if tip is None else f"{view.run}@{tip.step}"
+
+
+def _is_tip(view: RunView, commit: str) -> bool:
+    return bool(view.attempts) and next(view.history(view.attempts[-1])).id == commit
 
 
 def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
@@ -232,17 +283,24 @@ def undrop(repo: Repository, ref: str) -> Commit:
     return commit
 
 
-def _inheritors(repo: Repository, view: RunView, resolved: Resolved) -> tuple[str, ...]:
-    """Return references to the visible commits that inherited layers from *resolved*."""
-    source = resolved.record
-    inheritors = []
-    for row in view.visible:
-        if row.id == resolved.commit or row.step < source.step:
-            continue
-        try:
-            entries = repo.catalog.commit(row.name).record.layers
-        except (NotFound, IntegrityError):
-            continue  # just collected, or damaged, which verify reports
-        if any(entry.saved_by(source) for entry in entries):
-            inheritors.append(row)
-    return tuple(references_to(repo, inheritors))
+def _inheritors(repo: Repository, views: Iterable[RunView], going: Sequence[Commit]) -> dict[str, list[RecordRow]]:
+    """Return the visible commits that stay and have layers of those *going*, by the commit that the layers are from."""
+    inheritors: dict[str, list[RecordRow]] = {commit.id: [] for commit in going}
+    for view in views:
+        sources = [commit for commit in going if commit.run == view.run]
+        first = min(commit.step for commit in sources)
+        for row in view.visible:
+            if row.id in inheritors or row.step < first:
+                continue
+            try:
+                origins = {_place(entry.origin) for entry in repo.catalog.commit(row.name).record.layers}
+            except (NotFound, IntegrityError):
+                continue  # just collected, or damaged, which verify reports
+            for commit in sources:
+                if _place(commit.record) in origins:
+                    inheritors[commit.id].append(row)
+    return inheritors
+
+
+def _place(save: Saving) -> tuple[str, int, int]:
+    return save.run, save.attempt, save.step

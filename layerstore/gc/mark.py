@@ -5,9 +5,11 @@ Anything that cannot be read stops it, because what that needs is unknown.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Set
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,12 +18,14 @@ from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.history import Needs, references_to
 from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
-from layerstore.model import BlobRef, CommitRecord, ObjectId, Pin, Saving
+from layerstore.model import BlobRef, Commit, ObjectId, Pin, Saving
 from layerstore.progress import Progress
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.units import short_id
 
 Listed = TypeVar("Listed", RecordName, str)
+
+_BY_STEP = attrgetter("step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,41 +209,51 @@ def is_blob(repo: Repository, ref: BlobRef) -> bool:
         return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes)) in {VERSION_MAGIC, STATE_MAGIC}
 
 
-def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
+def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     """
-    Return an upper bound of the bytes that only *record*, of *commit*, keeps.
+    Return an upper bound of the bytes that only the commits *going* keep, for each; what they share is the first one's.
 
     Objects that other versions name too, as what differences refer to, are looked for in pins and in the commits next
-    to it, also of another attempt: a run has many blobs. Of other runs, whole versions and states count.
+    to each, also of another attempt: a run has many blobs. Of other runs, whole versions and states count.
     """
+    ids = {commit.id for commit in going}
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
-    names = [name for name in repo.records.names(record.run) if name.id != commit]
-    after = next((at for at, name in enumerate(names) if name.step > record.step), len(names))
-    near = names[max(after - 2, 0) : after + 2]
-    # Those near it first: a blob that is known is not read any more.
-    for name in sorted(names, key=lambda candidate: candidate not in near):
-        with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
-            other = repo.catalog.commit(name).record
-            if name in near:
-                others.add_readable(other)
-            others.add(other.blobs)
-    others.add(_shared_with_other_runs(repo, record))
-    with contextlib.suppress(IntegrityError):  # lost objects free nothing
-        return sum(ref.size_bytes for ref in Needs(repo, besides=others).add_record(record))
-    return 0
+    for run in dict.fromkeys(commit.run for commit in going):
+        names = [name for name in repo.records.names(run) if name.id not in ids]
+        near: set[RecordName] = set()
+        for commit in going:
+            if commit.run == run:
+                after = bisect_right(names, commit.step, key=_BY_STEP)
+                near.update(names[max(after - 2, 0) : after + 2])
+        # Those near it first: a blob that is known is not read any more.
+        for name in sorted(names, key=lambda candidate: candidate not in near):
+            with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
+                other = repo.catalog.commit(name).record
+                if name in near:
+                    others.add_readable(other)
+                others.add(other.blobs)
+    others.add(_shared_with_other_runs(repo, going))
+    needs, sizes_bytes = Needs(repo, besides=others), []
+    for commit in going:
+        size_bytes = 0
+        with contextlib.suppress(IntegrityError):  # lost objects free nothing
+            size_bytes = sum(ref.size_bytes for ref in needs.add_record(commit.record))
+        sizes_bytes.append(size_bytes)
+    return sizes_bytes
 
 
-def _shared_with_other_runs(repo: Repository, record: CommitRecord) -> Iterator[BlobRef]:
-    """Yield the blobs of *record* that commits of other runs name: forks, retries, the same save under two names."""
-    versions = {bytes.fromhex(entry.version.id): entry.version for entry in record.layers}
+def _shared_with_other_runs(repo: Repository, going: Sequence[Commit]) -> Iterator[BlobRef]:
+    """Yield the blobs of *going* that commits of other runs name: forks, retries, the same save under two names."""
+    versions = {bytes.fromhex(entry.version.id): entry.version for commit in going for entry in commit.record.layers}
+    own_runs, steps = {commit.run for commit in going}, {commit.step for commit in going}
     for run in repo.catalog.runs():
-        view = None if run == record.run else repo.catalog.find(run)
+        view = None if run in own_runs else repo.catalog.find(run)
         for row in () if view is None else view.rows.values():
             shared = versions.keys() & row.version_ids
             yield from (versions[version] for version in shared)
-            if shared and row.step == record.step:  # only its record, not the index, names its states
+            if shared and row.step in steps:  # only its record, not the index, names its states
                 with contextlib.suppress(LayerstoreError):
                     yield from repo.catalog.commit(row.name).record.states
 

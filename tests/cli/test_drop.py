@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 
 
@@ -43,7 +45,7 @@ def test_a_pin_is_refused_and_the_last_commit_is_not(run: Run, store: Path) -> N
 
     assert (of_a_pin.code, of_the_last.code) == (2, 0)
     assert "pin --delete best" in of_a_pin.err
-    assert "the run has no other commit" in of_the_last.out
+    assert "sft has no other commit" in of_the_last.out
     assert run("show", "sft", "--store", store).code == 13
 
 
@@ -64,3 +66,65 @@ def test_undrop_brings_it_back(run: Run, store: Path) -> None:
     assert run(*command[1:]).code == 0
     assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]
     assert run("undrop", "sft@4", "--store", store).code == 13
+
+
+def test_several_are_dropped_at_once(run: Run, store: Path) -> None:
+    """The plan and the bytes stand there once, for all; a REF that is named twice, in two ways, is one commit."""
+    words = ("drop", "sft@2", "sft", "sft@4", "--store", store)
+    people = run(*words, "--dry-run").out.splitlines()
+    planned = run(*words, "--dry-run", "--json").fields
+    done = run(*words, "--json").fields
+
+    assert people[:3] == [
+        "would drop 2 commits: sft@2, sft@4; nothing was changed",
+        "kept by 1 pin: best",
+        "sft has no other commit",
+    ]
+    assert people[3].startswith("gc then frees up to ")
+    assert [commit["step"] for commit in planned["commits"]] == [2, 4]
+    assert planned["bytes"] == sum(commit["bytes"] for commit in planned["commits"]) > 0
+    assert planned | {"dry_run": False} == done
+    assert run("log", "--json", "--store", store).fields["commits"] == []
+
+
+@pytest.mark.parametrize("bad", ["sft@3", "other@2", "best", "sft/4"])
+def test_one_bad_name_among_several_drops_none(run: Run, store: Path, bad: str) -> None:
+    """The same with a dry run; the error is that of the bad one alone."""
+    alone = run("drop", bad, "--store", store)
+    for words in (["sft@4", bad], [bad, "sft@4"], ["sft@4", bad, "--dry-run"], ["--run", "sft", bad]):
+        outcome = run("drop", *words, "--store", store)
+        assert (outcome.code, outcome.err) == (alone.code, alone.err)
+    assert run("drop", "--run", "sft", "--run", "best", "--store", store).code == 13
+    assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]
+
+
+def test_a_whole_run_is_dropped_by_its_name(run: Run, store: Path) -> None:
+    """Only with --run: its name alone means the newest commit; without either nothing is dropped."""
+    nothing = run("drop", "--store", store)
+    planned = run("drop", "--run", "sft", "--dry-run", "--store", store)
+    dropped = run("drop", "--run", "sft", "--store", store)
+    again = run("drop", "--run", "sft", "--store", store)
+
+    assert (nothing.code, planned.code, dropped.code, again.code) == (2, 0, 0, 13)
+    assert "--run RUN" in nothing.err
+    assert planned.out.startswith("would drop 2 commits: sft@2, sft@4; nothing was changed\n")
+    assert dropped.out.splitlines()[-1].endswith(f"to bring one back: layerstore --store {store} undrop REF")
+    assert run("undrop", "sft@2", "--store", store).code == 0
+
+
+def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path) -> None:
+    """With others too; a whole run is refused, with the command that gives it up first."""
+    [record] = (store / "commits" / "sft").glob("4.*")
+    record.chmod(0o644)
+    record.write_bytes(b"damaged")
+
+    refused = run("drop", "--run", "sft", "--store", store)
+    planned = run("drop", "sft@2", "sft@4", "--dry-run", "--json", "--store", store).fields
+    done = run("drop", "sft@2", "sft@4", "--store", store)
+
+    assert (refused.code, " drop sft@4 gives it up" in refused.err) == (20, True), refused.err
+    assert [commit["step"] for commit in planned["commits"]] == [2]
+    assert planned["given_up"] == [record.name.removeprefix("4.")]
+    assert done.out.startswith("gave up sft@4 ")
+    assert "dropped sft@2 " in done.out
+    assert not any((store / "commits" / "sft").iterdir())

@@ -44,6 +44,7 @@ ROWS = {
     "`pin --delete`": ["pin --delete other"],
     "`drop`": ["drop sft@1100 --dry-run", "drop sft@1100"],
     "`undrop`": ["undrop sft@1100"],
+    "`drop`, several, or `--run`": ["drop sft@1100 sft@1200 --dry-run", "drop --run sft --dry-run"],
     "`gc`": ["gc --keep-last 1 --dry-run"],
     "`verify`": ["verify", "verify sft@200"],
     "`repair`": ["repair --dry-run"],
@@ -71,6 +72,7 @@ AS_ABOVE = {
     "`compose --format hf`, `dcp`, `universal`": "`compose`",
     "`compose --since`": "`compose`",
     "`pin --list`": "`pin NAME REF`",
+    "`drop`, several, or `--run`": "`drop`",
     "`bisect log`": "`bisect`",
 }
 # Fields whose value is a mapping from names of a user's: they are data.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
-from layerstore.errors import Conflict, InvalidInput, NotFound, Overtaken, StorageIO
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken, StorageIO
 from layerstore.history import Needs, named_by
 from layerstore.storage import RecordName
 from layerstore.storage.commits import RecordStore
@@ -84,6 +84,47 @@ def test_what_another_run_needs_is_not_freed(three: Store, saved: Checkpoints) -
 
     assert (shared, three.drop("r@4").size_bytes) == (0, alone)
     assert alone > 0
+
+
+def test_several_are_dropped_as_they_were_planned(store: Store, saved: Checkpoints) -> None:
+    """Each says what stays without all of them; what they share counts once, and is freed."""
+    saved.into(store, 2, 4, 6, 8, policy="parity")
+    saved.into(store, 2, run="other")
+    before = snapshot(store)
+
+    planned = store.drop_commits(["r@4", "r@6", "r@4"], runs=["other"], dry_run=True)
+    alone = [store.drop(ref, dry_run=True).size_bytes for ref in ("r@4", "r@6", "other")]
+
+    assert before == snapshot(store)
+    assert [commit.reference for commit in planned] == ["r@4", "r@6", "other@2"]
+    assert [commit.inherited_by for commit in planned] == [(), ("r@8",), ()]
+    assert [(commit.tip, commit.is_tip) for commit in planned] == [("r@8", False), ("r@8", False), (None, True)]
+    assert planned == store.drop_commits(["r@4", "r@6"], runs=["other"])
+    assert steps(store, "r") == [8, 2]
+    assert "other" not in store.runs()
+    assert collect(store).bytes_freed == sum(commit.size_bytes for commit in planned) > sum(alone)
+    assert store.verify(read_data=True).ok
+
+
+def test_none_of_several_is_dropped_if_one_is_not_found(three: Store) -> None:
+    """Nor if one is in the trash already, or a record of the run cannot be read."""
+    commit = three.drop("r@4").commit
+    before = snapshot(three)
+    for refs, runs in ((["r@2", "r@8"], []), (["r@2", commit], []), (["r@2"], ["none"]), ([], ["r", "none"])):
+        for dry_run in (True, False):
+            with pytest.raises(NotFound):
+                three.drop_commits(refs, runs=runs, dry_run=dry_run)
+    assert before == {path: data for path, data in snapshot(three).items() if path in before}
+
+    [record] = (three.path / "commits" / "r").glob("2.*")
+    record.chmod(0o644)
+    record.write_bytes(b"damaged")
+    three.reindex()
+    before = snapshot(three)
+    with pytest.raises(IntegrityError, match="nothing was changed"):
+        three.drop_commits(runs=["r"])
+    assert before == snapshot(three)
+    assert three.drop_commits() == []
 
 
 def test_a_dropped_commit_is_composed_by_its_id(three: Store, tmp_path: Path) -> None:
