@@ -8,7 +8,7 @@ import typer
 from layerstore.cli.commands import About
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, print_json, print_line, print_note, shown, some
+from layerstore.cli.render import counted, print_aside, print_json, print_line, print_note, shown, some
 from layerstore.errors import NotFound
 from layerstore.json_fields import json_fields
 from layerstore.layers import is_name
@@ -57,13 +57,20 @@ def push(
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         name, refs = remote_and_references(opened_store, words or [], from_here=True)
         if follow:
-            for pushed in opened_store.follow(name, refs=refs, move_pins=move_pins, progress=progress):
+            for pushed in opened_store.follow(
+                name, refs=refs, move_pins=move_pins, on_made=_print_made, progress=progress
+            ):
                 print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
             return
-        pushed = opened_store.push(name, refs=refs, move_pins=move_pins, progress=progress)
+        pushed = opened_store.push(name, refs=refs, move_pins=move_pins, on_made=_print_made, progress=progress)
     print_transferred(pushed, as_json=as_json, verb="sent", size_bytes=pushed.bytes_sent)
     if pushed.commits and not as_json:
         print_note(f"elsewhere: layerstore clone {shlex.quote(shown(pushed.url))}")
+
+
+def _print_made(url: str) -> None:
+    """Say that *url* is new: in a mistyped one, nobody would look for what is sent there."""
+    print_aside(f"there was no store at {url}: this push makes one")
 
 
 def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:

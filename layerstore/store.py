@@ -643,6 +643,7 @@ class Store:
         refs: Iterable[str] | None = None,
         runs: Iterable[str] | None = None,
         move_pins: bool = False,
+        on_made: Callable[[str], None] = lambda _: None,
         progress: Progress | None = None,
     ) -> "Pushed":
         """
@@ -650,7 +651,8 @@ class Store:
         runs.
 
         A commit appears there only after everything that it names. After a kill, a repeated push sends only the rest.
-        With *move_pins*, a pin that means another commit there is moved to the one that it means here.
+        With *move_pins*, a pin that means another commit there is moved to the one that it means here. If there was no
+        store at the remote, a push makes one; *on_made* gets its URL before anything is sent.
 
         Raises:
             Conflict: The remote belongs to another store.
@@ -661,7 +663,7 @@ class Store:
 
         # First of all: a mistyped reference must not make a store in the bucket.
         resolved = None if refs is None else [self._resolved(ref) for ref in refs]
-        bucket = Bucket(self.remotes.url(remote), may_make=True)
+        bucket = Bucket(self.remotes.url(remote), may_make=True, on_made=on_made)
         return push(self._repo, bucket, refs=resolved, runs=runs, moves_pins=move_pins, progress=progress or Silent())
 
     def follow(
@@ -671,6 +673,7 @@ class Store:
         refs: Iterable[str] | None = None,
         move_pins: bool = False,
         stop: Event | None = None,
+        on_made: Callable[[str], None] = lambda _: None,
         progress: Progress | None = None,
     ) -> "Iterator[Pushed]":
         """

@@ -116,15 +116,16 @@ class Bucket:
     Names are as in a store: ``objects/ab/…``, with ``/``. Writes are atomic.
     """
 
-    def __init__(self, url: str, *, may_make: bool = False) -> None:
+    def __init__(self, url: str, *, may_make: bool = False, on_made: Callable[[str], None] = lambda _: None) -> None:
         """
-        Name the bucket; no request is sent yet.
+        Name the bucket; no request is sent yet. Once it is made a store, *on_made* gets its URL.
 
         Raises:
             InvalidInput: *url* is not a bucket URL.
             NoStore: It is a folder that does not exist, unless it *may be made*.
         """
         self.url = checked_url(url)
+        self.on_made = on_made
         self._client = _client_of(self.url, may_make=may_make)
         self._pid = os.getpid()
         self._retries = True

@@ -96,6 +96,18 @@ def test_an_empty_store_by_its_url_is_pushed_to(run: Run, tmp_path: Path, monkey
     )
 
 
+def test_a_push_says_that_it_makes_the_store(run: Run, store: Path, tmp_path: Path) -> None:
+    """Once, before anything is sent: the next push to that URL finds it; --quiet and --json answer as ever."""
+    right, mistyped = f"file://{tmp_path}/bucket", f"file://{tmp_path}/bukcet"
+    outcomes = [run("--store", store, "push", url) for url in (right, right, mistyped)]
+    quiet = run("--store", store, "--quiet", "push", f"file://{tmp_path}/other")
+
+    said = "there was no store at {}: this push makes one\n"
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0]
+    assert [outcome.err for outcome in outcomes] == [said.format(right), "", said.format(mistyped)]
+    assert (quiet.code, quiet.err) == (0, "")
+
+
 def test_a_store_is_no_remote_of_itself(run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder above, a clone's default path is the remote's own; nothing is made in it."""
     folder = Path(url.removeprefix("file://"))
