@@ -54,8 +54,10 @@ def collect(store: Store, keep: Keep | None, *, times: int = 1, push: str | None
 def test_it_collects_what_the_rules_say(
     store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It logs how much, and ignores modules in the working folder; without work it starts no process."""
+    """It logs how much, has a name in ps, ignores modules in the working folder; without work it starts no process."""
     monkeypatch.setattr(collector, "GRACE_SECONDS", 0)
+    copy_name = "import shutil; shutil.copyfile('/proc/self/comm', 'name')"
+    monkeypatch.setattr(collector, "_PROGRAM", f"{collector._PROGRAM}; {copy_name}")
     for name in ("secrets", "pathlib", "layerstore"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
     monkeypatch.chdir(tmp_path)
@@ -66,6 +68,7 @@ def test_it_collects_what_the_rules_say(
     assert store.gc(grace_seconds=0).objects.count == 0
     assert "2 commits collected" in heard.text
     assert behind.error == ""
+    assert (tmp_path / "name").read_text() == "layerstore-bg\n"
     monkeypatch.setattr(Collector, "_answer", None)
     assert collect(store, Keep(last=1)).error == ""
 
