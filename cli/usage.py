@@ -91,15 +91,14 @@ def store_hint(problem: LayerstoreError, words: Sequence[str]) -> str | None:
     is_missing = isinstance(problem, NoStore)
     for before, word in itertools.pairwise(["", *words]):
         is_argument = is_missing and not before.startswith("-")
-        is_refused = f"{word!r} is a path" in str(problem) or f"no run {word!r}" in str(problem)
-        if (is_argument or is_refused) and _is_store(word):
+        if (is_argument or problem.facts.get("name") == word) and _is_store(word):
             named = f"name the store with --store {typed(word)}"
             return f"{named}; {problem.hint}" if problem.hint and not is_missing else named
-    if str(problem) == f"there is no store at {DEFAULT_STORE}" and _is_store("."):
+    if is_missing and problem.facts.get("path") == str(DEFAULT_STORE) and _is_store("."):
         return "this folder is a store itself: --store ."
     command = next((word for word in words if word in COMMANDS), None)
     makes_one = command is not None and about(command).section in {"Save", "Elsewhere"}
-    if is_missing and not makes_one and "layerstore init" in (problem.hint or ""):
+    if problem.facts.get("can_be_made") and not makes_one:
         return "name yours with --store or LAYERSTORE_STORE"
     return problem.hint
 

@@ -312,7 +312,7 @@ def parse_reference(text: str) -> Reference:
     match = _REF.fullmatch(text)
     hint = "write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"
     if "/" in text or text.startswith("."):
-        raise InvalidInput(f"{text!r} is a path, not a reference to what the store holds", hint=hint)
+        raise InvalidInput(f"{text!r} is a path, not a reference to what the store holds", hint=hint, name=text)
     if match is None:
         raise InvalidInput(f"{text!r} is not a reference", hint=hint)
     step = match["step"]

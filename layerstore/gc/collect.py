@@ -249,7 +249,7 @@ def _check_metric(repo: Repository, keep: Keep, runs: Sequence[tuple[RunView, Se
     reasons = {reason for _, fates in runs for fate in fates for reason in fate.kept_by}
     if best is None or best.reason in reasons or not any(fates for _, fates in runs):
         return
-    newest = [repo.catalog.commit(view.visible[-1].name).record for view, _ in runs if view.visible]
+    newest = [repo.catalog.commit(row.name).record for view, _ in runs if (row := view.newest) is not None]
     known = {name: None for record in newest for name in metrics_if_sound(repo, record) or ()}
     if best.metric in known:
         raise InvalidInput(f"no commit has a finite {best.metric!r}; nothing was changed", hint="choose another metric")

@@ -133,7 +133,9 @@ def _by_id(repo: Repository, text: str) -> RecordRow | Resolved | None:
     if rows or dropped:
         raise ambiguous_id(text, (commit.id for commit in rows or dropped))
     if len(text) >= SHORT_ID_DIGITS:
-        raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
+        raise NotFound(
+            f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log", name=text
+        )
     return None
 
 

@@ -95,9 +95,9 @@ def run_lines(repo: Repository, *, remotes: Iterable[str]) -> list[RunLine]:
 
 def _line(repo: Repository, view: RunView, pushed: Mapping[str, Collection[CommitId]], pool: Threads) -> RunLine:
     damaged = tuple(f"the record of step {name.step} is damaged" for name in sorted(view.damaged))
-    if not view.visible:
+    newest = view.newest
+    if newest is None:
         return RunLine(run=view.run, saves=0, problems=damaged)
-    newest = view.visible[-1]
     failures = tuple(_failures_since(repo, newest))
     remotes = tuple(PushedTo(remote=url, step=_newest_of(view, commits)) for url, commits in pushed.items())
     try:

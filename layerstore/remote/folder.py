@@ -55,6 +55,7 @@ class Folder:
             raise NoStore(
                 f"there is no folder {path}",
                 hint="check its name; layerstore init URL makes one, or a push from a store",
+                can_be_made=True,
             )
         self._root = path.resolve()
         with self._bucket_errors():

@@ -54,6 +54,7 @@ class Remote:
             raise NoStore(
                 f"there is no store at {bucket.url}",
                 hint=f"layerstore init {typed(bucket.url)} makes one, or a push from a store",
+                can_be_made=True,
             )
         self.bucket = bucket
         self.url = bucket.url

@@ -238,7 +238,7 @@ class Catalog:
         if view is None and run in self._records.pin_names():
             raise NotFound(f"{run!r} is a pin, not a run", hint=f"layerstore show {typed(run)} shows what it means")
         if view is None:
-            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs(run))
+            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs(run), name=run)
         return view
 
     def find(self, run: str) -> RunView | None:

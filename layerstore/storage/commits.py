@@ -58,16 +58,28 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
         sign = sign_of_a_store(layout, files)
         if sign is not None:
             raise lost_identity(path, sign)
-        raise NoStore(f"there is no store at {path}", hint=_where_a_store_is(path, layout, files))
+        inside = _store_inside(path, layout, files)
+        raise NoStore(
+            f"there is no store at {path}",
+            hint=f"name the one inside it: --store {typed(str(inside))}" if inside else _makes_one(path, layout, files),
+            path=str(path),
+            can_be_made=inside is None,
+        )
     return files.read(layout.identity, size_bytes_max=OWN_JSON_BYTES_MAX)
 
 
-def _where_a_store_is(path: Path, layout: Layout, files: Files) -> str:
-    """Return a hint for a user who expected a store at *path*: `init` refuses a folder with other content."""
+def _store_inside(path: Path, layout: Layout, files: Files) -> Path | None:
+    """Return the store that a user who expected one at *path* may mean; None if there is none."""
     with contextlib.suppress(StorageIO):  # an unreadable folder yields no hint
         for name in ("store", ".layerstore"):
             if files.exists(layout.root / name / layout.identity.name):
-                return f"name the one inside it: --store {typed(str(path / name))}"
+                return path / name
+    return None
+
+
+def _makes_one(path: Path, layout: Layout, files: Files) -> str:
+    """Return a hint for a user who expected a store at *path*: `init` refuses a folder with other content."""
+    with contextlib.suppress(StorageIO):
         if not files.exists(layout.root) or (files.is_directory(layout.root) and not files.names(layout.root)):
             return f"layerstore init {typed(str(path))}, or name yours with --store"
     return "name yours with --store; layerstore init makes one in a new or empty folder"
