@@ -183,7 +183,7 @@ def layerstore_(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """
-    Keep DeepSpeed ZeRO checkpoints as versions of layers; compose checkpoints from them.
+    Keep checkpoints of DeepSpeed ZeRO and FSDP2 as versions of layers; compose checkpoints from them.
 
     \b
     Examples:

@@ -61,10 +61,11 @@ POLL_SECONDS = 2.0
 REST_SECONDS = 10.0
 """A checkpoint that has not changed for this long is complete: no writer pauses so long between its files."""
 
-Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO checkpoints.")]
-All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
+Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders that training saved to.")]
+All = Annotated[bool, typer.Option("--all", help="Take every ZeRO checkpoint below the folders, in step order.")]
 Watch = Annotated[
-    bool, typer.Option("--watch", help="Take every checkpoint below the folders, and each that comes, until Ctrl-C.")
+    bool,
+    typer.Option("--watch", help="The same, and each checkpoint that comes, until Ctrl-C."),
 ]
 PolicyName = Annotated[
     str,
@@ -94,9 +95,10 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """
-    Save ZeRO checkpoints in the store.
+    Save folders of checkpoints in the store.
 
-    They may come from DeepSpeed, the HF Trainer, Accelerate or Lightning; several go in the order of their numbers.
+    They may be ZeRO's, by DeepSpeed, the HF Trainer, Accelerate or Lightning, or torch.distributed.checkpoint's, as
+    FSDP2 and torchtitan save; several go in the order of their numbers.
     Ingesting the same checkpoint again writes only what is missing or damaged in the store.
     Without --run, the run is named after the training's folder: sft for sft/checkpoint-200,
     for Accelerate's sft/step_200 and sft/epoch_2, and for its own sft/checkpoints/checkpoint_2.

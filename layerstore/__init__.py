@@ -1,4 +1,4 @@
-"""layerstore: a layer-versioned, content-addressed checkpoint store for DeepSpeed ZeRO."""
+"""layerstore: a layer-versioned, content-addressed checkpoint store for DeepSpeed ZeRO and FSDP2."""
 
 from layerstore import errors
 from layerstore.errors import (

@@ -51,7 +51,7 @@ class IngestOptions:
     ] = None
     onto: Annotated[
         str | None,
-        Setting("take a torch.distributed.checkpoint folder; all else is of this commit", metavar="REF"),
+        Setting("from torch.distributed.checkpoint back to DeepSpeed: all else is of this commit", metavar="REF"),
     ] = None
     allowed_globals: frozenset[str] = frozenset()
     """Classes of foreign pickles that are kept as inert objects."""

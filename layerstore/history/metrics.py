@@ -1,8 +1,8 @@
 """
 What training measured at a commit's step: losses and scores, by name.
 
-They come from the checkpoint itself: what the Trainer logged at that step, and the numbers in DeepSpeed's client_state,
-at its top or under ``metrics``.
+They come from the checkpoint itself: what the Trainer logged at that step, and the numbers in client_state, at its top
+or under ``metrics``.
 """
 
 from bisect import bisect_right

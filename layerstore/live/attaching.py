@@ -52,7 +52,7 @@ def attach(
             the same store.
         NoStore: There is none, and *create* is False, or only some ranks see it.
         Conflict: *engine* already has a saver, or the ranks see different commits.
-        Unsupported: It does not train under ZeRO, or keeps state where it cannot be saved.
+        Unsupported: An engine does not train under ZeRO, or state is kept where it cannot be saved.
     """
     trained, levels = trained_and_levels("attach", engine, optimizer, store)
     return attach_with(options_for(levels, options), trained, levels, run=run)
@@ -128,7 +128,7 @@ def _agreed(
             as_store(levels.first)  # raises
         attached = trained.binding.saver
         if attached is not None:
-            raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
+            raise Conflict(f"a saver for run {attached.run!r} is attached already", hint="close that one first")
         check_places(store, places)
     trained.meet(exchange)
     with exchange.raise_on_all():  # by itself: DeepSpeed's part of it may need all ranks
@@ -196,7 +196,7 @@ def _check_saves(engine: Engine, options: SaverOptions) -> None:
                 hint="save with another policy, or every layer",
             )
     except NotPlain as exc:
-        raise Unsupported(f"the engine cannot be saved: {exc}", hint="keep plain values and tensors there") from exc
+        raise Unsupported(f"this training cannot be saved: {exc}", hint="keep plain values and tensors there") from exc
     except LayerstoreError as exc:
-        exc.locate("the engine cannot be saved")
+        exc.locate("this training cannot be saved")
         raise

@@ -44,7 +44,7 @@ class Binding:
         """Raise Conflict if the last load has failed half-way."""
         if self.is_half_loaded:
             raise Conflict(
-                "the last load failed half-way, so the engine holds parts of two states",
+                "the last load failed half-way, so the model holds parts of two states",
                 hint="load again while a saver is attached, or call layerstore.resume",
             )
 

@@ -228,7 +228,7 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
     _refuse_foreign(path, list_folder(path))
     raise SourceCheckpoint(
         f"{path} holds no ZeRO checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
-        hint="give the folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
+        hint="give the folder that DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch's DCP saved to",
     )
 
 

@@ -176,7 +176,7 @@ def test_after_the_end_of_a_saver(ranks: Nursery, store: Path, tmp_path: Path, u
 
     assert losses(launch) == undisturbed
     again = one(launch, "raised", name="attach again")
-    assert (again["error"], again["message"]) == ("Conflict", "the engine has a saver for run 'run' already")
+    assert (again["error"], again["message"]) == ("Conflict", "a saver for run 'run' is attached already")
     late = one(launch, "raised", name="save after close")
     assert (late["error"], late["message"]) == ("Conflict", "step 3 is not saved: the saver is closed")
     assert one(launch, "status")["saved"] == 2

@@ -226,7 +226,7 @@ class LastSave:
         if pin is not None:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
         if has_extras:
-            LOG.warning("step %d was saved already; its client_state and files stay as they are", step)
+            LOG.warning("step %d was saved already; its metrics, client_state and files stay", step)
         if self._saved is not None and self._saved.precision != precision:
             LOG.warning("step %d was saved already, in precision %s: it stays as it is", step, self._saved.precision)
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)

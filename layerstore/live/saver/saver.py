@@ -134,10 +134,10 @@ class Saver:
         """
         Save the engine's state as step *step*, by default the engine's own counter.
 
-        Every rank calls it, after ``engine.step()``. ``resume`` returns *client_state*; *extra_files* are kept byte
-        for byte, under the names that they get in a composed folder. *pin* names the commit. *metrics*, such as
-        ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that name. *precision*, such as
-        ``"exact"``, applies to this save alone.
+        Every rank calls it, after ``engine.step()`` or ``optimizer.step()``. ``resume`` returns *client_state*;
+        *extra_files* are kept byte for byte, under the names that they get in a composed folder. *pin* names the
+        commit. *metrics*, such as ``{"loss": 2.31}``, show in ``layerstore log`` and go into *client_state* under that
+        name. *precision*, such as ``"exact"``, applies to this save alone.
 
         Raises:
             TypeError: *client_state* holds something other than plain values, tensors and numpy's types.

@@ -174,7 +174,7 @@ class Snapshot:
         return ready
 
     def _failed(self) -> NoReturn:
-        raise CopyFailed("the engine's memory could not be copied") from self.error
+        raise CopyFailed("the training state could not be copied") from self.error
 
     # -- the writing thread --------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
 
     pin, told, finely = (record.getMessage() for record in caplog.records)
     assert pin == "step 7 was saved already, without a pin: layerstore pin best"
-    assert told == "step 7 was saved already; its client_state and files stay as they are"
+    assert told == "step 7 was saved already; its metrics, client_state and files stay"
     assert finely == "step 7 was saved already, in precision exact: it stays as it is"
 
 
