@@ -4,6 +4,7 @@ from pathlib import Path
 
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, NoStore
+from layerstore.layers import typed
 from layerstore.layout import is_url, layout_at
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
@@ -103,7 +104,7 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
 def runs_here(store: Store, run: str) -> str:
     """Return the hint for a *run* that *store* does not have: it was dropped, or another run has a similar name."""
     if _was_dropped(store, run):
-        return f"its commits were dropped: layerstore log {run} --dropped, then undrop"
+        return f"its commits were dropped: layerstore log {typed(run)} --dropped, then undrop"
     runs = store.runs()
     more = f" and {len(runs) - _RUNS_SHOWN_MAX} more" if len(runs) > _RUNS_SHOWN_MAX else ""
     here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}" if runs else "there is no other run"
