@@ -26,7 +26,9 @@ import errno as errnos
 PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
 # The process's own limits: these say nothing about the file.
 PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
-NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
+FULL_DISK_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
+# EFBIG is a limit of the process on the size of files: to free space does not help.
+NO_SPACE_ERRNOS = FULL_DISK_ERRNOS | {errnos.EFBIG}
 
 
 DAMAGED_HINT = (

@@ -5,7 +5,6 @@ It tries out once what the promises depend on; that a filesystem also keeps its 
 own tests. It works on a store, even one that cannot be opened, and on a folder that is not a store yet.
 """
 
-import errno as errnos
 import os
 import platform
 import resource
@@ -19,7 +18,7 @@ from typing import ClassVar
 from layerstore.check import probes
 from layerstore.check.probes import Finding
 from layerstore.disk import Files, Mount, host_name, hosts_seen, mount_of
-from layerstore.errors import LayerstoreError, NoStore, StorageIO
+from layerstore.errors import FULL_DISK_ERRNOS, LayerstoreError, NoStore, StorageIO
 from layerstore.layout import Layout, layout_at
 from layerstore.storage import INDEX_DIR_VARIABLE, engine_version, index_directory, index_problem, open_repository
 
@@ -97,7 +96,7 @@ def _findings_of(check: str, findings: Iterable[Finding], untried: list[str]) ->
 
 
 def _is_full(exc: LayerstoreError) -> bool:
-    return isinstance(exc, StorageIO) and exc.errno in {errnos.ENOSPC, errnos.EDQUOT}
+    return isinstance(exc, StorageIO) and exc.errno in FULL_DISK_ERRNOS
 
 
 def _full(layout: Layout, untried: list[str]) -> Finding:

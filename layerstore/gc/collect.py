@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from layerstore.errors import NO_SPACE_ERRNOS, Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
+from layerstore.errors import FULL_DISK_ERRNOS, Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.gc.mark import Marks, concluding, named, notes_on_exact
 from layerstore.gc.retention import CommitFate, Facts, choose, views_of
 from layerstore.gc.sweep import Gone, settle, take_aside
@@ -393,7 +393,7 @@ def _hinting_at_room() -> Iterator[None]:
     try:
         yield
     except StorageIO as exc:
-        if exc.errno in NO_SPACE_ERRNOS:
+        if exc.errno in FULL_DISK_ERRNOS:
             exc.hint = "gc without --drop-optimizer-older-than writes nothing: run that first, it makes room"
         raise
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Collection
 
-from layerstore.errors import NO_SPACE_ERRNOS, StorageIO
+from layerstore.errors import FULL_DISK_ERRNOS, StorageIO
 from layerstore.history import NextCommit
 from layerstore.live.log import LOG, one_line
 from layerstore.live.saver.following import Following
@@ -151,7 +151,7 @@ class Background:
             job.failure = one_line(exc)
             self._older.clear()  # or shares that are planned already may fail for the same reason
             LOG.error("step %d was not saved: %s; training continues", job.joint.step, job.failure)
-            if isinstance(exc, StorageIO) and exc.errno in NO_SPACE_ERRNOS and self._committing is not None:
+            if isinstance(exc, StorageIO) and exc.errno in FULL_DISK_ERRNOS and self._committing is not None:
                 LOG.error("layerstore gc makes room there; a saver with keep= removes old saves by itself")
             self._report_failure(job)
         finally:
