@@ -47,8 +47,9 @@ MISTAKES = [
     Mistake("compose sft@4 out", 2, "compose takes REF; unexpected: out", "-o DIR"),
     Mistake("report", 2, "a report needs a file", "-o report.html"),
     # several where one is taken: the first is not touched
-    Mistake("drop sft@2 sft@9", 2, "drop takes REF; unexpected: sft@9", "one commit at a time"),
-    Mistake("drop sft@2 sft@4", 2, "drop takes REF; unexpected: sft@4", "one commit at a time"),
+    Mistake("drop", 2, "drop takes REFs, or --run RUN", "layerstore drop --help"),
+    Mistake("drop sft@2 sft@9", 13, "run 'sft' has no step 9", "did you mean sft@4"),
+    Mistake("drop sft@2 best", 2, "'best' is a pin", "layerstore pin --delete best"),
     Mistake("verify sft@2 sft@9", 2, "verify takes REF; unexpected: sft@9", "one commit at a time"),
     Mistake("undrop sft@2 sft@9", 2, "undrop takes REF; unexpected: sft@9", "one commit at a time"),
     Mistake("reindex now", 2, "reindex takes no argument; unexpected: now", "layerstore reindex --help"),
