@@ -92,12 +92,18 @@ def _convert(repo: Repository, piece: Piece, target: memoryview) -> None:
     assert piece.rounding is not None
     source, target_dtype = piece.rounding
     offset = 0
-    with repo.open_object(piece.object) as file:
-        is_mean = bool(piece.mean_of)
-        for data in read_mean(repo, piece) if is_mean else chunks_of(file, piece):
-            converted = convert(data, source="F32" if is_mean else source, target=target_dtype)
-            target[offset : offset + len(converted)] = converted
-            offset += len(converted)
+    is_mean = bool(piece.mean_of)
+    for data in read_mean(repo, piece) if is_mean else _stored_chunks(repo, piece):
+        converted = convert(data, source="F32" if is_mean else source, target=target_dtype)
+        target[offset : offset + len(converted)] = converted
+        offset += len(converted)
+
+
+def _stored_chunks(repo: Repository, piece: Piece) -> Iterator[memoryview]:
+    # Its stretch alone: a remote would fetch the whole object.
+    stretch = (piece.object_offset, piece.object_offset + piece.size_bytes)
+    with repo.open_object(piece.object, [stretch]) as file:
+        yield from chunks_of(file, piece)
 
 
 def chunks_of(source: OpenFile, piece: Piece) -> Iterator[memoryview]:

@@ -9,11 +9,14 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.assemble import fill_pieces
 from layerstore.disk import Files, OpenFile
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
+from layerstore.model import Kind
 from layerstore.remote import Bucket
 from layerstore.shards import RankLoad
+from layerstore.slices import Slices
 from layerstore.zero3.pt import layout_pt
 from tests.unit.checkpoints import Checkpoints
 
@@ -87,6 +90,21 @@ def test_a_rank_fetches_what_it_needs(pushed: Store, url: str, read: Reads, rank
         before = len(read)
         assert filled(remote, rank) == filled(pushed, rank)
         assert len(read) == before
+
+
+def test_a_stretch_that_is_rounded_comes_alone_too(pushed: Store, url: str, read: Reads) -> None:
+    """Of its object no more is fetched than of one whose bytes are taken as they are."""
+    with layerstore.open(url) as remote:
+        slices = Slices(remote.repo.version_of(entry) for entry in remote.compose("r").composition.layers)
+        for name in slices.parameters:
+            pieces = list(slices.pieces(Kind.MASTER, name, dtype="BF16", offset=0, begin=0, end=4))
+            fill_pieces(remote.repo, pieces, memoryview(bytearray(8)), set())
+            assert all(piece.rounding for piece in pieces)
+    sizes = large(pushed)
+    fetched = [each for each in read if each[0] in sizes]
+    assert fetched
+    assert max(size for *_, size in fetched) <= CHUNK_BYTES
+    assert len(set(fetched)) == len(fetched)
 
 
 def test_ranks_of_a_host_share_what_they_fetch(pushed: Store, url: str, read: Reads) -> None:
