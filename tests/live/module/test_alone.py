@@ -308,7 +308,10 @@ def test_a_save_after_an_evaluation_is_one_like_any_other(store: Path) -> None:
 def test_two_savers_at_once_are_refused(store: Path) -> None:
     """The first one is named."""
     model, optimizers = new()
-    with layerstore.attach(model, optimizers, store, run="sft"), pytest.raises(Conflict, match="'sft' already"):
+    with (
+        layerstore.attach(model, optimizers, store, run="sft"),
+        pytest.raises(Conflict, match="'sft' is attached already"),
+    ):
         layerstore.attach(model, optimizers, store, run="other")
 
 
