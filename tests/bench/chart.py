@@ -1,7 +1,7 @@
 """Charts as SVG text: axes with round ticks, lines, bands, dots and cells, legible on light and on dark pages."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -28,8 +28,13 @@ _STYLE = """
 
 _TICK_PIXELS = 40
 """Numbers of an axis do not stand closer."""
+_POWERS_ALONE = 1e4
+"""A logarithmic axis of so many times or more has only the powers of ten."""
+_LETTER_PIXELS = 6.6
 
 Point = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +66,13 @@ class Scale:
         [0.0, 0.2, 0.4, 0.6, 0.8]
         >>> Scale(low=1, high=150, begin=0, end=1, is_logarithmic=True).ticks()
         [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+        >>> Scale(low=0.001, high=20, begin=0, end=1, is_logarithmic=True).ticks()
+        [0.001, 0.01, 0.1, 1.0, 10.0]
         """
         if self.is_logarithmic:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+            factors = (1, 2, 5) if self.high / self.low < _POWERS_ALONE else (1,)
+            found = [float(f"{factor}e{power}") for power in powers for factor in factors]
             return [tick for tick in found if self.low <= tick <= self.high]
         size = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
         step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 6)
@@ -102,10 +110,10 @@ class Chart:
         """Draw the axes, a grid, and what they mean."""
         for tick in x.ticks():
             self._line([(x.at(tick), y.begin), (x.at(tick), y.end)], css="grid")
-            self.text(x.at(tick), y.begin + 16, f"{tick:g}", css="middle")
+            self.text(x.at(tick), y.begin + 16, _number(tick), css="middle")
         for tick in y.ticks():
             self._line([(x.begin, y.at(tick)), (x.end, y.at(tick))], css="grid")
-            self.text(x.begin - 6, y.at(tick) + 4, f"{tick:g}", css="end")
+            self.text(x.begin - 6, y.at(tick) + 4, _number(tick), css="end")
         self._line([(x.begin, y.end), (x.begin, y.begin), (x.end, y.begin)], css="axis")
         self.text((x.begin + x.end) / 2, y.begin + 34, across, css="middle")
         self.text(x.begin, y.end - 8, upwards)
@@ -116,7 +124,7 @@ class Chart:
         for tick in x.ticks():
             self._line([(x.at(tick), bottom), (x.at(tick), top)], css="grid")
             if x.at(tick) - last >= _TICK_PIXELS:
-                self.text(x.at(tick), bottom + 16, f"{tick:g}", css="middle")
+                self.text(x.at(tick), bottom + 16, _number(tick), css="middle")
                 last = x.at(tick)
         self._line([(x.begin, bottom), (x.end, bottom)], css="axis")
         self.text((x.begin + x.end) / 2, bottom + 34, label, css="middle")
@@ -151,6 +159,23 @@ class Chart:
         """Draw a dot."""
         self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
 
+    def labels(self, named: Mapping[str, Point]) -> None:
+        """Write each name by its dot, where neither a dot nor another name is; to its right if nowhere is room."""
+        taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in named.values()]
+        for name, (x, y) in sorted(named.items(), key=lambda of: of[1]):
+            width = _LETTER_PIXELS * len(name)
+            starts = {"": x + 9, "end": x - 9 - width, "middle": x - width / 2}
+            places = [(css, down) for down in (4, -8, 16, -20, 28) for css in ("", "end")]
+            boxes = {
+                (css, down): (starts[css], y + down - 10, starts[css] + width, y + down + 2)
+                for css, down in [*places, ("middle", -10), ("middle", 18)]
+            }
+            within = (place for place, box in boxes.items() if box[2] <= WIDTH)
+            free = (place for place in within if not any(_meet(boxes[place], it) for it in taken))
+            css, down = next(free, ("", 4))
+            taken.append(boxes[css, down])
+            self.text({"": x + 9, "end": x - 9, "middle": x}[css], y + down, name, css=css)
+
     def legend(self, names: Sequence[str], colours: Sequence[str], *, y: float) -> None:
         """Say which colour is whose, in as many lines as it takes."""
         x = 20.0
@@ -175,3 +200,17 @@ class Chart:
     def _line(self, points: Sequence[Point], *, css: str) -> None:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._parts.append(f'<polyline points="{path}" class="{css}"/>')
+
+
+def _number(tick: float) -> str:
+    """
+    Return a number of an axis, without a power of ten.
+
+    >>> _number(1e-05), _number(20.0)
+    ('0.00001', '20')
+    """
+    return f"{tick:.9f}".rstrip("0").rstrip(".")
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

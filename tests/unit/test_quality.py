@@ -316,7 +316,7 @@ def test_every_picture_is_drawn_from_the_rows(tmp_path: Path) -> None:
     draw(TINY, [*rows, *tried], tmp_path)
 
     drawn = {path.stem: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
-    names = ("loss", "differences", "frontier", "movements", "recovery", "trial")
+    names = ("loss", "frontier", "movements", "recovery", "trial")
     assert drawn.keys() == {f"quality-{name}" for name in names}
     assert all("nan" not in "".join(of.attrib.values()) for each in drawn.values() for of in each.iter())
 

@@ -13,9 +13,8 @@ from tests.bench.rows import Row
 BEGIN = "<!-- written by python -m tests.bench quality --page -->"
 
 _PICTURES = {
-    "differences": "A line for each arm: its difference to the control, with the interval; shaded is what other "
-    "batches alone do.",
-    "frontier": "Each arm by how many times fewer bytes a run saves, and by how much its loss is higher.",
+    "frontier": "Each arm by how many times fewer bytes a run saves, and by how far its loss is from the control's; "
+    "a line ends where the interval does, and shaded is what other batches alone do.",
     "recovery": "The difference to the control by steps after the resume, a curve for each arm, from the "
     "resume to the last step that all jobs have.",
     "movements": "A row for each layer and a column for each save, from the first step to the last; darker cells "

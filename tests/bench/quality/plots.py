@@ -1,24 +1,27 @@
 """
 The pictures that are drawn from the rows.
 
-Training with its spread, every arm's difference beside the noise, bytes against damage, which layers move when, how a
-resumed training recovers, and what many policies cost at once.
+Training with its spread, bytes against damage, which layers move when, how a resumed training recovers, and what many
+policies cost at once.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
-from tests.bench.chart import COLOURS, WIDTH, Chart, spanning
+from tests.bench.chart import COLOURS, WIDTH, Chart, Point, spanning
 from tests.bench.quality.arms import FULL, NOISE, NOT_TRAINED, arms, taken_once_in
-from tests.bench.quality.intervals import interval, root_mean_square
+from tests.bench.quality.intervals import Interval, interval, root_mean_square
 from tests.bench.quality.settings import TASKS, Settings
-from tests.bench.quality.table import Findings
+from tests.bench.quality.table import BOUNDS, Findings
 from tests.bench.rows import Row
 
 _LEFT, _RIGHT = 70, WIDTH - 20
 _SMOOTHED = 20
 """Steps of the training loss that are averaged: a batch is small."""
+_LEAST, _FAR = 1e-5, 0.1
+"""Differences of the loss that a picture of many powers of ten begins and ends with."""
 
 
 def draw(settings: Settings, rows: Sequence[Row], folder: Path) -> None:
@@ -27,7 +30,6 @@ def draw(settings: Settings, rows: Sequence[Row], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, Callable[[Settings, Findings], str]] = {
         "loss": loss,
-        "differences": differences,
         "frontier": frontier,
         "movements": movements,
         "recovery": recovery,
@@ -72,61 +74,39 @@ def loss(settings: Settings, found: Findings) -> str:
     return chart.svg()
 
 
-def differences(settings: Settings, found: Findings) -> str:
-    """Draw every arm's difference to the control with its interval, and how far other batches alone move the loss."""
-    names = [name for name in _names(settings) if found.keys(name)]
-    intervals = {name: interval(found.differences(name, found.keys(name))) for name in names}
-    said = "; ".join(f"{name} {of.mean:+.4f}" for name, of in intervals.items())
-    chart = Chart(
-        title="Held-out loss at the end, beside the job that never failed",
-        description="One line for each arm: mean over seeds and its 90 % interval. Shaded is what other batches do. "
-        f"The means: {said}.",
-        height=110 + 30 * len(names),
-    )
-    band = root_mean_square(found.differences(NOISE, found.keys(NOISE)) or [0.0])
-    ends = [end for of in intervals.values() for end in (of.mean, of.low, of.high)]
-    x = spanning([*ends, band, -band], begin=_LEFT + 90, end=_RIGHT)
-    y = spanning([0.0, float(len(names))], begin=60 + 30 * len(names), end=50)
-    chart.band(x.at(-band), y.end, x.at(band) - x.at(-band), y.begin - y.end)
-    for tick in x.ticks():
-        chart.text(x.at(tick), y.begin + 16, f"{tick:+g}", css="middle")
-    chart.text((x.begin + x.end) / 2, y.begin + 34, "nats a token; right is worse", css="middle")
-    chart.line([(x.at(0), y.begin), (x.at(0), y.end)], COLOURS[-1], is_dashed=True)
-    for number, (name, of) in enumerate(intervals.items()):
-        height = 68.0 + 30 * number
-        low, high = max(of.low, x.low), min(of.high, x.high)
-        chart.text(x.begin - 8, height + 4, name, css="end")
-        chart.line([(x.at(low), height), (x.at(high), height)], COLOURS[0])
-        chart.dot(x.at(of.mean), height, COLOURS[0])
-    return chart.svg()
-
-
 def frontier(settings: Settings, found: Findings) -> str:
     """Draw bytes against damage: an arm to the right saves less, one further down harms less."""
-    points = {}
+    points = dict[str, tuple[float, Interval]]()
     for name in _names(settings):
         times = _times_fewer(settings, found, name)
-        if times is not None and found.keys(name):
+        if times is not None and found.keys(name) and not _resumes_often(settings, name):
             points[name] = (times, interval(found.differences(name, found.keys(name))))
-    said = "; ".join(f"{name} {times:.1f} times at {of.mean:+.4f}" for name, (times, of) in points.items())
+    said = "; ".join(f"{name} {times:.1f} times at {of.mean:+.5f}" for name, (times, of) in points.items())
+    noise = root_mean_square(found.differences(NOISE, found.keys(NOISE)) or [0.0])
     chart = Chart(
         title="Bytes saved and what that costs",
-        description="For each arm, how many times fewer bytes a whole run saves, and by how much its loss is higher: "
-        f"{said}.",
-        height=400,
+        description="For each arm, how many times fewer bytes a whole run saves, and how far its loss is from that of "
+        f"the job that never failed; other batches alone move it by {noise:.4f}, the shaded part: {said}.",
+        height=460,
     )
-    x = spanning([times for times, _ in points.values()], begin=_LEFT, end=_RIGHT, is_logarithmic=True)
-    y = spanning([end for _, of in points.values() for end in (of.mean, of.low, of.high)], begin=340, end=60)
-    chart.axes(
-        x, y, across="times fewer bytes than 12 a parameter at every save, first save included", upwards="Δ loss"
-    )
-    for name, (times, of) in points.items():
-        colour = _colour(settings, name)
-        low, high = max(of.low, y.low), min(of.high, y.high)
-        chart.line([(x.at(times), y.at(low)), (x.at(times), y.at(high))], colour)
-        chart.dot(x.at(times), y.at(of.mean), colour)
-        is_right = x.at(times) > (x.begin + x.end) / 2
-        chart.text(x.at(times) + (-8 if is_right else 8), y.at(of.mean) - 6, name, css="end" if is_right else "")
+    shown = {name: point for name, point in points.items() if abs(point[1].mean) <= _FAR}
+    far = [f"{name} ({times:.0f}x, {of.mean:+.2f})" for name, (times, of) in points.items() if name not in shown]
+    chart.text(_LEFT, 46, f"further out: {'; '.join(far)}" if far else "")
+    x = spanning([times for times, _ in shown.values()], begin=_LEFT, end=_RIGHT, is_logarithmic=True)
+    y = spanning([_LEAST, _FAR], begin=400, end=84, is_logarithmic=True)
+    at_noise = y.at(max(noise, _LEAST))
+    chart.band(x.begin, at_noise, x.end - x.begin, y.begin - at_noise)
+    across = "times fewer bytes than 12 a parameter at every save, exact saves included"
+    chart.axes(x, y, across=across, upwards=f"Δ loss either way; nearer than {_LEAST:.5f} is on the last line")
+    places = dict[str, Point]()
+    for name, (times, of) in shown.items():
+        places[name] = (x.at(times), y.at(max(abs(of.mean), _LEAST)))
+        furthest = max(abs(of.low), abs(of.high))
+        if math.isfinite(furthest):
+            end = y.at(min(max(furthest, _LEAST), y.high))
+            chart.line([places[name], (x.at(times), end)], _colour(settings, name))
+        chart.dot(*places[name], _colour(settings, name))
+    chart.labels(places)
     return chart.svg()
 
 
@@ -168,18 +148,24 @@ def movements(settings: Settings, found: Findings) -> str:
 
 def recovery(settings: Settings, found: Findings) -> str:
     """Draw how the difference to the control changes after a resume, in the mean over all jobs and failures."""
-    names = [name for name in _names(settings) if name not in (FULL, *NOT_TRAINED) and found.keys(name)]
+    within = max(BOUNDS.values())
+    names = [
+        name
+        for name in _names(settings)
+        if name not in (FULL, *NOT_TRAINED) and not _resumes_often(settings, name) and found.keys(name)
+        if abs(mean(found.differences(name, found.keys(name)))) <= within
+    ]
     curves = {name: _curve(found, name) for name in names}
     said = "; ".join(f"{name} {curve[0][1]:+.4f} and {curve[-1][1]:+.4f}" for name, curve in curves.items() if curve)
     chart = Chart(
-        title="After the resume",
+        title=f"After the resume: what is within {within:g} at the end",
         description="Held-out loss above the control's by steps since the resume, in the mean over jobs, right after "
         f"it and at the last step that all have: {said}.",
         height=380,
     )
     points = [point for curve in curves.values() for point in curve]
     x = spanning([steps for steps, _ in points], begin=_LEFT, end=_RIGHT)
-    y = spanning([difference for _, difference in points], begin=320, end=100)
+    y = spanning([difference for _, difference in points], begin=320, end=106)
     chart.axes(x, y, across="steps after the resume", upwards="Δ loss")
     for name, curve in curves.items():
         path = [(x.at(steps), y.at(difference)) for steps, difference in curve]
@@ -221,6 +207,11 @@ def at_once(tried: Sequence[Row]) -> str:
 
 def _names(settings: Settings) -> list[str]:
     return [*(arm.name for arm in arms(settings)), *NOT_TRAINED]
+
+
+def _resumes_often(settings: Settings, name: str) -> bool:
+    """Return whether it is an arm that is shown already, and is resumed again and again here."""
+    return any(arm.name == name and arm.resumes_often for arm in arms(settings))
 
 
 def _colour(settings: Settings, name: str) -> str:
