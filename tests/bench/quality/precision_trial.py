@@ -117,14 +117,19 @@ def table(rows: Iterable[Row]) -> Table | None:
     lines = []
     for way in dict.fromkeys(row["way"] for row in found):
         of = [row for row in found if row["way"] == way]
-        cells = [way, f"{mean(row['bytes'] / row['parameters'] for row in of):.2f}"]
-        for distance in distances:
-            here = [row for row in of if row["distance"] == distance]
-            cells += [f"{mean(row['damage'] for row in here):+.5f}", f"{mean(row['error'] for row in here):.2%}"]
-        lines.append((*cells, f"{mean(row['update_error'] for row in of):.2%}"))
+        cells = [way]
+        at = {distance: [row for row in of if row["distance"] == distance] for distance in distances}
+        cells += [f"{mean(row['damage'] for row in here):+.5f}" for here in at.values()]
+        cells += [f"{mean(row['error'] for row in at[distance]):.1%}" for distance in (distances[0], distances[-1])]
+        lines.append((*cells, f"{mean(row['update_error'] for row in of):.1%}"))
     return Table(
-        title="Right after a resume, by saves since the keyframe: Δ loss, the masters' error relative to their "
-        "movement since it, and the error of Adam's next update; bytes a parameter without its keyframes",
-        header=("", "bytes", *(cell for at in distances for cell in (f"Δ, {at} saves", "error")), "next update"),
+        title="Right after a resume, by saves since the keyframe: Δ loss; the masters' error relative to their "
+        "movement since then, and that of Adam's next update",
+        header=(
+            "",
+            *(f"Δ, {distance}" for distance in distances),
+            *(f"error, {distance}" for distance in (distances[0], distances[-1])),
+            "next update",
+        ),
         lines=tuple(lines),
     )

@@ -240,21 +240,14 @@ def _compact(found: Findings, names: Sequence[str]) -> Table:
     for name in names:
         loss = interval(found.differences(name, found.keys(name)))
         bound, asked, times = BOUNDS.get(name, BOUND), FEWER.get(name), found.compact_fewer(name) or 0.0
-        fewer = (
-            (f"{times:.2f}x", f"{asked:g}x", "reached" if times >= asked else "MISSED")
-            if asked
-            else (
-                f"{times:.2f}x",
-                "",
-                "",
-            )
-        )
+        verdict = "" if asked is None else f" of {asked:g}x" if times >= asked else f" MISSED {asked:g}x"
+        fewer = f"{times:.2f}x{verdict}"
         whole = (f"{found.fewer_with_keyframes(name, every) or 0.0:.2f}x" for every in _KEYFRAMES)
-        rows.append((name, *_shown(loss, "+.5f"), f"±{bound:g}", loss.verdict(bound), *fewer, *whole))
+        rows.append((name, *_shown(loss, "+.5f"), f"±{bound:g}", loss.verdict(bound), fewer, *whole))
     return Table(
         title="Compact saves: fewer bytes than 12 a parameter in those alone, and over a whole run, if every Nth save "
         f"is exact; other batches alone move the loss by {noise:.4f}",
-        header=("", "Δ loss", "90 %", "bound", "", "compact", "asked", "", "N = 10", "N = 20", "first only"),
+        header=("", "Δ loss", "90 %", "bound", "", "compact, of what was asked", "N = 10", "N = 20", "first only"),
         lines=tuple(rows),
     )
 
