@@ -71,7 +71,7 @@ def drop(
         sound = [ref for ref in wanted if ref not in damaged]
         dropped = opened_store.drop_commits(sound, runs=run or (), dry_run=dry_run)
         # After the others, which are all found by now.
-        given_up = {ref: opened_store.give_up(ref, dry_run=dry_run) for ref in damaged}
+        given_up = {ref: lost for ref in damaged if (lost := opened_store.give_up(ref, dry_run=dry_run))}
     if as_json:
         print_json(_fields(dropped, given_up, is_one=len(refs or []) == 1 and not run) | {"dry_run": dry_run})
         return
@@ -86,7 +86,7 @@ def drop(
 
 def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], *, is_one: bool) -> dict[str, object]:
     """Return the fields of the commits *dropped* and *given_up*; *is_one* says whether a single REF was named."""
-    lost = [commit for commits in given_up.values() for commit in commits]
+    lost = list(dict.fromkeys(commit for commits in given_up.values() for commit in commits))
     if is_one:
         return json_fields(dropped[0]) if dropped else {"given_up": lost}
     return {

@@ -77,7 +77,7 @@ def gc(
     """
     Remove what no rule keeps and nothing needs, for good.
 
-    What it removes cannot be brought back; drop moves one commit to the trash instead.
+    What it removes cannot be brought back; drop moves commits to the trash instead.
     A commit is kept if any of the rules names it. Without a rule, every commit stays:
     only what was dropped or replaced 7 days ago goes, and what killed writers left behind.
     The newest commit of a run always stays, and so do pins with all that they need.

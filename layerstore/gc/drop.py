@@ -106,7 +106,7 @@ def execute_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] =
     """
     Move the commits *refs*, and all those of *runs*, to the trash, durably.
 
-    Raises as `plan_drop` does, and then none was moved.
+    Raises as `plan_drop` does, and then none was moved; if the disk refuses one, those before it were.
     """
     repo.prepare_saving()
     refs, runs = list(refs), list(runs)

@@ -144,7 +144,7 @@ def metrics_and_curves(
         }
     }
     room = min(_POINTS_MAX, room_bytes // _POINT_BYTES // _METRICS_MAX)
-    curves = {name: thinned(points[name], room=room) for name in names if len(points.get(name, ())) > 1}
+    curves = {name: thinned(points[name], room=room) for name in names if points.get(name)}
     return facts | ({"curves": curves} if curves else {})
 
 

@@ -47,8 +47,9 @@ def claim(bucket: Bucket, identity: StoreIdentity) -> bool:
         # Read back: two stores may push to an empty prefix at once, and not every server makes only one of them win.
         bucket.create(IDENTITY, identity.encode())
         actual = identity_of(bucket) or identity
-        bucket.on_made(bucket.url)
     check_own(bucket, actual, expected=identity)
+    if made:
+        bucket.on_made(bucket.url)
     return made
 
 

@@ -338,6 +338,16 @@ def test_a_curve_has_all_that_a_trainer_logged(tmp_path: Path) -> None:
     assert "curves" not in other
 
 
+def test_a_single_point_is_a_curve(tmp_path: Path) -> None:
+    """What was logged once, and at no save, is still a number to draw: the page draws every metric that is named."""
+    checkpoints = Checkpoints(tmp_path / "source", layout="hf")
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(logged(checkpoints(15), {10: 4.0}), run="sft")
+        [sft] = store.report()["runs"]
+
+    assert (sft["metrics"]["loss"], sft["curves"]["loss"]) == ([None], [(1, 10, 4.0)])
+
+
 @pytest.mark.full
 def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path) -> None:
     """Texts, infinities and huge numbers in place of seconds are not seconds."""

@@ -47,7 +47,7 @@ class Sender:
         """Whether no rank will leave another part."""
         self._changed = threading.Condition()
         self._to_copy = self._pending = 0
-        self._why_waiting = {"copy": "", "commit": "", "timing": ""}
+        self._why_waiting = {"copy": "", "commit": ""}
         self._own: set[CommitId] = set()
         """The commits that this job has tried to publish in the next level."""
         self.lost: list[str] = []
@@ -62,7 +62,7 @@ class Sender:
     @property
     def error(self) -> str:
         """Why a save has not reached the next level yet; empty if nothing is wrong."""
-        return self._why_waiting["copy"] or self._why_waiting["commit"]
+        return next(filter(None, self._why_waiting.values()), "")
 
     def send(self, job: Job, part: Part) -> None:
         """Copy *part*, which is written; then, on the rank that commits, make the commit of *job*."""
@@ -108,14 +108,14 @@ class Sender:
 
     def _copy(self, job: Job, part: Part) -> None:
         try:
-            if self._repeated(lambda: copy_share(self._near, self._repo, part), job.joint.step, "copy"):
+            if self._repeated(lambda: copy_share(self._near, self._repo, part), job, "copy"):
                 assert isinstance(self._near.parts, GroupParts)
                 # Only now: until the next level has a part, this one keeps the objects in the node's store.
                 self._near.parts.forget(part.session, part.save, part.rank)
                 self._copied()
         except Exception as exc:  # noqa: BLE001  # training continues
             self._fail(job, exc)
-            self._repeated(partial(fail_share, self._repo, job.joint, one_line(exc)), job.joint.step, "copy")
+            self._repeated(partial(fail_share, self._repo, job.joint, one_line(exc)), job, "copy")
         finally:
             with self._changed:
                 self._to_copy -= 1
@@ -133,7 +133,7 @@ class Sender:
             if commit is not None and (parts := self._parts(job)) is not None:
                 after = job.joint.place.after
                 copy = partial(copy_commit, self._near, self._repo, commit, parts, own=self._own, after=after)
-                if not self._repeated(copy, job.joint.step, "commit"):
+                if not self._repeated(copy, job, "commit"):
                     return
                 self.sent_step = job.joint.step
                 pin(self._repo, commit, job.joint)
@@ -154,7 +154,7 @@ class Sender:
         begun = time.monotonic()
         while True:
             is_last = self._is_last  # read before the look, which may miss parts that arrive meanwhile
-            if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job.joint.step, "commit"):
+            if not self._repeated(lambda: parts_of(self._repo, job.joint, parts), job, "commit"):
                 return None
             if len(parts) == job.joint.share.world_size:
                 return [parts[rank] for rank in sorted(parts)]
@@ -165,7 +165,7 @@ class Sender:
             if self._at_once.wait(min(max(waited_seconds / 10, _POLL_SECONDS), _POLL_SECONDS_MAX)):
                 return None
 
-    def _repeated(self, do: Callable[[], object], step: int, what: str) -> bool:
+    def _repeated(self, do: Callable[[], object], job: Job, what: str) -> bool:
         """Call *do*, again and again while a retry may help; return False if the sender stops first."""
         pause_seconds = 1.0
         while not self._at_once.is_set():
@@ -175,7 +175,7 @@ class Sender:
                 if isinstance(exc, IntegrityError | GivenUp | Conflict):
                     raise  # no retry helps; anything else may be a server or a disk that comes back
                 if not self._why_waiting[what]:
-                    LOG.warning("step %d waits to be sent to %s: %s", step, self._repo.name, one_line(exc))
+                    LOG.warning("step %d waits to be sent to %s: %s", job.joint.step, self._repo.name, one_line(exc))
                 self._why_waiting[what] = one_line(exc)
                 if self._is_stopping.wait(pause_seconds):
                     return False
@@ -186,10 +186,11 @@ class Sender:
         return False
 
     def _write(self, write: Callable[[], None], step: int) -> None:
+        # Once: no answer depends on it, and the commits behind it wait. Those before it are there, so this should work.
         try:
-            self._repeated(write, step, "timing")
-        except LayerstoreError as exc:
-            LOG.warning("could not record the timing of step %d: %s", step, exc)
+            write()
+        except Exception as exc:  # noqa: BLE001  # training continues
+            LOG.warning("could not record the timing of step %d: %s", step, one_line(exc))
 
     def _fail(self, job: Job, exc: Exception) -> None:
         self.lost.append(f"step {job.joint.step}: {one_line(exc)}")

@@ -12,7 +12,7 @@ from statistics import mean
 
 from tests.bench.chart import COLOURS, WIDTH, Chart, Point, spanning
 from tests.bench.quality.arms import FULL, NOISE, NOT_TRAINED, arms, taken_once_in
-from tests.bench.quality.intervals import Interval, interval, root_mean_square
+from tests.bench.quality.intervals import Interval, interval
 from tests.bench.quality.settings import TASKS, Settings
 from tests.bench.quality.table import BOUNDS, Findings
 from tests.bench.rows import Row
@@ -82,7 +82,7 @@ def frontier(settings: Settings, found: Findings) -> str:
         if times is not None and found.keys(name) and not _resumes_often(settings, name):
             points[name] = (times, interval(found.differences(name, found.keys(name))))
     said = "; ".join(f"{name} {times:.1f} times at {of.mean:+.5f}" for name, (times, of) in points.items())
-    noise = root_mean_square(found.differences(NOISE, found.keys(NOISE)) or [0.0])
+    noise = found.noise()
     chart = Chart(
         title="Bytes saved and what that costs",
         description="For each arm, how many times fewer bytes a whole run saves, and how far its loss is from that of "

@@ -8,6 +8,7 @@ difference in held-out loss right after a resume, the error of the masters relat
 keyframe, and that of Adam's next update.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
@@ -113,9 +114,14 @@ def table(rows: Iterable[Row]) -> Table | None:
     found = [row for row in rows if row["kind"] == "precision"]
     if not found:
         return None
-    distances = sorted({row["distance"] for row in found})
+    ways = list(dict.fromkeys(row["way"] for row in found))
+    counts = Counter((row["distance"], row["way"]) for row in found)
+    # A run that was interrupted has looked at fewer saves for some ways.
+    distances = sorted(at for at in {at for at, _ in counts} if len({counts[at, way] for way in ways}) == 1)
+    if not distances:
+        return None
     lines = []
-    for way in dict.fromkeys(row["way"] for row in found):
+    for way in ways:
         of = [row for row in found if row["way"] == way]
         cells = [way]
         at = {distance: [row for row in of if row["distance"] == distance] for distance in distances}

@@ -2,8 +2,8 @@
 What the rows say: every arm's difference to the job that never failed, paired by task, seed and failure.
 
 A difference is of the held-out loss at the last step, in nats a token; below zero is better than the control. The
-interval covers the truth with 90 % over seeds, so it takes three seeds to say anything. Nothing is left out: where an
-interval reaches over its bound, the line says "inconclusive".
+interval covers the truth with 90 % over seeds, so it takes two seeds at least to say anything. Nothing is left out:
+where an interval reaches over its bound, the line says "inconclusive".
 """
 
 import math
@@ -85,8 +85,8 @@ class Findings:
         """Return one difference for every seed: the mean over the tasks and failures among *keys*."""
         return by_seed((key.seed, self.difference(arm, key, measure)) for key in keys)
 
-    def noise(self, *, task: str, failure: int) -> float:
-        """Return how far other batches alone move the loss."""
+    def noise(self, *, task: str | None = None, failure: int | None = None) -> float:
+        """Return how far other batches alone move the loss, of a job."""
         return root_mean_square(
             [self.difference(NOISE, key) for key in self.keys(NOISE, task=task, failure=failure)] or [0.0]
         )
@@ -235,7 +235,6 @@ def _summary(settings: Settings, found: Findings, names: Sequence[str]) -> Table
 
 
 def _compact(found: Findings, names: Sequence[str]) -> Table:
-    noise = root_mean_square([found.difference(NOISE, key) for key in found.keys(NOISE)] or [0.0])
     rows = list[tuple[str, ...]]()
     for name in names:
         loss = interval(found.differences(name, found.keys(name)))
@@ -246,7 +245,7 @@ def _compact(found: Findings, names: Sequence[str]) -> Table:
         rows.append((name, *_shown(loss, "+.5f"), f"±{bound:g}", loss.verdict(bound), fewer, *whole))
     return Table(
         title="Compact saves: fewer bytes than 12 a parameter in those alone, and over a whole run, if every Nth save "
-        f"is exact; other batches alone move the loss by {noise:.4f}",
+        f"is exact; other batches alone move the loss by {found.noise():.4f}",
         header=("", "Δ loss", "90 %", "bound", "", "compact, of what was asked", "N = 10", "N = 20", "first only"),
         lines=tuple(rows),
     )
