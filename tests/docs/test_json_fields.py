@@ -76,7 +76,7 @@ AS_ABOVE = {
     "`bisect log`": "`bisect`",
 }
 # Fields whose value is a mapping from names of a user's: they are data.
-MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters", "metrics"} | {
+MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters", "metrics", "curves"} | {
     "parameters",
     "optimizer_steps",
     *("states", "totals"),

@@ -200,6 +200,8 @@ class Collector:
             # Young objects stay for the grace, since unfinished saves may use them.
             freed = f", {size(answer['bytes_freed'])} freed" if answer["bytes_freed"] else "; their bytes follow"
             LOG.info("%d commit%s collected%s", commits, "" if commits == 1 else "s", freed)
+        for note in answer.get("notes", ()):
+            LOG.warning("%s", note)
 
     def _warn(self, why: str) -> None:
         self.error = why
@@ -311,7 +313,7 @@ def _collected(
             with Store(place) as there:
                 for following in later[number:]:
                     there.gc(keep, runs=[run], grace_seconds=grace_seconds, pushed_to=following)
-    return {"commits_removed": len(outcome.removed), "bytes_freed": outcome.bytes_freed}
+    return {"commits_removed": len(outcome.removed), "bytes_freed": outcome.bytes_freed, "notes": outcome.notes}
 
 
 def _remote(store: Store, place: str) -> str:

@@ -23,7 +23,7 @@ SAVES = 20
 ROWS = Path(quality.__file__).parent / "rows" / "docstrings-0.jsonl"
 POLICIES = {
     "parity": "parity: half of the layers at each save, in turns",
-    "filter": "filter: the ends at every save, the rest in turns",
+    "filter": "filter: two blocks at each end and the norms at every save, the rest in turns",
     "drift": "drift: what has moved most, and every layer in its turn",
 }
 

@@ -73,6 +73,18 @@ def test_it_collects_what_the_rules_say(
     assert collect(store, Keep(last=1)).error == ""
 
 
+def test_the_last_exact_save_does_not_go_in_silence(
+    store: Store, heard: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Rules that keep fewer saves than there are between two exact ones leave none to resume from bit for bit."""
+    source = generate(tmp_path / "40", layers=1, hidden=8, vocab=8, step=40, seed=40)
+    store.ingest(source, run=RUN, precision="delta8")
+
+    collect(store, Keep(last=1))
+
+    assert f"no exact save of {RUN} is left: {RUN}@40 was not kept bit for bit" in heard.text
+
+
 def test_a_collection_under_way_is_no_trouble(
     store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
