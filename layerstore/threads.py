@@ -16,8 +16,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _STACK_BYTES = resource.getrlimit(resource.RLIMIT_STACK)[0]
-_ROOM_BYTES = (4 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
-"""Of address space: a thread's stack, and more than it allocates before it works."""
+_ROOM_BYTES = (32 << 20) + (_STACK_BYTES if _STACK_BYTES != resource.RLIM_INFINITY else 8 << 20)
+"""
+Of address space: a thread's stack, and far more than it allocates before it works.
+
+Other threads may take some of it in between, several buffers of 4 MiB in a pool of requests.
+"""
 
 
 class Threads(ThreadPoolExecutor):

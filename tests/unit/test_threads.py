@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 def _starts_one_in(kind: str) -> bool:
     """Give a first thread more and more room until it starts: a stack that was used once stays."""
-    for kib in range(0, 16_000, 16):
+    for kib in range(0, 64_000, 64):
         limit_address_space(kib << 10)
         with contextlib.suppress(MemoryError, RuntimeError):
             if kind == "pool":
