@@ -101,10 +101,12 @@ def save_and_collect(
 
     def save(run: str, store: Store) -> None:
         chance, step = random.Random(run), 0
+        # The same content as the other host's, in files of its own: one would read what the other is writing.
+        own = Checkpoints(saved.folder / f"host-{run}")
         while is_on():
             step += 1
             with suppress(Overtaken):
-                store.ingest(saved(step, seed=chance.randrange(3)), run=run)
+                store.ingest(own(step, seed=chance.randrange(3)), run=run)
                 newest[run] = step
             time.sleep(chance.uniform(0, grace_seconds / 3))
 
