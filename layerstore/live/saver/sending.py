@@ -186,7 +186,7 @@ class Sender:
         return False
 
     def _write(self, write: Callable[[], None], step: int) -> None:
-        # Once: no answer depends on it, and the commits behind it wait. Those before it are there, so this should work.
+        # Tried once: it is advisory, and the next commits wait for this thread.
         try:
             write()
         except Exception as exc:  # noqa: BLE001  # training continues
