@@ -290,7 +290,7 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     columns += [Column("A SAVE", "right"), Column("LARGEST", "right", drops=3), Column("OF FULL", "right")]
     columns += [Column("THE RUN", "right", drops=1), Column("TAKES", "right"), Column("HISTORY", "right", drops=2)]
     full = next(line["first_bytes"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
-    print_table(columns, (_row(line, full) for line in estimated["lines"]))
+    print_table(columns, (_row(line, full, estimated["precision"]) for line in estimated["lines"]))
     print_line()
     print_paragraph(
         "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
@@ -313,9 +313,8 @@ def _print_result(estimated: Mapping[str, Any]) -> None:
     for line in estimated["lines"]:
         if line["policy"] is not None and line["save_seconds"] > estimated["interval_seconds"]:
             takes = _time(line["save_seconds"])
-            print_warning(
-                f"{_label(line)}: a save takes {takes}, and the next comes after {every}: training would wait"
-            )
+            label = _label(line, estimated["precision"])
+            print_warning(f"{label}: a save takes {takes}, and the next comes after {every}: training would wait")
 
 
 def _print_costs(estimated: Mapping[str, Any]) -> None:
@@ -324,7 +323,7 @@ def _print_costs(estimated: Mapping[str, Any]) -> None:
     columns += [Column(text, "right", drops=1) for text in ("STORAGE", "HELD UP")]
     columns += [Column("IN ALL", "right"), Column("OF DEEPSPEED", "right")]
     deepspeed = next(line["cost"]["total"] for line in estimated["lines"] if line["saved_by"] == "DeepSpeed")
-    print_table(columns, (_cost_row(line, deepspeed) for line in estimated["lines"]))
+    print_table(columns, (_cost_row(line, deepspeed, estimated["precision"]) for line in estimated["lines"]))
     print_line()
     rules = {"keep_last": "the newest {:,}", "keep_every": "every {:,} steps"}
     kept = " and ".join(text.format(estimated[rule]) for rule, text in rules.items() if estimated[rule] is not None)
@@ -334,19 +333,20 @@ def _print_costs(estimated: Mapping[str, Any]) -> None:
     )
 
 
-def _cost_row(line: Mapping[str, Any], deepspeed: float) -> list[str]:
+def _cost_row(line: Mapping[str, Any], deepspeed: float, precision: str) -> list[str]:
     costs = [f"${line['cost'][what]:,.2f}" for what in ("storage", "held_up", "total")]
-    return [_label(line), *costs, f"{line['cost']['total'] / deepspeed:.0%}" if deepspeed else "-"]
+    return [_label(line, precision), *costs, f"{line['cost']['total'] / deepspeed:.0%}" if deepspeed else "-"]
 
 
-def _label(line: Mapping[str, Any]) -> str:
-    return " ".join(filter(None, (line["saved_by"], line["policy"])))
+def _label(line: Mapping[str, Any], precision: str) -> str:
+    by = " ".join(filter(None, (line["saved_by"], line["policy"])))
+    return by if line["policy"] is None or precision == "exact" else f"{by}, {precision}"
 
 
-def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
+def _row(line: Mapping[str, Any], full_bytes: int, precision: str) -> list[str]:
     history = "no end" if line["history_seconds"] is None else _time(line["history_seconds"])
     return [
-        _label(line),
+        _label(line, precision),
         size(line["average_bytes"]),
         size(line["largest_bytes"]),
         f"{line['average_bytes'] / full_bytes:.0%}",

@@ -145,6 +145,14 @@ def test_a_disk_that_is_too_slow_or_too_small_is_told(run: Run) -> None:
     ]
 
 
+def test_rows_name_how_finely_layers_are_kept(run: Run) -> None:
+    """Of layerstore's saves; other programs keep everything exactly."""
+    rows = run("estimate", *MODEL, "--policy", "full", "--precision", "delta8").out.splitlines()
+
+    assert any(row.startswith("layerstore full, delta8  ") for row in rows)
+    assert not any(row.startswith("DeepSpeed, ") for row in rows)
+
+
 def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
     """Two digits that say something, and not 0.00 billion parameters in 0.0 s."""
     told = run("estimate", "--params", "600M", "--layers", "12", "--trainable", "0.01%", "--steps", 100)

@@ -41,10 +41,16 @@ function drawMixture(sentence) {
   show("mixture", sentence !== "");
 }
 
-function drawCommands(word, policy) {
-  const there = `--store ${quoted(facts.store)}`;
+function drawCommands(word, policy, isCompact = false) {
+  const there = `--store ${quoted(facts.store)}`, compose = `layerstore compose ${there} ${word}`;
   $("commands").replaceChildren(...commands([
-    shown(`layerstore show ${there} ${word}`), shown(`layerstore compose ${there} ${word}${policy} -o resume`)]));
+    shown(`layerstore show ${there} ${word}`), shown(`${compose}${policy} -o resume`), ...(isCompact ? [shown(`${compose} --exact -o resume`)] : [])]));
+}
+
+function precisionOf(column) {
+  if (!hasPrecisions()) return "";
+  const precision = saves().precision[column];
+  return precision === "exact" ? "exact, bit for bit" : `${precision ?? "not bit for bit"}; compose --exact takes the newest exact save at or before it`;
 }
 
 function drawPicked() {
@@ -90,13 +96,14 @@ function drawPickedSave() {
     ["bytes", `${size(bytes[LOGICAL] + bytes[DERIVED])} as a whole checkpoint: ` +
       `${sizes([bytes[UNIQUE], "new to the run"], [deduplicated(bytes), "there already"], [bytes[DERIVED], "derived"])}; ${written(bytes)}`],
     found === null ? null : ["what if", `${size(found.bytes[column])} new to the run, had ${state.policy} made every save; ${size(found.total_bytes[column])} with all before`],
+    ["precision", precisionOf(column)],
     ["measured", measuredAt(column).join(", ")],
     ["pins", of.pins[column].map(shown).join(", ")],
     of.has_moments[column] ? null : ["lacks", "its moments: a collection has dropped them"],
     of.timing[column] ? ["took", TIMED.map((kind, index) => `${kind.name} ${seconds(of.timing[column][index])}`).join(", ")] : null,
     of.fate[column] ? ["retention", shown(fateText(of.fate[column]))] : null,
   ]);
-  drawCommands(wordFor(column), state.policy === "latest" ? "" : ` --policy ${state.policy}`);
+  drawCommands(wordFor(column), state.policy === "latest" ? "" : ` --policy ${state.policy}`, hasPrecisions() && of.precision[column] !== "exact");
   drawLayers(layersOfSave(column));
   show("composite", true);
 }
