@@ -26,7 +26,7 @@ ABOUT = About("Elsewhere")
 
 def remote(
     action: Annotated[Literal["add", "list", "remove"], typer.Argument(metavar="add|list|remove")] = "list",
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The remote.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The remote; for remove, also its URL.")] = None,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")
     ] = None,
@@ -38,18 +38,19 @@ def remote(
     Name the buckets that this store is pushed to and pulled from.
 
     Keys and endpoints are not stored: they come from the environment, as for the clouds' own tools.
-    Removing a name does not touch the bucket.
+    Removing a remote forgets what was pushed to it, and does not touch the bucket.
 
     \b
     Examples:
       layerstore remote add origin s3://checkpoints/sft
       layerstore remote list
       layerstore remote remove origin
+      layerstore remote remove s3://checkpoints/mistyped
     """
     count = {"add": 2, "list": 0, "remove": 1}[action]
     arguments = [argument for argument in (name, url) if argument is not None]
     if len(arguments) != count:
-        takes = {"add": "NAME and URL", "list": "nothing else", "remove": "NAME"}[action]
+        takes = {"add": "NAME and URL", "list": "nothing else", "remove": "NAME or URL"}[action]
         raise InvalidInput(f"remote {action} takes {takes}", hint="layerstore remote --help")
     with opened(store) as opened_store:
         if action == "list":

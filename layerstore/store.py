@@ -529,7 +529,7 @@ class Store:
             confirmed=confirmed,
         )
         if remote is not None:
-            from layerstore.history import note_removed
+            from layerstore.history import note_pushed
             from layerstore.remote import collect
 
             with self._remote(remote) as source:
@@ -537,7 +537,8 @@ class Store:
                 outcome = collect(source, request, dry_run=dry_run, progress=progress or Silent())
                 # A mirror has no notes of what was pushed.
                 if outcome.removed and not dry_run and self._repo.remote is None:
-                    note_removed(self._repo, source.bucket.url, [CommitId(fate.commit) for fate in outcome.removed])
+                    removed = [CommitId(fate.commit) for fate in outcome.removed]
+                    note_pushed(self._repo, source.bucket.url, (), before=removed)
                 return outcome
         if dry_run:
             return plan_gc(self._repo, request, progress=progress or Silent()).outcome

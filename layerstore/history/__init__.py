@@ -8,7 +8,7 @@ from layerstore.history.needs import (
     objects_of_state,
 )
 from layerstore.history.next_commit import NextCommit, reserve, saved_now
-from layerstore.history.pushed import PushedNotice, note_pushed, note_removed, pushed_to
+from layerstore.history.pushed import PushedNotice, forget_pushed, note_pushed, pushed_to
 from layerstore.history.references import (
     Resolved,
     ambiguous_id,
@@ -41,6 +41,7 @@ __all__ = [
     "Staleness",
     "ambiguous_id",
     "begins_id",
+    "forget_pushed",
     "has_shrunk",
     "locate",
     "measured_by",
@@ -48,7 +49,6 @@ __all__ = [
     "named_by",
     "newest_exact",
     "note_pushed",
-    "note_removed",
     "objects_of_state",
     "only_run",
     "others_in",

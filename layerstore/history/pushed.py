@@ -44,7 +44,7 @@ def note_pushed(
     repo: Repository, url: str, commits: Collection[CommitId], *, before: Collection[CommitId] = ()
 ) -> None:
     """
-    Note that the remote at *url* has *commits*, and no longer those that were noted *before* the push.
+    Note that the remote at *url* has *commits*, and no longer those of *before* that are not among them.
 
     What another push has noted meanwhile stays. A store that cannot be written to gets a warning and no note.
     """
@@ -52,7 +52,7 @@ def note_pushed(
     def noted() -> bytes | None:
         pushed = pushed_to(repo)
         has = pushed.get(url, frozenset()).difference(before).union(commits)
-        if pushed.get(url) == has:
+        if pushed.get(url, frozenset()) == has:
             return None
         return json.dumps({remote: sorted(names) for remote, names in sorted({**pushed, url: has}.items())}).encode()
 
@@ -62,7 +62,14 @@ def note_pushed(
         warnings.warn(f"what was pushed is not noted here: {exc}", PushedNotice, stacklevel=3)
 
 
-def note_removed(repo: Repository, url: str, commits: Collection[CommitId]) -> None:
-    """Note that the remote at *url* no longer has *commits*, if anything was noted of it."""
-    if url in pushed_to(repo):
-        note_pushed(repo, url, (), before=commits)
+def forget_pushed(repo: Repository, url: str) -> bool:
+    """Forget the remote at *url*; return whether anything was noted of it."""
+    if url not in pushed_to(repo):
+        return False
+
+    def noted() -> bytes:
+        others = {remote: sorted(names) for remote, names in sorted(pushed_to(repo).items()) if remote != url}
+        return json.dumps(others).encode()
+
+    repo.rewrite(repo.layout.pushed, noted)
+    return True

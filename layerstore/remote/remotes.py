@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from layerstore.arguments import checked
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, NotFound
+from layerstore.history import forget_pushed
 from layerstore.json_text import parse_json
 from layerstore.layers import check_name, is_name, typed
 from layerstore.layout import is_url
@@ -82,7 +83,13 @@ class Remotes:
         return url
 
     def remove(self, name: str) -> str:
-        """Forget *name*; return its URL. The bucket itself is not touched."""
+        """
+        Forget *name* and what was pushed there; return its URL. The bucket itself is not touched.
+
+        *name* may be the URL of a bucket that was pushed to without a name.
+        """
+        if name not in self.urls() and is_url(name) and forget_pushed(self._repo, shown_url(name)):
+            return shown_url(name)
         removed: list[str] = []
 
         def remove_url(urls: dict[str, str]) -> None:
@@ -91,7 +98,10 @@ class Remotes:
             removed.append(urls.pop(name))
 
         self._change(remove_url)
-        return shown_url(removed[0])
+        url = shown_url(removed[0])
+        if url not in self.urls().values():
+            forget_pushed(self._repo, url)
+        return url
 
     def url(self, name: str | None = None) -> str:
         """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
+from layerstore.errors import NotFound
 from layerstore.history import note_pushed, pushed_to
 from layerstore.model import CommitId
 from layerstore.remote import Bucket
@@ -123,3 +124,21 @@ def test_a_push_that_changes_no_note_writes_none(store: Store, saved: Checkpoint
 
     assert store.repo.files.identity(store.repo.layout.pushed) == before
     assert json.loads(Path(store.repo.layout.pushed).read_text()).keys() == {bucket.url}
+
+
+def test_what_was_pushed_is_forgotten_with_its_remote(store: Store) -> None:
+    """By its name or, of a bucket that was never named, by its URL; a bucket with another name keeps its note."""
+    commit = CommitId("0" * 32)
+    for url in ("s3://b/one", "s3://b/two", "s3://b/tow"):
+        note_pushed(store.repo, url, [commit])
+    for name, url in {"one": "s3://b/one", "two": "s3://b/two", "again": "s3://b/two"}.items():
+        store.remotes.add(name, url)
+
+    assert store.remotes.remove("one") == "s3://b/one"
+    assert store.remotes.remove("two") == "s3://b/two"
+    assert store.remotes.remove("s3://b/tow") == "s3://b/tow"
+
+    assert pushed_to(store.repo) == {"s3://b/two": {commit}}
+    assert store.remotes.urls() == {"again": "s3://b/two"}
+    with pytest.raises(NotFound, match="there is no remote 's3://b/tow'"):
+        store.remotes.remove("s3://b/tow")
