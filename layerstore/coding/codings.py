@@ -1,7 +1,7 @@
 """
 The codings by name. Their exact definition: docs/reference/format.md, "Codings".
 
-numpy and torch are imported when the first numbers come, since most commands need neither.
+numpy is imported when the first numbers come, since most commands do without.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,6 @@ from layerstore.coding.spec import Error, Spec
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
 
 class Coded(NamedTuple):
@@ -45,29 +44,6 @@ class Coding(Spec):
         referred = None if reference is None else _floats(reference)
         codes, scales, lost = encode(self, _floats(values), referred, _floats(out))
         return Coded(codes.data, scales.data.cast("B"), lost)
-
-    def encode_torch(
-        self, values: "torch.Tensor", reference: "torch.Tensor | None" = None
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """
-        Return the same bytes as `encode`, on the device of *values*, without waiting for it.
-
-        Numbers that cannot be coded do not raise here: give the scales to `check` once they are on the host.
-        """
-        from layerstore.coding.kernels_torch import encode
-
-        return encode(self, values, reference)
-
-    def check(self, scales: "npt.NDArray[np.uint16]") -> None:
-        """
-        Check the scales that `encode_torch` made.
-
-        Raises:
-            NotCodable: NaN, infinity, or a sign where there must be none.
-        """
-        from layerstore.coding.kernels import check
-
-        check(self, scales)
 
     def decode(self, parts: "Sequence[bytes | memoryview]", reference: memoryview | None, out: memoryview) -> None:
         """Decode whole blocks, or the end of a slice, into *out*, which may be *reference* itself."""

@@ -28,13 +28,13 @@ interpreter's lock, and threads would wait for that longer than for memory.
 """
 
 # An image is the bits of a float as an integer. Its upper half is a bfloat16.
-INFINITY = 0x7F80_0000
-LARGEST = 0x7F7F_0000
-SMALLEST = 0x0001_0000
+_INFINITY = 0x7F80_0000
+_LARGEST = 0x7F7F_0000
+_SMALLEST = 0x0001_0000
 # A scale is at least 2^-120, so its inverse is finite, and subnormal numbers are coded as zero anyway: it does not
 # matter that some libraries switch them off for a whole process.
-SMALLEST_SCALE = 0x0380_0000
-UPPER = -0x1_0000
+_SMALLEST_SCALE = 0x0380_0000
+_UPPER = -0x1_0000
 
 _ONE = np.float32(1)
 
@@ -138,13 +138,6 @@ def _squares(numbers: Floats, exponent: int, scratch: Floats) -> Floats:
     return np.multiply(numbers, numbers, out=scratch)
 
 
-def check(spec: Spec, scales: Scales) -> None:
-    """Raise NotCodable if *scales* are those of numbers that cannot be coded."""
-    if scales.size and int(scales.max()) >= INFINITY >> 16:
-        sign = " or a negative value" if spec.kind == "logarithmic" else " among the values or the reference"
-        raise NotCodable(f"NaN, infinity{sign}")
-
-
 def _reason(values: Floats, *, has_reference: bool) -> str:
     """Return why *values* are refused."""
     if np.isnan(values).any():
@@ -205,15 +198,15 @@ def _set_scales(magnitudes: Floats, share: float, scales: Scales) -> tuple[np.in
     """
     largest: Images = np.maximum.reduce(magnitudes.view(np.int32), axis=1)
     greatest: np.int32 = largest.max()
-    if greatest >= INFINITY:
+    if greatest >= _INFINITY:
         raise NotCodable
     exact = largest.view(np.float32)
     exact *= np.float32(share)
     # To nearest, half up: so the largest magnitude gets exactly the largest code, and coding what was decoded gives
     # the same scale and codes again.
     largest += 0x8000
-    largest &= UPPER
-    np.maximum(largest, SMALLEST_SCALE, out=largest)
+    largest &= _UPPER
+    np.maximum(largest, _SMALLEST_SCALE, out=largest)
     scales[:] = largest.view(np.uint16)[1::2]
     inverse: Floats = np.divide(_ONE, exact, out=exact)
     return greatest, inverse[:, None]
@@ -268,15 +261,15 @@ def _encode_logarithmic(blocks: Floats, top: int, work: Floats, small: Bytes, sc
     high: Images = np.maximum.reduce(images, axis=1)
     least: np.int32 = low.min()
     greatest: np.int32 = high.max()
-    if least < 0 or greatest >= INFINITY:
+    if least < 0 or greatest >= _INFINITY:
         raise NotCodable
-    is_plain = least >= SMALLEST and greatest <= LARGEST
+    is_plain = least >= _SMALLEST and greatest <= _LARGEST
     if not is_plain:  # there are zeros, or numbers beyond the range of bfloat16
-        low = np.where(high, np.maximum(_least_positive(images), SMALLEST), 0)
-        np.minimum(high, LARGEST, out=high)
-    low &= UPPER
+        low = np.where(high, np.maximum(_least_positive(images), _SMALLEST), 0)
+        np.minimum(high, _LARGEST, out=high)
+    low &= _UPPER
     high += 0xFFFF
-    high &= UPPER
+    high &= _UPPER
     scales[0::2], scales[1::2] = low.view(np.uint16)[1::2], high.view(np.uint16)[1::2]
     span = np.maximum(high - low, 1).astype(np.float32)
     np.copyto(work, images, casting="unsafe")

@@ -1,11 +1,8 @@
 """What the codings of compact saves promise about any numbers, and about their bytes."""
 
-import contextlib
-
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,14 +135,12 @@ def test_sixteen_decades_in_one_block_are_told_apart(coding: Coding) -> None:
 )
 @pytest.mark.parametrize("place", [0, 40_000])
 def test_what_is_not_finite_is_refused(coding: Coding, number: float, word: str, place: int) -> None:
-    """By name, wherever it stands, on the host and on a device."""
+    """By name, wherever it stands."""
     values, reference = numbers_for(coding, 40_001)
     values[place] = number
 
     with pytest.raises(NotCodable, match=word):
         encode(coding, values, reference)
-    with pytest.raises(NotCodable, match=word):
-        coding.check(_torch_parts(coding, values, reference)[1])
 
 
 @_of(LOGARITHMIC)
@@ -156,8 +151,6 @@ def test_negative_second_moments_are_refused(coding: Coding, number: float) -> N
 
     with pytest.raises(NotCodable, match="negative"):
         encode(coding, values)
-    with pytest.raises(NotCodable, match="negative"):
-        coding.check(_torch_parts(coding, values, None)[1])
 
 
 @_of(DIFFERENCES)
@@ -207,25 +200,6 @@ def test_few_bytes_are_needed(coding: Coding) -> None:
     limit = coding.bits / 8 + (0.035 if coding.kind == "logarithmic" else 0.02)
 
     assert (codes.elements + 2 * scales.elements) / (1 << 20) <= limit
-
-
-@OF_ALL
-@pytest.mark.parametrize("elements", SIZES)
-def test_torch_makes_the_same_bytes(coding: Coding, elements: int) -> None:
-    """Whoever codes them, the objects are the same."""
-    values, reference = numbers_for(coding, elements)
-
-    assert _bytes(encode(coding, values, reference)) == _bytes(_torch_parts(coding, values, reference))
-
-
-@given(values=finite())
-@OF_ALL
-def test_torch_makes_the_same_bytes_of_any_numbers(coding: Coding, values: Floats) -> None:
-    """Subnormal ones and the largest included."""
-    values = np.abs(values) if coding.kind == "logarithmic" else values
-    reference = values[::-1] * np.float32(0.5) if coding.needs_reference else None
-    with contextlib.suppress(NotCodable):
-        assert _bytes(encode(coding, values, reference)) == _bytes(_torch_parts(coding, values, reference))
 
 
 GOLDEN = {
@@ -374,12 +348,6 @@ def _golden_numbers(coding: Coding, elements: int) -> tuple[Floats, Floats | Non
     if not coding.needs_reference:
         return values, None
     return np.float32(1) + values, np.float32(1) + np.roll(values, 1) / np.float32(64)
-
-
-def _torch_parts(coding: Coding, values: Floats, reference: Floats | None) -> Parts:
-    of = None if reference is None else torch.from_numpy(reference.copy())
-    codes, scales = coding.encode_torch(torch.from_numpy(values), of)
-    return codes.numpy(), scales.view(torch.int16).numpy().view(np.uint16)
 
 
 def _bytes(parts: Parts) -> list[bytes]:

@@ -196,7 +196,6 @@ FOREIGN = {
             "layerstore.shares.",
             "layerstore.hf.",
             "layerstore.arrays.state_dict",
-            "layerstore.coding.",
             "layerstore.composite",
         ),
         "importing torch takes seconds and gigabytes",
@@ -211,8 +210,7 @@ FOREIGN = {
 FOUNDATIONS = _words("torch deepspeed safetensors lmdb xxhash msgpack typer")
 HEAVY = {"pandas", "torch", "deepspeed", "transformers", "accelerate"}
 # trainer subclasses their callback, and `layerstore.transformers` loads it on demand, with trainer_fsdp; saved_names is
-# a program; reader and writer subclass those of DCP, and `layerstore.dcp` loads them on demand; kernels_torch is loaded
-# with the first tensor that it codes.
+# a program; reader and writer subclass those of DCP, and `layerstore.dcp` loads them on demand.
 EAGER = {
     "layerstore.live.trainer",
     "layerstore.live.trainer_fsdp",
@@ -224,7 +222,6 @@ EAGER = {
     "layerstore.live.module.held",
     "layerstore.live.module.load",
     "layerstore.hf.saved_names",
-    "layerstore.coding.kernels_torch",
 }
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
