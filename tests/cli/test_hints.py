@@ -73,6 +73,13 @@ def test_a_folder_is_no_reference(run: Run, store: Path) -> None:
         assert (outcome.code, outcome.err.count("is a path, not a reference to what the store holds")) == (2, 1)
 
 
+def test_a_folder_where_a_remote_belongs_is_written_as_a_url(run: Run, store: Path, tmp_path: Path) -> None:
+    """It is no reference, so nobody is told how to write one."""
+    for command in ("push", "pull"):
+        outcome = run(command, tmp_path, "--store", store)
+        assert (outcome.code, outcome.err.splitlines()[-1]) == (2, f"hint: write {tmp_path.as_uri()}")
+
+
 def test_a_store_where_a_run_belongs_is_named_with_its_option(
     run: Run, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
