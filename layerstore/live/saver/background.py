@@ -94,6 +94,8 @@ class Background:
         self._copying = Worker("copy", self._copy)
         self._writing = Worker("write", self._write)
         self._committing = Worker("commit", self._commit) if commits else None
+        self._has_said_exact = False
+        """Whether it was logged that nothing can be kept in the precision that was asked for."""
         self.has_lost_base = False
         """Whether a layer that the next commit would inherit was collected, so that every layer must be saved again."""
 
@@ -170,8 +172,15 @@ class Background:
 
     def _commit(self, job: Job) -> None:
         try:
-            job.commit = self._joined(job)
+            job.commit = commit = self._joined(job)
             job.visible_seconds = time.monotonic() - job.begun
+            if job.joint.compact and not commit.observed.losses and not self._has_said_exact:
+                self._has_said_exact = True
+                LOG.warning(
+                    "step %d: every layer is kept exactly: %s is for weights and for moments like Adam's, in fp32",
+                    job.joint.step,
+                    job.joint.precision.name,
+                )
             if not self._following.commits_later:
                 pin(self._repo, job.commit, job.joint)
             self._following.visible()

@@ -248,3 +248,21 @@ def test_a_tensor_of_a_class_of_its_own_is_named(store: Path) -> None:
 
     with pytest.raises(Unsupported, match="packed"):
         layerstore.attach(model, optimizer, store, run="odd")
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
+    store: Path, dtype: torch.dtype, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another precision than exact would change nothing."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with layerstore.attach(model, optimizer, store, run="sft", precision="delta8") as saver:
+        for step in range(1, 4):
+            model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+            optimizer.step()
+            saver.save(step)
+
+    said = [line for line in caplog.messages if "every layer is kept exactly" in line]
+    assert len(said) == count
+    assert all(line.startswith("step 2: ") for line in said)
