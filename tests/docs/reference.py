@@ -8,7 +8,6 @@ anew; a test compares them.
 """
 
 import ast
-import errno
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from layerstore import errors
 from layerstore.cli import app as cli
 from layerstore.cli.commands import COMMANDS, sections
-from layerstore.cli.help import OTHERS, option_groups
+from layerstore.cli.help import OTHERS, POLICY_SETTINGS, option_groups
 from layerstore.policy import LATEST, OURS, Latest
 from layerstore.setting import settings_of
 from tests.docs import python_api, python_pages
@@ -40,6 +39,9 @@ NOT_RUN = {
     "layerstore demo": "it trains; test_demo.py runs it",
     "--before": "no store has that commit",
 }
+
+# The commands on which groups of options are listed that others take as well, by heading.
+HOMES = {POLICY_SETTINGS: "ingest", "Precision": "ingest", "What to keep": "gc"}
 
 # Options in a sentence, and what typer appends to the name of an argument.
 _DASHED = re.compile(r"(?<![\w`-])--?[a-z][\w-]*")
@@ -122,14 +124,31 @@ def _paragraphs(text: str) -> str:
 
 def _options(command: TyperCommand | TyperGroup) -> str:
     """Return what *command* takes, under the headings of its help if there are several; not what all commands take."""
+    lists = _lists(command)
+    if not lists.keys() - {"Arguments", OTHERS}:
+        return "\n".join(lists.values())
+    return "\n\n".join(_under_heading(command, name, lines) for name, lines in lists.items())
+
+
+def _under_heading(command: TyperCommand | TyperGroup, name: str, lines: str) -> str:
+    """Return *lines* under their heading; a link where another command's section has them all."""
+    home = HOMES.get(name, "")
+    if home not in {"", command.name} and set(lines.splitlines()) <= _lines(commands()[home]):
+        return f"{name.partition(',')[0]}: those of [`{home}`](#{home})."
+    return f"{_DASHED.sub(_in_code, name)}:\n\n{lines}"
+
+
+def _lines(command: TyperCommand) -> set[str]:
+    return {line for lines in _lists(command).values() for line in lines.splitlines()}
+
+
+def _lists(command: TyperCommand | TyperGroup) -> dict[str, str]:
+    """Return what *command* takes, a line for each, by heading."""
     groups = option_groups([param for param in command.params if _is_its_own(command, param)], typer.Context(command))
-    lists = {
+    return {
         name: "\n".join(f"- `{_TYPE.sub('', option)}`: {_DASHED.sub(_in_code, text)}" for option, text in records)
         for name, records in groups.items()
     }
-    if not lists.keys() - {"Arguments", OTHERS}:
-        return "\n".join(lists.values())
-    return "\n\n".join(f"{_DASHED.sub(_in_code, name)}:\n\n{lines}" for name, lines in lists.items())
 
 
 def _is_its_own(command: TyperCommand | TyperGroup, param: "Parameter") -> bool:
@@ -144,14 +163,13 @@ def _in_code(match: re.Match[str]) -> str:
 
 
 def errors_page() -> str:
-    """Return the tree of exceptions, each with its kind, exit code and usual hint."""
+    """Return the tree of exceptions, and what each of them has."""
     drawing = inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2].partition("\n\nBranches")[0]
     return f"""\
 # Errors
 
 What layerstore raises by itself is a `layerstore.LayerstoreError`, in a branch by what a caller would do about it.
-`kind` and `exit_code` are stable: new ones may come, none changes its meaning.
-What a message means and what to do about it: [troubleshooting](../operating/troubleshooting/README.md).
+What a message means: [troubleshooting](../operating/troubleshooting/README.md).
 {GENERATED}
 
 ```text
@@ -173,36 +191,9 @@ Every error has
 
 - `message`: one line that says what was asked, what was found and what is safe; `str(error)` is the same.
 - `hint`: the next thing to do, best as a command; None where there is none.
-- `kind`: a word for programs, the same as in `--json`.
-- `exit_code`: what the command line ends with.
+- `kind`: a word for programs, the same as in `--json`, and `exit_code`: [all of them](cli.md#exit-codes).
 - `facts`: the values behind the message, by name.
-
-## The classes
-
-{"".join(_error(cls) for cls in _error_classes())}"""
-
-
-def _error_classes() -> Iterator[type[errors.LayerstoreError]]:
-    for value in vars(errors).values():
-        if isinstance(value, type) and issubclass(value, errors.LayerstoreError):
-            yield value
-
-
-def _error(cls: type[errors.LayerstoreError]) -> str:
-    bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
-    lines = [f"### {cls.__name__}", "", *inspect.cleandoc(cls.__doc__ or "").splitlines(), "", f"- is a: {bases}"]
-    if cls is errors.StorageIO:
-        others = (("permission", errors.PERMISSION_ERRNOS), ("no_space", errors.NO_SPACE_ERRNOS))
-        for kind, numbers in others:
-            code = errors.StorageIO("", errno=min(numbers), filename="").exit_code
-            names = ", ".join(f"`{errno.errorcode[number]}`" for number in sorted(numbers))
-            lines.append(f"- kind `{kind}`, exit code {code}, for {names}")
-        lines.append(f"- kind `{cls.kind}`, exit code {cls.exit_code}, for any other")
-    else:
-        lines.append(f"- kind `{cls.kind}`, exit code {cls.exit_code}")
-    if cls.usual_hint:
-        lines.append(f"- hint, where it gives no other: {cls.usual_hint}")
-    return "\n".join(lines) + "\n\n"
+"""
 
 
 # -- models and optimizers -----------------------------------------------------------------------------------------
