@@ -272,6 +272,7 @@ class CommitRecord:
     One step of a run, complete by itself.
 
     Equal content has equal bytes: nothing here depends on when or where it was written.
+    docs/reference/format.md, section 5.2, has its parts.
     """
 
     run: str = field(metadata=AS_NAME)

@@ -44,7 +44,10 @@ INTERNAL = {
         "Pointer",
         "RecordName",
         "Exchange",
+        "WeightsFile",
     ),
+    # Parts of a record: the format's page has them.
+    *("CodingLoss", "Fork", "LayerEntry", "Observed", "Origin", "PolicyUse", "SourceLayout"),
 }
 # Classes that people make themselves by calling them; all others are given by something else.
 _CALLED = {"LayerstoreCallback", "StoreReader", "StoreWriter"}
