@@ -142,7 +142,7 @@ def estimate(
 
     The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
     With --price, a second table shows what the run costs: storage, and idle GPU hours.
-    The policies decide as they would in training. What is assumed is listed below the table.
+    What is assumed is listed below the table.
     For a checkpoint or a commit, only headers are read. A config.json needs Transformers and PyTorch installed.
     If MODEL is both a path and a REF, the path wins.
 

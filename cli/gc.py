@@ -81,7 +81,6 @@ def gc(
     A commit is kept if any of the rules names it. Without a rule, every commit stays:
     only what was dropped or replaced 7 days ago goes, and what killed writers left behind.
     The newest commit of a run always stays, and so do pins with all that they need.
-    A kept commit has all its layers, whichever commit they were saved by.
     FREES charges each object to the first listed commit that needs it; "later" means too young yet.
     Safe during training, ingest and compose; may be stopped and repeated at any time.
 

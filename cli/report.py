@@ -46,8 +46,7 @@ def report(
     """
     Write one HTML page: each layer's version at every step.
 
-    It needs no network and stays below 1 MB: for a long history, only some saves are shown, and the page says so.
-    It shows how old a composite at any step would be, storage over time, and drift and save timings if recorded.
+    It needs no network and stays below 1 MB: for a long history, only some saves are shown.
     With the options of gc, it also shows what gc would keep; nothing is removed.
     With --serve, the page is at one URL for this machine, or for all who reach HOST, and follows a run that saves.
 

@@ -30,11 +30,10 @@ def show(ref: ReferenceArgument = None, store: StorePath = None, as_json: AsJson
     Show one commit, and where its layers were saved.
 
     SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it inherits from.
-    The policy decided which layers were saved; full saves all. For a mixture, which is a pinned composite, the
-    policy chose where the layers come from. Gathered weights that are just the rounded masters are not stored,
-    so SIZE does not include them. Where layers are not kept bit for bit, REFERS TO is the save that masters are
-    differences to, and LOST the error that was measured: the root mean square of it, as a share of that of the
-    movement since then. Where (moments) alone are compact, it is that of their values.
+    For a mixture, which is a pinned composite, the policy chose where the layers come from.
+    Where layers are not kept bit for bit, REFERS TO is the save that masters are differences to, and LOST the error
+    that was measured: the root mean square of it, as a share of that of the movement since then or, for (moments)
+    alone, of their values.
 
     \b
     Examples:

@@ -203,11 +203,9 @@ _SHOWN = (
     "a resume from its first save, which is complete, has the same losses on both ranks, and at the end the same "
     "masters and moments, bit for bit",
     "a mixture of the last two saves has every master and moment of each layer as they were at the step of that layer, "
-    "bit for bit, whether `layerstore.resume` fills the engine or DeepSpeed's `load_checkpoint` reads the shards that "
-    "were composed",
-    "training goes on from both alike, bit for bit",
-    "an export of the mixture loads in Transformers with no key missing or unknown, and every weight is the one that "
-    "follows from its master",
+    "and training goes on alike, bit for bit, whether `layerstore.resume` fills the engine or DeepSpeed's "
+    "`load_checkpoint` reads the shards that were composed",
+    "an export of the mixture loads in Transformers, and every weight is the one that follows from its master",
 )
 _NOTES = (
     "DeepSpeed's Lion allocates a second moment and leaves it zero.",
@@ -215,8 +213,7 @@ _NOTES = (
     "It also stores the RMS of each rank's part, but computes it anew before using it: a resume at another world size, "
     "which starts from that of rank 0, is not affected.",
     "Muon keeps a momentum for matrices, and Adam's moments for everything else.",
-    "DeepSpeedCPUAdam is trained with betas whose powers are exact: [at the usual ones](support.md#deepspeeds-c-adam) "
-    "DeepSpeed's own resume differs from the uninterrupted run in the last bits.",
+    "DeepSpeedCPUAdam is trained with betas whose powers are exact ([why](support.md#deepspeeds-c-adam)).",
 )
 
 
