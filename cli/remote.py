@@ -45,7 +45,6 @@ def remote(
       layerstore remote add origin s3://checkpoints/sft
       layerstore remote list
       layerstore remote remove origin
-      layerstore remote remove s3://checkpoints/mistyped
     """
     count = {"add": 2, "list": 0, "remove": 1}[action]
     arguments = [argument for argument in (name, url) if argument is not None]
