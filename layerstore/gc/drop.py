@@ -80,7 +80,7 @@ def plan_drop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()
     views = {run: repo.catalog.view(run) for run in dict.fromkeys(commit.run for commit in commits)}
     tips = {run: _tip(view, going) for run, view in views.items()}
     notes = {run: notes_on_exact(repo, view, going) for run, view in views.items()}
-    inheritors = _inheritors(repo, views.values(), commits)
+    inheritors = _inheritors(views.values(), commits)
     pins = list(repo.records.readable_pins())
     references = references_to(repo, [commit.record for commit in commits])
     sizes_bytes = bytes_of_only(repo, commits)
@@ -283,7 +283,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
     return commit
 
 
-def _inheritors(repo: Repository, views: Iterable[RunView], going: Sequence[Commit]) -> dict[str, list[RecordRow]]:
+def _inheritors(views: Iterable[RunView], going: Sequence[Commit]) -> dict[str, list[RecordRow]]:
     """Return the visible commits that stay and have layers of those *going*, by the commit that the layers are from."""
     inheritors: dict[str, list[RecordRow]] = {commit.id: [] for commit in going}
     for view in views:
@@ -292,10 +292,7 @@ def _inheritors(repo: Repository, views: Iterable[RunView], going: Sequence[Comm
         for row in view.visible:
             if row.id in inheritors or row.step < first:
                 continue
-            try:
-                origins = {_place(entry.origin) for entry in repo.catalog.commit(row.name).record.layers}
-            except (NotFound, IntegrityError):
-                continue  # just collected, or damaged, which verify reports
+            origins = {_place(entry.origin) for entry in row.entries().values()}
             for commit in sources:
                 if _place(commit.record) in origins:
                     inheritors[commit.id].append(row)

@@ -214,27 +214,27 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     Return an upper bound of the bytes that only the commits *going* keep, for each; what they share is the first one's.
 
     Objects that other versions name too, as what differences refer to, are looked for in pins and in the commits next
-    to each, also of another attempt: a run has many blobs. Of other runs, whole versions and states count.
+    to each, also of another attempt: a run has many blobs. Of all others, whole versions count, and the states of each
+    one's step.
     """
     ids = {commit.id for commit in going}
     others = Needs(repo)
     for pin in repo.records.readable_pins():
         others.add_readable(pin.record)
+    # Those near each first: a blob that is known is not read any more.
     for run in dict.fromkeys(commit.run for commit in going):
-        names = [name for name in repo.records.names(run) if name.id not in ids]
-        near: set[RecordName] = set()
+        rows = sorted((row for row in repo.catalog.view(run).rows.values() if row.id not in ids), key=_BY_STEP)
+        near: dict[RecordName, None] = {}
         for commit in going:
             if commit.run == run:
-                after = bisect_right(names, commit.step, key=_BY_STEP)
-                near.update(names[max(after - 2, 0) : after + 2])
-        # Those near it first: a blob that is known is not read any more.
-        for name in sorted(names, key=lambda candidate: candidate not in near):
+                after = bisect_right(rows, commit.step, key=_BY_STEP)
+                near |= dict.fromkeys(row.name for row in rows[max(after - 2, 0) : after + 2])
+        for name in near:
             with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
-                other = repo.catalog.commit(name).record
-                if name in near:
-                    others.add_readable(other)
-                others.add(other.blobs)
-    others.add(_shared_with_other_runs(repo, going))
+                record = repo.catalog.commit(name).record
+                others.add_readable(record)
+                others.add(record.blobs)
+    others.add(_shared_with_others(repo, going))
     needs, sizes_bytes = Needs(repo, besides=others), []
     for commit in going:
         size_bytes = 0
@@ -244,16 +244,19 @@ def bytes_of_only(repo: Repository, going: Sequence[Commit]) -> list[int]:
     return sizes_bytes
 
 
-def _shared_with_other_runs(repo: Repository, going: Sequence[Commit]) -> Iterator[BlobRef]:
-    """Yield the blobs of *going* that commits of other runs name: forks, retries, the same save under two names."""
+def _shared_with_others(repo: Repository, going: Sequence[Commit]) -> Iterator[BlobRef]:
+    """Yield the blobs of *going* that other commits name, by the index: inherited layers, forks, retries, copies."""
     versions = {bytes.fromhex(entry.version.id): entry.version for commit in going for entry in commit.record.layers}
-    own_runs, steps = {commit.run for commit in going}, {commit.step for commit in going}
+    ids, own_runs, steps = {commit.id for commit in going}, {commit.run for commit in going}, {c.step for c in going}
     for run in repo.catalog.runs():
-        view = None if run in own_runs else repo.catalog.find(run)
+        view = repo.catalog.find(run)
         for row in () if view is None else view.rows.values():
+            if row.id in ids:
+                continue
             shared = versions.keys() & row.version_ids
             yield from (versions[version] for version in shared)
-            if shared and row.step in steps:  # only its record, not the index, names its states
+            # Only its record, not the index, names its states. A retry of a step may have the same, with other weights.
+            if row.step in steps and (shared or run in own_runs):
                 with contextlib.suppress(LayerstoreError):
                     yield from repo.catalog.commit(row.name).record.states
 

@@ -75,6 +75,25 @@ def test_a_dry_run_says_the_same_and_writes_nothing(three: Store) -> None:
     assert freed == planned.size_bytes
 
 
+def test_a_drop_reads_only_the_records_next_to_it(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has thousands: the index says what the others inherit and share."""
+    saved.into(store, 2, 4, 6, 8, 10, 12, 14, policy="parity")
+    steps_read: set[int] = set()
+    read = RecordStore.read_bytes
+
+    def noted(records: RecordStore, name: RecordName) -> bytes:
+        steps_read.add(name.step)
+        return read(records, name)
+
+    monkeypatch.setattr(RecordStore, "read_bytes", noted)
+    dropped = store.drop("r@6", dry_run=True)
+
+    assert steps_read == {2, 4, 6, 8, 10}
+    assert dropped.inherited_by == ("r@8",)
+
+
 def test_what_another_run_needs_is_not_freed(three: Store, saved: Checkpoints) -> None:
     """The same save under a mistyped name shares all but the record; once that is dropped too, its bytes go."""
     alone = three.drop("r@4", dry_run=True).size_bytes
