@@ -67,11 +67,11 @@ def drop(
     with opened(store) as opened_store:
         in_bucket = opened_store.repo.remote is not None
         # A drop has to read the record.
-        damaged = [ref for ref in wanted if opened_store.give_up(ref, dry_run=True)]
-        sound = [ref for ref in wanted if ref not in damaged]
+        given_up = {ref: lost for ref in wanted if (lost := opened_store.give_up(ref, dry_run=True))}
+        sound = [ref for ref in wanted if ref not in given_up]
         dropped = opened_store.drop_commits(sound, runs=run or (), dry_run=dry_run)
-        # After the others, which are all found by now.
-        given_up = {ref: lost for ref in damaged if (lost := opened_store.give_up(ref, dry_run=dry_run))}
+        if not dry_run:  # after the others, which are all found by now
+            given_up = {ref: lost for ref in given_up if (lost := opened_store.give_up(ref))}
     if as_json:
         print_json(_fields(dropped, given_up, is_one=len(refs or []) == 1 and not run) | {"dry_run": dry_run})
         return
