@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 ABOUT = About("Maintain", elsewhere=("delete", "remove", "rm"))
 
-_NAMED_MAX = 20
+# How many commits are named; the others are only counted.
+NAMED_MAX = 20
 
 Refs = Annotated[
     list[str] | None,
@@ -61,8 +62,7 @@ def drop(
       layerstore drop sft@100 sft@1100
       layerstore drop --run sft
     """
-    if not refs and not run:
-        raise InvalidInput("drop takes REFs, or --run RUN for every commit of a run", hint="layerstore drop --help")
+    check_named("drop", refs, run)
     wanted = list(dict.fromkeys(refs or []))
     with opened(store) as opened_store:
         in_bucket = opened_store.repo.remote is not None
@@ -73,7 +73,7 @@ def drop(
         if not dry_run:  # after the others, which are all found by now
             given_up = {ref: lost for ref in given_up if (lost := opened_store.give_up(ref))}
     if as_json:
-        print_json(_fields(dropped, given_up, is_one=len(refs or []) == 1 and not run) | {"dry_run": dry_run})
+        print_json(_fields(dropped, given_up, is_one=is_one_ref(refs, run)) | {"dry_run": dry_run})
         return
     for ref, commits in given_up.items():
         name = f"{shown(ref)} (commit {', '.join(map(short_id, commits))})"
@@ -82,6 +82,19 @@ def drop(
         )
     if dropped:
         _print_result(dropped, dry_run=dry_run, in_bucket=in_bucket)
+
+
+def check_named(command: str, refs: Sequence[str] | None, runs: Sequence[str] | None) -> None:
+    """Raise InvalidInput if neither *refs* nor *runs* were given to *command*, which is drop or undrop."""
+    if not refs and not runs:
+        raise InvalidInput(
+            f"{command} takes REFs, or --run RUN for every commit of a run", hint=f"layerstore {command} --help"
+        )
+
+
+def is_one_ref(refs: Sequence[str] | None, runs: Sequence[str] | None) -> bool:
+    """Whether a single REF was given: then ``--json`` has no list."""
+    return len(refs or []) == 1 and not runs
 
 
 def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], *, is_one: bool) -> dict[str, object]:
@@ -103,7 +116,7 @@ def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: boo
     name = (
         f"{references[0]} (commit {short_id(dropped[0].commit)})"
         if is_one
-        else f"{counted(len(dropped), 'commit')}: {some(references, limit=_NAMED_MAX)}"
+        else f"{counted(len(dropped), 'commit')}: {some(references, limit=NAMED_MAX)}"
     )
     print_paragraph(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}", indent=2)
     inheritors = list(dict.fromkeys(name for commit in dropped for name in commit.inherited_by))

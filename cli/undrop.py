@@ -1,37 +1,58 @@
-"""``layerstore undrop``: bring a commit back from the trash."""
+"""``layerstore undrop``: bring commits back from the trash."""
 
 from typing import Annotated
 
 import typer
 
 from layerstore.cli.commands import About
+from layerstore.cli.drop import NAMED_MAX, Runs, check_named, is_one_ref
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import print_json, print_line, shown
+from layerstore.cli.render import counted, print_json, print_line, print_note, print_paragraph, shown, some, with_store
+from layerstore.json_fields import json_fields
+from layerstore.layers import typed
 from layerstore.units import short_id
 
 ABOUT = About("Restore", elsewhere=("undelete", "unrm"))
 
 
 def undrop(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@STEP, or a commit's id.")],
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF]...", help="RUN@STEP, or a commit's id."),
+    ] = None,
     *,
+    run: Runs = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Bring a dropped or replaced commit back.
+    Bring dropped or replaced commits back.
 
     layerstore log --dropped lists what is in the trash.
+    If one of several cannot come back, none does.
+    With --run, a step that was dropped several times gets its last commit; one that has a commit by now keeps it.
 
     \b
     Examples:
       layerstore drop sft@200
       layerstore undrop sft@200
+      layerstore drop --run sft
+      layerstore undrop --run sft
     """
+    check_named("undrop", refs, run)
     with opened(store) as opened_store:
-        commit = opened_store.undrop(ref)
-    record = commit.record
+        commits = opened_store.undrop_commits(refs or (), runs=run or ())
+        left = {name: len(opened_store.dropped(name)) for name in run or ()}
     if as_json:
-        print_json({"run": record.run, "step": record.step, "attempt": record.attempt, "commit": commit.id})
+        fields = [json_fields(commit) for commit in commits]
+        print_json(fields[0] if is_one_ref(refs, run) else {"commits": fields})
+        return
+    references = [shown(f"{commit.run}@{commit.step}") for commit in commits]
+    if len(commits) == 1:
+        print_line(f"{references[0]} is back (commit {short_id(commits[0].id)})")
     else:
-        print_line(f"{shown(f'{record.run}@{record.step}')} is back (commit {short_id(commit.id)})")
+        print_paragraph(f"{len(commits):,} commits are back: {some(references, limit=NAMED_MAX)}", indent=2)
+    for name, count in left.items():
+        if count:
+            listed = with_store(f"layerstore log {typed(name)} --dropped")
+            print_note(f"{counted(count, 'commit')} of a step that has another stayed in the trash: {listed}")

@@ -397,6 +397,8 @@ class Observed:
 class Commit:
     """A record as it is in the store."""
 
+    _JSON: ClassVar = "run step attempt=record.attempt commit=id"
+
     id: CommitId
     record: CommitRecord
     observed: Observed

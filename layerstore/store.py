@@ -474,9 +474,23 @@ class Store:
             Conflict: Another commit has taken its place.
             Locked: A collection of the bucket that the store is in is at work.
         """
+        [commit] = self.undrop_commits([ref])
+        return commit
+
+    def undrop_commits(self, refs: Iterable[str] = (), *, runs: Iterable[str] = ()) -> "Table[Commit]":
+        """
+        Make the commits *refs*, and those of *runs* that are in the trash, visible again, as `undrop` does.
+
+        If one of them cannot come back, none does. Of *runs*, each step gets the commit that was dropped last; if it
+        has one by now, what was dropped of it stays.
+
+        Raises:
+            NotFound: One is not in the trash, or nothing of one of the *runs*.
+            Conflict: Another commit has taken the place of one.
+        """
         from layerstore.gc import undrop
 
-        return undrop(self._repo, ref)
+        return Table(undrop(self._repo, refs, runs=runs), if_empty="none was named")
 
     def dropped(self, run: str | None = None) -> "Table[DroppedCommit]":
         """Return the commits in the trash, of *run* or of all, newest step first."""

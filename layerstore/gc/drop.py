@@ -6,7 +6,7 @@ Nothing is freed until a collection empties the trash, by age. Commits that inhe
 
 import contextlib
 import errno as errnos
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
@@ -17,7 +17,7 @@ from layerstore.history import Needs, begins_id, references_to, resolve, view_re
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId, Saving
 from layerstore.publish import republish, retire
-from layerstore.storage import RecordName, RecordRow, Repository, RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 from layerstore.units import short_id, utc
 
 
@@ -196,20 +196,54 @@ def give_up(repo: Repository, ref: str) -> list[RecordName]:
 
 def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
     """Return the readable commits in the trash, newest first within each run."""
-    commits = []
-    for name in repo.trash.records():
-        if run is None or name.run == run:
-            try:
-                commit = repo.trash.read_record(name)
-            except (NotFound, IntegrityError):
-                continue  # emptied meanwhile, or damaged and lost
-            commits.append(DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name)))
+    commits = _readable(repo, (name for name in repo.trash.records() if run is None or name.run == run))
     return sorted(
         commits, key=lambda dropped_commit: (dropped_commit.commit.record.run, -dropped_commit.commit.record.step)
     )
 
 
-def find_dropped(repo: Repository, ref: str) -> Commit:
+def _readable(repo: Repository, names: Iterable[RecordName]) -> Iterator[DroppedCommit]:
+    for name in names:
+        try:
+            commit = repo.trash.read_record(name)
+        except (NotFound, IntegrityError):
+            continue  # emptied meanwhile, or damaged and lost
+        yield DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name))
+
+
+def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> list[Commit]:
+    """
+    Make the commits *refs*, and those of *runs* that are in the trash, visible again; if one of them cannot, none is.
+
+    Of *runs*, each step gets the commit that was dropped last, unless it has one by now.
+
+    Raises:
+        NotFound: One is not in the trash.
+        Conflict: Another commit has taken the step of one, or another attempt its number.
+        Overtaken: An object that one needs is gone; all stay in the trash.
+    """
+    repo.prepare_saving()
+    named = _in_trash(repo, refs, runs)
+    with contextlib.ExitStack() as locks:
+        for run in sorted({commit.run for commit in named.values()}):
+            locks.enter_context(repo.lock_run(run))
+        _check_places(repo, named)
+        _restore(repo, named)
+    return list(named.values())
+
+
+def _in_trash(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> dict[str, Commit]:
+    """Return the commits in the trash that *refs* mean, and those of *runs*, each once, by their names for people."""
+    names = repo.trash.records()
+    commits = {ref: _commit_meant(repo, names, ref) for ref in refs}
+    for run in runs:
+        of_run = _newest_of_run(repo, [name for name in names if name.run == run], run)
+        commits |= {f"{run}@{commit.step} (commit {short_id(commit.id)})": commit for commit in of_run}
+    once = {commit.id: name for name, commit in commits.items()}
+    return {name: commits[name] for name in once.values()}
+
+
+def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Commit:
     """
     Return the commit in the trash that *ref* means: ``RUN@STEP``, or the beginning of its id.
 
@@ -218,12 +252,12 @@ def find_dropped(repo: Repository, ref: str) -> Commit:
         Conflict: There are several of that step.
     """
     reference = parse_reference(ref)
-    commits = [
-        trashed.commit
-        for trashed in dropped(repo)
-        if (begins_id(ref) and trashed.commit.id.startswith(ref))
-        or (trashed.commit.record.run, trashed.commit.record.step) == (reference.name, reference.step)
+    meant = [
+        name
+        for name in names
+        if (begins_id(ref) and name.id.startswith(ref)) or (name.run, name.step) == (reference.name, reference.step)
     ]
+    commits = [entry.commit for entry in _readable(repo, meant)]
     if not commits:
         raise NotFound(f"{ref} is not in the trash", hint="layerstore log --dropped lists what is")
     if len(commits) > 1:
@@ -232,55 +266,94 @@ def find_dropped(repo: Repository, ref: str) -> Commit:
     return commits[0]
 
 
-def undrop(repo: Repository, ref: str) -> Commit:
-    """
-    Make the commit *ref* visible again.
+def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str) -> list[Commit]:
+    """Return the commits *names* of *run*: of one step and attempt the one dropped last, and none if it has one now."""
+    by_time = sorted(_readable(repo, names), key=lambda entry: entry.dropped_ns)
+    if not by_time:
+        raise NotFound(f"no commit of {run!r} is in the trash", hint="layerstore log --dropped lists what is")
+    commits = {_place(entry.commit.record): entry.commit for entry in by_time}
+    view = repo.catalog.find(run)
+    taken = set() if view is None else {_place(row) for row in view.visible}
+    # If none is free, all are refused, in the words for each.
+    free = [commit for place, commit in commits.items() if place not in taken] or list(commits.values())
+    return sorted(free, key=lambda commit: (commit.step, commit.record.attempt))
 
-    Raises:
-        NotFound: It is not in the trash.
-        Conflict: Another commit has taken its step, or another attempt its number.
-        Overtaken: An object that it needs is gone; it stays in the trash.
-    """
-    repo.prepare_saving()
-    commit = find_dropped(repo, ref)
+
+def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
+    """Raise Conflict or NotFound unless each of the commits *named* can have its place again, next to the others."""
+    by_place: dict[tuple[str, int, int], str] = {}
+    for name, commit in named.items():
+        other = by_place.setdefault(_place(commit.record), name)
+        if other != name:
+            raise Conflict(
+                f"{other} and {name} have one place, {commit.run}@{commit.step}; nothing was changed",
+                hint="name one of the two",
+            )
+    for run in {commit.run for commit in named.values()}:
+        view = repo.catalog.find(run)
+        visible, rows = ([], []) if view is None else (list(view.visible), list(view.rows.values()))
+        for name, commit in named.items():
+            if commit.run == run:
+                _check_place(repo, name, commit, visible, rows)
+                visible.append(row_of(commit))
+                rows.append(row_of(commit))
+
+
+def _check_place(
+    repo: Repository, name: str, commit: Commit, visible: Iterable[RecordRow], rows: Iterable[RecordRow]
+) -> None:
+    """Raise unless *commit* can come back into its run, of whose *rows* some are *visible*."""
     record = commit.record
-    with repo.lock_run(record.run):
-        view = repo.catalog.find(record.run)
-        own = [] if view is None else view.of_attempt(record.attempt)
-        rival = next((row for row in own if row.step == record.step), None)
-        if rival is not None and rival.id == commit.id:
-            raise NotFound(f"{ref} is not dropped: it was saved again", hint="layerstore log lists it")
-        if rival is not None:
-            raise Conflict(
-                f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
-                hint=f"layerstore drop {short_id(rival.id)} makes room for it",
-            )
-        # It would come back hidden.
-        hides = next((row for row in ([] if view is None else view.rows.values()) if commit.id in row.supersedes), None)
-        if hides is not None:
-            raise Conflict(
-                f"{ref} was replaced by commit {short_id(hides.id)}, {record.run}@{hides.step}; nothing was changed",
-                hint=f"layerstore drop {short_id(hides.id)} makes room for it",
-            )
-        if record.run in repo.records.pin_names():
-            raise Conflict(
-                f"{record.run!r} is the name of a pin by now; runs and pins share their names; nothing was changed",
-                hint=f"layerstore pin --delete {typed(record.run)} frees the name",
-            )
-        if any(row.lineage != record.lineage for row in own):
-            raise Conflict(
-                f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
-                hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
-            )
-        try:
-            with repo.trash.restoring(commit):
-                repo.objects.look_anew()
-                for needed in Needs(repo).add_record(record):
-                    repo.objects.check_there(needed)  # a repair, or somebody's rm, may have taken what a blob names
+    own = [row for row in visible if row.attempt == record.attempt]
+    rival = next((row for row in own if row.step == record.step), None)
+    if rival is not None and rival.id == commit.id:
+        raise NotFound(f"{name} is not dropped: it was saved again", hint="layerstore log lists it")
+    if rival is not None:
+        raise Conflict(
+            f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
+            hint=f"layerstore drop {short_id(rival.id)} makes room for it",
+        )
+    # It would come back hidden.
+    hides = next((row for row in rows if commit.id in row.supersedes), None)
+    if hides is not None:
+        raise Conflict(
+            f"{name} was replaced by commit {short_id(hides.id)}, {record.run}@{hides.step}; nothing was changed",
+            hint=f"layerstore drop {short_id(hides.id)} makes room for it",
+        )
+    if record.run in repo.records.pin_names():
+        raise Conflict(
+            f"{record.run!r} is the name of a pin by now; runs and pins share their names; nothing was changed",
+            hint=f"layerstore pin --delete {typed(record.run)} frees the name",
+        )
+    if any(row.lineage != record.lineage for row in own):
+        raise Conflict(
+            f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
+            hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
+        )
+
+
+def _restore(repo: Repository, named: Mapping[str, Commit]) -> None:
+    with contextlib.ExitStack() as restored:
+        for commit in named.values():
+            restored.enter_context(repo.trash.restoring(commit))
+        repo.objects.look_anew()
+        needs = Needs(repo)
+        # All before the first: a repair, or somebody's rm, may have taken what a blob names.
+        for name, commit in named.items():
+            with _naming_what_is_gone(name):
+                for needed in needs.add_record(commit.record):
+                    repo.objects.check_there(needed)
+        for name, commit in named.items():
+            with _naming_what_is_gone(name):
                 republish(repo, commit)
-        except (IntegrityError, Overtaken) as exc:
-            raise Overtaken(f"{ref} cannot come back: {exc}", hint="ingest its checkpoint again") from exc
-    return commit
+
+
+@contextlib.contextmanager
+def _naming_what_is_gone(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (IntegrityError, Overtaken) as exc:
+        raise Overtaken(f"{name} cannot come back: {exc}", hint="ingest its checkpoint again") from exc
 
 
 def _inheritors(views: Iterable[RunView], going: Sequence[Commit]) -> dict[str, list[RecordRow]]:

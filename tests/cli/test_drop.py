@@ -112,6 +112,26 @@ def test_a_whole_run_is_dropped_by_its_name(run: Run, store: Path) -> None:
     assert run("undrop", "sft@2", "--store", store).code == 0
 
 
+def test_several_come_back_as_they_went(run: Run, store: Path) -> None:
+    """By REFs or by the run; if one of them cannot, none does. Only the JSON of a single REF has no list."""
+    run("drop", "--run", "sft", "--store", store)
+    bad = [run("undrop", *words, "--store", store) for words in ([], ["sft@2", "sft@9"], ["sft@2", "--run", "best"])]
+    empty = run("log", "--json", "--store", store).fields["commits"]
+    both = run("undrop", "sft@2", "sft@4", "sft@2", "--json", "--store", store).fields["commits"]
+    run("drop", "--run", "sft", "--store", store)
+    people = run("undrop", "--run", "sft", "--store", store)
+    again = run("undrop", "--run", "sft", "--store", store)
+    run("drop", "sft@4", "--store", store)
+    one = run("undrop", "sft@4", "--json", "--store", store).fields
+
+    assert ([outcome.code for outcome in bad], empty) == ([2, 13, 13], [])
+    assert [commit["step"] for commit in both] == [2, 4]
+    assert people.out == "2 commits are back: sft@2, sft@4\n"
+    assert (again.code, again.err.splitlines()[0]) == (13, "error: no commit of 'sft' is in the trash")
+    assert list(one) == ["schema", "run", "step", "attempt", "commit"]
+    assert {"schema": 1, **both[1]} == one
+
+
 def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path) -> None:
     """With others too; a whole run is refused, with the command that gives it up first."""
     [record] = (store / "commits" / "sft").glob("4.*")

@@ -70,7 +70,8 @@ TOPICS = (
         "name commits, drop them, say what to keep and free the rest",
         (
             *("Store.pin", "Store.pins", "Store.damaged_pins", "Store.delete_pin", "Store.drop"),
-            *("Store.drop_commits", "Store.undrop", "Store.dropped", "Store.give_up", "Store.gc", "Keep", "Best"),
+            *("Store.drop_commits", "Store.undrop", "Store.undrop_commits", "Store.dropped", "Store.give_up"),
+            *("Store.gc", "Keep", "Best"),
         ),
     ),
     Topic(

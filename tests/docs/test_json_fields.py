@@ -44,7 +44,8 @@ ROWS = {
     "`pin --delete`": ["pin --delete other"],
     "`drop`": ["drop sft@1100 --dry-run", "drop sft@1100"],
     "`undrop`": ["undrop sft@1100"],
-    "`drop`, several, or `--run`": ["drop sft@1100 sft@1200 --dry-run", "drop --run sft --dry-run"],
+    "`drop`, several, or `--run`": ["drop --run sft --dry-run", "drop sft@1100 sft@1200"],
+    "`undrop`, several, or `--run`": ["undrop sft@1100 sft@1200"],
     "`gc`": ["gc --keep-last 1 --dry-run"],
     "`verify`": ["verify", "verify sft@200"],
     "`repair`": ["repair --dry-run"],
@@ -73,6 +74,7 @@ AS_ABOVE = {
     "`compose --since`": "`compose`",
     "`pin --list`": "`pin NAME REF`",
     "`drop`, several, or `--run`": "`drop`",
+    "`undrop`, several, or `--run`": "`undrop`",
     "`bisect log`": "`bisect`",
 }
 # Fields whose value is a mapping from names of a user's: they are data.

@@ -200,6 +200,40 @@ def test_its_place_may_be_taken_and_then_it_stays_in_the_trash(three: Store, sav
     assert three.undrop(old[:12]).id == old != new
 
 
+def test_a_run_comes_back_as_it_was_last(three: Store, saved: Checkpoints) -> None:
+    """Of a step's commits, the one that was dropped last; what a step has by now is left to it."""
+    old = three.drop("r@4").commit
+    new = three.ingest(saved(4, seed=1), run="r").commit
+    three.drop_commits(runs=["r"])
+
+    with pytest.raises(Conflict, match="have one place, r@4; nothing was changed"):
+        three.undrop_commits([old, new])
+    assert steps(three) == []
+    back = three.undrop_commits(["r@2"], runs=["r"])
+    with pytest.raises(Conflict, match=r"r@4 is commit .* by now"):
+        three.undrop_commits(runs=["r"])
+    three.drop("r@2")
+
+    assert [commit.step for commit in back] == [2, 4, 6]
+    assert (three.show("r@4").commit, in_trash(three)) == (new, [4, 2])
+    assert [commit.step for commit in three.undrop_commits(runs=["r"])] == [2]
+    assert three.verify().ok
+
+
+def test_if_one_cannot_come_back_none_does(three: Store) -> None:
+    """A lost object of one is found before the first of them is in the log."""
+    lost = three.compose("r@4").layers["lm_head"].version
+    three.drop_commits(runs=["r"])
+    (three.path / "objects" / lost[:2] / lost).unlink()
+    before = snapshot(three)
+
+    with pytest.raises(Overtaken, match=r"r@4 \(commit .*\) cannot come back"):
+        three.undrop_commits(runs=["r"])
+
+    assert snapshot(three) == before
+    assert in_trash(three) == [6, 4, 2]
+
+
 def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpoints) -> None:
     """Once all of an attempt was dropped its number may be given again, to one that forked elsewhere."""
     saved.into(store, 2, 4)
