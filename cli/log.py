@@ -140,7 +140,11 @@ def _print_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
         print_json({"dropped": fields})
     elif dropped:
         columns: dict[Column, Callable[[DroppedCommit], str]] = {
-            Column("RUN", folds=True): lambda entry: entry.commit.record.run,
+            Column("RUN", folds=True): lambda entry: entry.commit.record.run
+        }
+        if any(entry.commit.record.attempt > 1 for entry in dropped):
+            columns[Column("ATTEMPT", "right")] = lambda entry: str(entry.commit.record.attempt)
+        columns |= {
             Column("STEP", "right"): lambda entry: str(entry.commit.record.step),
             Column("COMMIT", drops=2): lambda entry: short_id(entry.commit.id),
             Column("SAVED", drops=1): lambda entry: age(entry.commit.observed.time_ns),

@@ -18,7 +18,7 @@ ABOUT = About("Restore", elsewhere=("undelete", "unrm"))
 def undrop(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="RUN@STEP, or a commit's id."),
+        typer.Argument(metavar="[REF]...", help="RUN@STEP, RUN~1@STEP, or a commit's id."),
     ] = None,
     *,
     run: Runs = None,

@@ -245,7 +245,7 @@ def _in_trash(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> dic
 
 def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Commit:
     """
-    Return the commit in the trash that *ref* means: ``RUN@STEP``, or the beginning of its id.
+    Return the commit in the trash that *ref* means: ``RUN@STEP``, ``RUN~1@STEP`` or the beginning of its id.
 
     Raises:
         NotFound: There is none.
@@ -257,9 +257,19 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
         for name in names
         if (begins_id(ref) and name.id.startswith(ref)) or (name.run, name.step) == (reference.name, reference.step)
     ]
-    commits = [entry.commit for entry in _readable(repo, meant)]
+    of_step = [entry.commit for entry in _readable(repo, meant)]
+    commits = of_step
+    if reference.back:
+        # As everywhere, ~1 is the last but one of the attempts that have commits.
+        view = repo.catalog.find(reference.name)
+        attempts = [] if view is None else view.attempts[: -reference.back]
+        commits = [commit for commit in of_step if [commit.record.attempt] == attempts[-1:]]
     if not commits:
-        raise NotFound(f"{ref} is not in the trash", hint="layerstore log --dropped lists what is")
+        hint = "layerstore log --dropped lists what is"
+        if of_step:
+            ids = ", ".join(f"{short_id(commit.id)} of attempt {commit.record.attempt}" for commit in of_step)
+            hint = f"name it by its id: {ids}; ~ counts only attempts that have commits"
+        raise NotFound(f"{ref} is not in the trash", hint=hint)
     if len(commits) > 1:
         ids = ", ".join(short_id(commit.id) for commit in commits)
         raise Conflict(f"{len(commits)} commits of {ref} are in the trash: {ids}", hint="name one by its id")

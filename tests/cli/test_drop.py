@@ -1,5 +1,6 @@
 """``layerstore drop`` says what goes to the trash, what stays, and how it comes back."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,26 @@ def test_several_come_back_as_they_went(run: Run, store: Path) -> None:
     assert (again.code, again.err.splitlines()[0]) == (13, "error: no commit of 'sft' is in the trash")
     assert list(one) == ["schema", "run", "step", "attempt", "commit"]
     assert {"schema": 1, **both[1]} == one
+
+
+def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkpoints: Path) -> None:
+    """The list has a column; ~1 counts the attempts that have commits, and where that names none, the ids stand."""
+    run("ingest", checkpoints / "global_step4", "--run", "sft", "--resumed-from", "sft@2", "--store", store)
+    first, second = (run("show", ref, "--json", "--store", store).fields["commit"][:12] for ref in ("sft~1@4", "sft@4"))
+    run("drop", "sft@4", "sft~1@4", "--store", store)
+    people = run("log", "--dropped", "--store", store).out.splitlines()
+    either = run("undrop", "sft@4", "--store", store)
+    neither = run("undrop", "sft~1@4", "--store", store)
+    back = run("undrop", second, "--store", store)
+    other = run("undrop", "sft~1@4", "--store", store)
+
+    assert people[0].split() == ["RUN", "ATTEMPT", "STEP", "COMMIT", "SAVED", "DROPPED"]
+    assert {tuple(line.split()[1:4]) for line in people[1:3]} == {("1", "4", first), ("2", "4", second)}
+    assert "2 commits of sft@4 are in the trash: " in either.err
+    assert (neither.code, neither.err.splitlines()[0]) == (13, "error: sft~1@4 is not in the trash")
+    assert {f"{first} of attempt 1", f"{second} of attempt 2"} <= set(re.split(": |, |; ", neither.err.splitlines()[1]))
+    assert (back.code, other.code) == (0, 0)
+    assert f"(commit {first})" in other.out
 
 
 def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path) -> None:
