@@ -24,7 +24,7 @@ from layerstore.units import short_id, size
 if TYPE_CHECKING:
     from layerstore.gc import Dropped
 
-ABOUT = About("Maintain", elsewhere=("delete", "remove", "rm"))
+ABOUT = About("Maintain", store="anywhere", elsewhere=("delete", "remove", "rm"))
 
 # How many commits are named; the others are only counted.
 NAMED_MAX = 20

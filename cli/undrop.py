@@ -12,7 +12,7 @@ from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 from layerstore.units import short_id
 
-ABOUT = About("Restore", elsewhere=("undelete", "unrm"))
+ABOUT = About("Restore", store="anywhere", elsewhere=("undelete", "unrm"))
 
 
 def undrop(

@@ -67,7 +67,7 @@ def test_hints_for_a_store_by_its_url_can_be_followed(
 def test_a_commit_there_is_dropped_and_brought_back(run: Run, url: str) -> None:
     """What the commands say can be done there."""
     dropped = run("--store", url, "drop", "sft@4")
-    assert "a day later; to bring it back: layerstore undrop" in dropped.out
+    assert f"a day later; to bring it back: layerstore --store {url} undrop" in dropped.out
     assert "--empty-trash" not in dropped.out
     assert "sft" in run("--store", url, "log", "--dropped").out
     assert "sft@4 is back" in run("--store", url, "undrop", "sft@4").out
