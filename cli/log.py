@@ -86,7 +86,7 @@ def log(
         remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
         # Asked while the store is open, and printed last.
         if not page.entries:
-            next_one = _next_of_empty(opened_store)
+            none = _said_of_none(opened_store, run)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
         took = {(name, save.attempt, save.step): save for name in runs for save in opened_store.timings(name)}
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
@@ -106,8 +106,7 @@ def log(
             next_page = with_store(f"layerstore log {shown(more.run)} --before {short_id(more.after)}{options}")
             print_note(f"{counted(more.commits, 'older commit')}: {next_page}")
     elif not damaged and before is None:
-        none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
-        print_note(f"{none}; next: {next_one}")
+        print_note(none)
 
 
 def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
@@ -127,11 +126,16 @@ def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
     return lacking
 
 
-def _next_of_empty(store: "Store") -> str:
-    """Return what brings commits to *store*: one that has a remote and no commit is a clone that was cut off."""
+def _said_of_none(store: "Store", run: str | None) -> str:
+    """Return why *store*, or its *run*, shows no commit, and what to do."""
+    if run is not None or store.repo.trash.records():
+        whose = "" if run is None else f" of {shown(run)}"
+        return f"no commit{whose} shows: all were dropped; {with_store('layerstore log --dropped')} lists them"
     if store.repo.remote is not None:
-        return "save or ingest into it, or layerstore push, in a store that is to push here"
-    return with_store("layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT")
+        return "no commits yet; next: save or ingest into it, or layerstore push, in a store that is to push here"
+    # One that has a remote and no commit is a clone that was cut off.
+    command = "layerstore pull" if store.remotes.urls() else "layerstore ingest CHECKPOINT"
+    return f"no commits yet; next: {with_store(command)}"
 
 
 def _print_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:

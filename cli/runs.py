@@ -17,6 +17,8 @@ from layerstore.cli.render import (
     print_paragraph,
     print_table,
     shown,
+    some,
+    with_store,
 )
 from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
@@ -55,12 +57,17 @@ def runs(
     with opened(place or store) as opened_store:
         lines = opened_store.overview()
         names = {url: name for name, url in opened_store.remotes.urls().items()}
+        dropped = sorted({name.run for name in opened_store.repo.trash.records()} - {line.run for line in lines})
     if as_json:
         print_json({"runs": [json_fields(line) for line in lines]})
-    elif lines:
+        return
+    if lines:
         _print_result(lines, names)
-    else:
+    elif not dropped:
         print_note("no runs yet")
+    if dropped:
+        listed = with_store("layerstore log --dropped")
+        print_note(f"dropped: {shown(some(dropped))}; {listed} lists their commits")
 
 
 def _print_result(lines: list["RunLine"], names: dict[str, str]) -> None:

@@ -269,6 +269,8 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
         if of_step:
             ids = ", ".join(f"{short_id(commit.id)} of attempt {commit.record.attempt}" for commit in of_step)
             hint = f"name it by its id: {ids}; ~ counts only attempts that have commits"
+        elif reference.step is None and any(name.run == reference.name for name in names):
+            hint = f"layerstore undrop --run {typed(reference.name)} brings back what is of that run"
         raise NotFound(f"{ref} is not in the trash", hint=hint)
     if len(commits) > 1:
         ids = ", ".join(short_id(commit.id) for commit in commits)

@@ -56,7 +56,11 @@ def only_run(repo: Repository) -> str:
     """Return the store's only run; if there are several, raises InvalidInput listing them."""
     runs = repo.catalog.runs()
     if not runs:
-        raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
+        was_dropped = bool(repo.trash.records())
+        raise NotFound(
+            "the store holds no commit yet",
+            hint="layerstore log --dropped lists what was dropped" if was_dropped else "layerstore ingest CHECKPOINT",
+        )
     if len(runs) > 1:
         # A run whose commits were all dropped cannot be meant.
         runs = [run for run in runs if not is_dropped(repo.catalog.view(run))] or runs[:1]

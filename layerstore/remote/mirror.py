@@ -206,6 +206,10 @@ class MirroredRecords(RecordStore):
         in_trash = (entry.name for entry in self._bucket.listed("trash/commits") if is_stranger(entry))
         yield from (self._layout.root / name for name in (*self.stranger_names, *in_trash))
 
+    def in_trash(self, run: str) -> bool:
+        """Whether commits of *run* are in the bucket's trash."""
+        return is_name(run) and bool(self._bucket.listed(f"trash/commits/{run}"))
+
     def read(self, name: RecordName) -> Commit:
         """Return the commit *name*, checked; raises IntegrityError if it is damaged in the bucket, or gone."""
         return self._read_twice(self._path(name), lambda: super(MirroredRecords, self).read(name))

@@ -1,6 +1,6 @@
 """The disk: files, objects, records, the index, locks and trash of one store."""
 
-from layerstore.storage.catalog import IndexNotice, RunView
+from layerstore.storage.catalog import IndexNotice, RunView, hint_at_dropped
 from layerstore.storage.commits import RecordName, RecordStore, hinted, name_in, read_identity, stated_ids
 from layerstore.storage.index import RecordRow, engine_version, index_problem, row_of
 from layerstore.storage.object_writer import Draft, ObjectWriter, Staged
@@ -35,6 +35,7 @@ __all__ = [
     "check_free",
     "check_hash",
     "engine_version",
+    "hint_at_dropped",
     "hinted",
     "index_directory",
     "index_problem",

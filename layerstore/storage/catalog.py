@@ -365,6 +365,8 @@ class Catalog:
             ) from exc
 
     def _known_runs(self, run: str) -> str:
+        if self._records.in_trash(run):
+            return hint_at_dropped(run)
         runs = self.runs()
         if not runs:
             return "the store is empty: layerstore ingest CHECKPOINT"
@@ -451,6 +453,14 @@ class Catalog:
             return False  # nothing there, or the store is read-only and its index stays unused
         shutil.rmtree(aside, ignore_errors=True)  # what stays is a folder that nobody opens
         return True
+
+
+def hint_at_dropped(run: str) -> str:
+    """Return the hint for *run*, whose commits are all in the trash."""
+    return (
+        f"its commits were dropped: layerstore log {typed(run)} --dropped lists them, "
+        f"layerstore undrop --run {typed(run)} brings them back"
+    )
 
 
 def _errno_of(problem: IndexUnusable) -> int | None:

@@ -205,6 +205,10 @@ class RecordStore:
             self._check_folder()
         return names
 
+    def in_trash(self, run: str) -> bool:
+        """Whether commits of *run* are in the trash."""
+        return is_name(run) and any(name_in(run, name) for name in self._files.names(self._layout.dropped / run))
+
     def stamp(self, run: str) -> tuple[int, ...] | None:
         """Return a fingerprint that changes with the folder of *run*; None if nothing can prove it unchanged."""
         return None if self.is_on_network else self._files.stamp(self._layout.run(run))

@@ -133,6 +133,25 @@ def test_several_come_back_as_they_went(run: Run, store: Path) -> None:
     assert {"schema": 1, **both[1]} == one
 
 
+def test_a_dropped_run_says_so(run: Run, store: Path) -> None:
+    """To whoever asks for it, with the commands that list it and bring it back; runs and log name it too."""
+    run("pin", "--delete", "best", "--store", store)
+    run("drop", "--run", "sft", "--store", store)
+    at_store = f"layerstore --store {store}"
+    ways = f"{at_store} log sft --dropped lists them, {at_store} undrop --run sft brings them back"
+
+    for words in (["log", "sft"], ["show", "sft"], ["compose", "sft@4", "--dry-run"], ["gc", "sft", "--dry-run"]):
+        outcome = run(*words, "--store", store)
+        assert (outcome.code, outcome.err.splitlines()[-1]) == (13, f"hint: its commits were dropped: {ways}"), words
+    by_name = run("undrop", "sft", "--store", store)
+    assert (by_name.code, f"{at_store} undrop --run sft brings" in by_name.err) == (13, True)
+    assert f"{at_store} log --dropped lists" in run("show", "--store", store).err
+    assert run("runs", "--store", store).out == f"dropped: sft; {at_store} log --dropped lists their commits\n"
+    assert run("runs", "--json", "--store", store).fields["runs"] == []
+    none = f"no commit shows: all were dropped; {at_store} log --dropped lists them\n"
+    assert run("log", "--store", store).out == none
+
+
 def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkpoints: Path) -> None:
     """The list has a column; ~1 counts the attempts that have commits, and where that names none, the ids stand."""
     run("ingest", checkpoints / "global_step4", "--run", "sft", "--resumed-from", "sft@2", "--store", store)

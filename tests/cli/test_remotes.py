@@ -71,6 +71,12 @@ def test_a_commit_there_is_dropped_and_brought_back(run: Run, url: str) -> None:
     assert "--empty-trash" not in dropped.out
     assert "sft" in run("--store", url, "log", "--dropped").out
     assert "sft@4 is back" in run("--store", url, "undrop", "sft@4").out
+    run("--store", url, "drop", "--run", "sft")
+    assert run("--store", url, "log", "sft", "--json").error["hint"] == (
+        f"its commits were dropped: layerstore --store {url} log sft --dropped lists them, "
+        f"layerstore --store {url} undrop --run sft brings them back"
+    )
+    assert "2 commits are back" in run("--store", url, "undrop", "--run", "sft").out
 
 
 def test_what_is_counted_there_is_in_the_bucket(run: Run, url: str, store: Path) -> None:

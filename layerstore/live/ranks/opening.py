@@ -4,12 +4,11 @@ from pathlib import Path
 
 from layerstore.disk import Files
 from layerstore.errors import AlreadyExists, Conflict, NoStore
-from layerstore.layers import typed
 from layerstore.layout import is_url, layout_at
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage import check_free
+from layerstore.storage import check_free, hint_at_dropped
 from layerstore.store import Store, StrPath, as_store, init
 
 _RUNS_SHOWN_MAX = 10
@@ -95,7 +94,7 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
     """Log that training starts from scratch: as a warning if *store* has other runs, since *run* may be mistyped."""
     if not isinstance(store, Store):
         LOG.info("there is no store at %s yet: training starts from scratch", store)
-    elif not store.runs() and not _was_dropped(store, run):
+    elif not store.runs() and not store.repo.records.in_trash(run):
         LOG.info("%s has no commit yet: training starts from scratch", store.repo.name)
     else:
         LOG.warning("run %r has no commit yet: training starts from scratch; %s%s", run, runs_here(store, run), refusal)
@@ -103,13 +102,9 @@ def log_nothing_yet(store: Store | StrPath, run: str, *, refusal: str = "") -> N
 
 def runs_here(store: Store, run: str) -> str:
     """Return the hint for a *run* that *store* does not have: it was dropped, or another run has a similar name."""
-    if _was_dropped(store, run):
-        return f"its commits were dropped: layerstore log {typed(run)} --dropped, then undrop"
+    if store.repo.records.in_trash(run):
+        return hint_at_dropped(run)
     runs = store.runs()
     more = f" and {len(runs) - _RUNS_SHOWN_MAX} more" if len(runs) > _RUNS_SHOWN_MAX else ""
     here = f"runs here: {', '.join(runs[:_RUNS_SHOWN_MAX])}{more}" if runs else "there is no other run"
     return did_you_mean(nearest(run, runs), else_=here)
-
-
-def _was_dropped(store: Store, run: str) -> bool:
-    return any(name.run == run for name in store.repo.trash.records())

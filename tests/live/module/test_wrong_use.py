@@ -227,4 +227,4 @@ def test_a_run_that_was_dropped_is_not_taken_for_a_new_one(tmp_path: Path, caplo
         store.drop("sft@1")
 
     assert layerstore.resume(model, optimizers, tmp_path / "store", run="sft") is None
-    assert "its commits were dropped: layerstore log sft --dropped, then undrop" in caplog.text
+    assert "its commits were dropped: layerstore log sft --dropped lists them, " in caplog.text
