@@ -2,15 +2,17 @@
 Choose the attempt that a job saves: one that no other job is saving.
 
 If two jobs saved one attempt, their commits would mix. So the second job opens the next attempt, and both continue.
-However the process ends, the lock is released.
+However the process ends, the lock is released. For the same reason, a job opens the next attempt if later commits of
+its own were dropped: they may come back.
 """
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import partial
 
 from layerstore.compose import Composition
-from layerstore.errors import Conflict
+from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.history import NextCommit, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
@@ -119,7 +121,8 @@ class AttemptLock:
 
         def placed(taken: Collection[int]) -> NextCommit:
             view = self._repo.catalog.find(self._run)
-            return wish(view).beside(view, taken)
+            place = wish(view)
+            return place.beside(view, {*taken, *self._dropped_after(place)})
 
         reserved = reserve(self._repo, self._run, placed, held=self._held)
         lock.push(reserved.lock)
@@ -129,3 +132,11 @@ class AttemptLock:
         if reserved.doubt is not None:
             LOG.warning("attempt %d could not be locked; another job may save it too: %s", attempt, reserved.doubt)
         return attempt
+
+    def _dropped_after(self, place: NextCommit) -> Iterator[int]:
+        """Yield the attempts of dropped commits that would come after *place* if they were brought back."""
+        trash = self._repo.trash
+        for name in trash.records():
+            if name.run == self._run and (place.after is None or name.step > place.after):
+                with contextlib.suppress(NotFound, IntegrityError):  # emptied meanwhile, or damaged and lost
+                    yield trash.read_record(name).record.attempt

@@ -271,6 +271,29 @@ def test_a_second_saver_goes_on_and_an_older_step_begins_an_attempt(store: Path)
     assert set(states) == {1, 2, 3}
 
 
+def test_what_was_dropped_comes_back_as_a_branch(store: Path) -> None:
+    """Below the commit that both go on from, and of the same steps: a resume after a drop opens an attempt."""
+    model, optimizers = new()
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        saves(saver, model, optimizers, range(3))
+    with layerstore.open(store) as opened:
+        opened.drop_commits(["sft@1", "sft@2"])
+    model, optimizers, _ = resumed(store)
+    with layerstore.attach(model, optimizers, store, run="sft") as saver:
+        saves(saver, model, optimizers, range(1, 4))
+
+    with layerstore.open(store) as opened:
+        opened.undrop_commits(runs=["sft"])
+        lines = opened.log_page("sft", graph=True).lines
+    drawn = [(line.drawing, line.entry and (line.entry.attempt, line.entry.step)) for line in lines]
+    assert drawn == [
+        *(("*", (2, step)) for step in (3, 2, 1)),
+        *(("| *", (1, step)) for step in (2, 1)),
+        ("|/", None),
+        ("*", (1, 0)),
+    ]
+
+
 def test_gradients_that_an_update_has_used_do_not_matter(store: Path) -> None:
     """Programs that clear them only before the next backward pass save and resume all the same."""
     model, optimizer = new()

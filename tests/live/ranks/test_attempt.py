@@ -85,6 +85,20 @@ def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pyt
     assert third.acquire(wish).attempt == 3
 
 
+def test_what_was_dropped_comes_back_beside_what_is_trained_instead(store: Store) -> None:
+    """Not among its commits: a job that goes on from before it opens an attempt. Earlier steps do not matter."""
+    save(store, 6)
+    store.drop_commits(["sft@2", "sft@6"])
+    place = attempt_of(store).acquire(partial(place_resumed, composition=tip(store)))
+    store.drop("sft@4")
+    anew = attempt_of(store).acquire(partial(place_resumed, composition=None))
+    store.undrop_commits(["sft@4", "sft@6"])
+
+    assert (place.attempt, place.fork, place.save_number) == (2, Fork(attempt=1, step=4), 2)
+    assert (anew.attempt, anew.fork) == (2, None)
+    assert attempt_of(store).acquire(partial(place_resumed, composition=tip(store))).attempt == 1
+
+
 def test_what_will_be_saved_is_said_in_one_line(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """Where the saves go and what they follow; a warning before the first save if they follow nothing."""
     earlier = store.compose(f"{RUN}@2").composition
