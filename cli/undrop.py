@@ -39,15 +39,17 @@ def undrop(
       layerstore drop --run sft
       layerstore undrop --run sft
     """
+    from layerstore.history import references_to
+
     check_named("undrop", refs, run)
     with opened(store) as opened_store:
         commits = opened_store.undrop_commits(refs or (), runs=run or ())
+        references = [shown(ref) for ref in references_to(opened_store.repo, (commit.record for commit in commits))]
         left = {name: len(opened_store.dropped(name)) for name in run or ()}
     if as_json:
         fields = [json_fields(commit) for commit in commits]
         print_json(fields[0] if is_one_ref(refs, run) else {"commits": fields})
         return
-    references = [shown(f"{commit.run}@{commit.step}") for commit in commits]
     if len(commits) == 1:
         print_line(f"{references[0]} is back (commit {short_id(commits[0].id)})")
     else:

@@ -169,7 +169,7 @@ def test_attempts_of_a_dropped_step_are_told_apart(run: Run, store: Path, checkp
     assert (neither.code, neither.err.splitlines()[0]) == (13, "error: sft~1@4 is not in the trash")
     assert {f"{first} of attempt 1", f"{second} of attempt 2"} <= set(re.split(": |, |; ", neither.err.splitlines()[1]))
     assert (back.code, other.code) == (0, 0)
-    assert f"(commit {first})" in other.out
+    assert other.out == f"sft~1@4 is back (commit {first})\n"
 
 
 def test_what_cannot_be_read_is_given_up_by_its_name_alone(run: Run, store: Path) -> None:
