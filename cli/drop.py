@@ -19,6 +19,7 @@ from layerstore.cli.render import (
 )
 from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
+from layerstore.layers import typed
 from layerstore.units import short_id, size
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def drop(
             f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/"
         )
     if dropped:
-        _print_result(dropped, dry_run=dry_run, in_bucket=in_bucket)
+        _print_result(dropped, dry_run=dry_run, in_bucket=in_bucket, whole_runs=[] if refs else run or [])
 
 
 def check_named(command: str, refs: Sequence[str] | None, runs: Sequence[str] | None) -> None:
@@ -109,8 +110,8 @@ def _fields(dropped: "Sequence[Dropped]", given_up: dict[str, tuple[str, ...]], 
     }
 
 
-def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: bool) -> None:
-    """Print what went, or would go, and what that means, once for all of them."""
+def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: bool, whole_runs: Sequence[str]) -> None:
+    """Print what went, or would go, and what that means, once for all of them; *whole_runs* if nothing else went."""
     is_one = len(dropped) == 1
     references = [shown(commit.reference) for commit in dropped]
     name = (
@@ -135,8 +136,9 @@ def _print_result(dropped: "Sequence[Dropped]", *, dry_run: bool, in_bucket: boo
     size_bytes = sum(commit.size_bytes for commit in dropped)
     up_to = f"frees up to {size(size_bytes)} {when}"
     freed = up_to if size_bytes else f"frees nothing: others need all that {'it has' if is_one else 'they have'}"
-    undrop = with_store(f"layerstore undrop {short_id(dropped[0].commit)}" if is_one else "layerstore undrop REF")
-    back = f"to bring {'it' if is_one else 'one'} back: {undrop}"
+    named = short_id(dropped[0].commit) if is_one else " ".join(f"--run {typed(run)}" for run in whole_runs) or "REF"
+    what = "it" if is_one else "them" if whole_runs else "one"
+    back = f"to bring {what} back: {with_store(f'layerstore undrop {named}')}"
     print_line(f"gc then {freed}" if dry_run else f"gc {freed}; {back}")
 
 

@@ -85,8 +85,8 @@ def log(
         is_pushed = any(entry.pushed for entry in page.entries)
         remotes = {url: name for name, url in opened_store.remotes.urls().items()} if is_pushed else {}
         # Asked while the store is open, and printed last.
-        if not page.entries:
-            none = _said_of_none(opened_store, run)
+        if not page.entries and before is None:
+            none = _said_of_none(opened_store)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
         took = {(name, save.attempt, save.step): save for name in runs for save in opened_store.timings(name)}
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
@@ -126,11 +126,10 @@ def _lacking(wanted: Collection[str], page: "LogPage") -> list[str]:
     return lacking
 
 
-def _said_of_none(store: "Store", run: str | None) -> str:
-    """Return why *store*, or its *run*, shows no commit, and what to do."""
-    if run is not None or store.repo.trash.records():
-        whose = "" if run is None else f" of {shown(run)}"
-        return f"no commit{whose} shows: all were dropped; {with_store('layerstore log --dropped')} lists them"
+def _said_of_none(store: "Store") -> str:
+    """Return why *store* shows no commit, and what to do."""
+    if store.repo.trash.records():
+        return f"all commits were dropped: {with_store('layerstore log --dropped')} lists them"
     if store.repo.remote is not None:
         return "no commits yet; next: save or ingest into it, or layerstore push, in a store that is to push here"
     # One that has a remote and no commit is a clone that was cut off.

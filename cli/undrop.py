@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from layerstore.cli.commands import About
-from layerstore.cli.drop import NAMED_MAX, Runs, check_named, is_one_ref
+from layerstore.cli.drop import NAMED_MAX, check_named, is_one_ref
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import counted, print_json, print_line, print_note, print_paragraph, shown, some, with_store
 from layerstore.json_fields import json_fields
@@ -21,7 +21,10 @@ def undrop(
         typer.Argument(metavar="[REF]...", help="RUN@STEP, RUN~1@STEP, or a commit's id."),
     ] = None,
     *,
-    run: Runs = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RUN", help="Of each step of this run, what was dropped last; may be repeated."),
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -30,7 +33,7 @@ def undrop(
 
     layerstore log --dropped lists what is in the trash.
     If one of several cannot come back, none does.
-    With --run, a step that was dropped several times gets its last commit; one that has a commit by now keeps it.
+    With --run, a step that has a commit by now keeps it.
 
     \b
     Examples:
@@ -57,4 +60,4 @@ def undrop(
     for name, count in left.items():
         if count:
             listed = with_store(f"layerstore log {typed(name)} --dropped")
-            print_note(f"{counted(count, 'commit')} of a step that has another stayed in the trash: {listed}")
+            print_note(f"{counted(count, 'older commit')} of {shown(name)} stayed in the trash: {listed}")

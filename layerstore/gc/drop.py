@@ -17,7 +17,7 @@ from layerstore.history import Needs, begins_id, references_to, resolve, view_re
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId, Saving
 from layerstore.publish import republish, retire
-from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.units import short_id, utc
 
 
@@ -204,21 +204,27 @@ def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
 
 def _readable(repo: Repository, names: Iterable[RecordName]) -> Iterator[DroppedCommit]:
     for name in names:
-        try:
+        with contextlib.suppress(IntegrityError):  # damaged and lost
+            yield from _commits_in_trash(repo, [name])
+
+
+def _commits_in_trash(repo: Repository, names: Iterable[RecordName]) -> Iterator[DroppedCommit]:
+    for name in names:
+        with contextlib.suppress(NotFound):  # emptied meanwhile
             commit = repo.trash.read_record(name)
-        except (NotFound, IntegrityError):
-            continue  # emptied meanwhile, or damaged and lost
-        yield DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name))
+            yield DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name))
 
 
 def undrop(repo: Repository, refs: Iterable[str], *, runs: Iterable[str] = ()) -> list[Commit]:
     """
-    Make the commits *refs*, and those of *runs* that are in the trash, visible again; if one of them cannot, none is.
+    Make the commits *refs*, and those of *runs* that are in the trash, visible again.
 
-    Of *runs*, each step gets the commit that was dropped last, unless it has one by now.
+    Of *runs*, each step gets the commit that was dropped last, unless it has one by now. If one is refused, none comes
+    back; if the disk refuses one, those before it are back, and the call can be repeated.
 
     Raises:
         NotFound: One is not in the trash.
+        IntegrityError: A record of *runs* in the trash is damaged.
         Conflict: Another commit has taken the step of one, or another attempt its number.
         Overtaken: An object that one needs is gone; all stay in the trash.
     """
@@ -237,7 +243,7 @@ def _in_trash(repo: Repository, refs: Iterable[str], runs: Iterable[str]) -> dic
     names = repo.trash.records()
     commits = {ref: _commit_meant(repo, names, ref) for ref in refs}
     for run in runs:
-        of_run = _newest_of_run(repo, [name for name in names if name.run == run], run)
+        of_run = _newest_of_run(repo, [name for name in names if name.run == run], run, commits.values())
         commits |= {f"{run}@{commit.step} (commit {short_id(commit.id)})": commit for commit in of_run}
     once = {commit.id: name for name, commit in commits.items()}
     return {name: commits[name] for name in once.values()}
@@ -259,6 +265,7 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
     ]
     of_step = [entry.commit for entry in _readable(repo, meant)]
     commits = of_step
+    ids = ", ".join(f"{short_id(commit.id)} of attempt {commit.record.attempt}" for commit in of_step)
     if reference.back:
         # As everywhere, ~1 is the last but one of the attempts that have commits.
         view = repo.catalog.find(reference.name)
@@ -267,81 +274,80 @@ def _commit_meant(repo: Repository, names: Iterable[RecordName], ref: str) -> Co
     if not commits:
         hint = "layerstore log --dropped lists what is"
         if of_step:
-            ids = ", ".join(f"{short_id(commit.id)} of attempt {commit.record.attempt}" for commit in of_step)
             hint = f"name it by its id: {ids}; ~ counts only attempts that have commits"
         elif reference.step is None and any(name.run == reference.name for name in names):
-            hint = f"layerstore undrop --run {typed(reference.name)} brings back what is of that run"
+            hint = f"layerstore undrop --run {typed(reference.name)} brings that run back"
         raise NotFound(f"{ref} is not in the trash", hint=hint)
     if len(commits) > 1:
-        ids = ", ".join(short_id(commit.id) for commit in commits)
         raise Conflict(f"{len(commits)} commits of {ref} are in the trash: {ids}", hint="name one by its id")
     return commits[0]
 
 
-def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str) -> list[Commit]:
-    """Return the commits *names* of *run*: of one step and attempt the one dropped last, and none if it has one now."""
-    by_time = sorted(_readable(repo, names), key=lambda entry: entry.dropped_ns)
+def _newest_of_run(repo: Repository, names: Iterable[RecordName], run: str, others: Iterable[Commit]) -> list[Commit]:
+    """
+    Return the commits *names* of *run* that can have their places next to *others*: of one place the one dropped last.
+
+    Of an attempt whose number was given again, those of its newest history.
+
+    Raises:
+        IntegrityError: One is damaged: an older one of its place would come back instead.
+    """
+    by_time = sorted(_commits_in_trash(repo, names), key=lambda entry: entry.dropped_ns)
     if not by_time:
         raise NotFound(f"no commit of {run!r} is in the trash", hint="layerstore log --dropped lists what is")
     commits = {_place(entry.commit.record): entry.commit for entry in by_time}
     view = repo.catalog.find(run)
-    taken = set() if view is None else {_place(row) for row in view.visible}
+    visible = () if view is None else tuple(view.visible)
+    taken = {_place(row): row.id for row in visible} | {_place(commit.record): commit.id for commit in others}
+    lineages = {commit.record.attempt: commit.record.lineage for commit in (*commits.values(), *others)}
+    lineages |= {row.attempt: row.lineage for row in visible}
+    free = [
+        commit
+        for place, commit in commits.items()
+        if taken.get(place, commit.id) == commit.id and lineages[commit.record.attempt] == commit.record.lineage
+    ]
     # If none is free, all are refused, in the words for each.
-    free = [commit for place, commit in commits.items() if place not in taken] or list(commits.values())
-    return sorted(free, key=lambda commit: (commit.step, commit.record.attempt))
+    return sorted(free or commits.values(), key=lambda commit: (commit.step, commit.record.attempt))
 
 
 def _check_places(repo: Repository, named: Mapping[str, Commit]) -> None:
-    """Raise Conflict or NotFound unless each of the commits *named* can have its place again, next to the others."""
+    """Raise Conflict unless each of the commits *named* can have its place again, next to the others."""
+    views = [view for run in {commit.run for commit in named.values()} if (view := repo.catalog.find(run)) is not None]
+    visible = {_place(row): row for view in views for row in view.visible}
+    replaced = {old: row for view in views for row in view.rows.values() for old in row.supersedes}
+    lineages = {(row.run, row.attempt): row.lineage for row in visible.values()}
+    pins = repo.records.pin_names()
     by_place: dict[tuple[str, int, int], str] = {}
     for name, commit in named.items():
-        other = by_place.setdefault(_place(commit.record), name)
-        if other != name:
+        record, place = commit.record, _place(commit.record)
+        rival, hides = visible.get(place), replaced.get(commit.id)
+        if rival is not None and rival.id == commit.id:
+            continue  # an undrop that was killed has left it in the trash as well
+        if (other := by_place.setdefault(place, name)) != name:
             raise Conflict(
                 f"{other} and {name} have one place, {commit.run}@{commit.step}; nothing was changed",
                 hint="name one of the two",
             )
-    for run in {commit.run for commit in named.values()}:
-        view = repo.catalog.find(run)
-        visible, rows = ([], []) if view is None else (list(view.visible), list(view.rows.values()))
-        for name, commit in named.items():
-            if commit.run == run:
-                _check_place(repo, name, commit, visible, rows)
-                visible.append(row_of(commit))
-                rows.append(row_of(commit))
-
-
-def _check_place(
-    repo: Repository, name: str, commit: Commit, visible: Iterable[RecordRow], rows: Iterable[RecordRow]
-) -> None:
-    """Raise unless *commit* can come back into its run, of whose *rows* some are *visible*."""
-    record = commit.record
-    own = [row for row in visible if row.attempt == record.attempt]
-    rival = next((row for row in own if row.step == record.step), None)
-    if rival is not None and rival.id == commit.id:
-        raise NotFound(f"{name} is not dropped: it was saved again", hint="layerstore log lists it")
-    if rival is not None:
-        raise Conflict(
-            f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
-            hint=f"layerstore drop {short_id(rival.id)} makes room for it",
-        )
-    # It would come back hidden.
-    hides = next((row for row in rows if commit.id in row.supersedes), None)
-    if hides is not None:
-        raise Conflict(
-            f"{name} was replaced by commit {short_id(hides.id)}, {record.run}@{hides.step}; nothing was changed",
-            hint=f"layerstore drop {short_id(hides.id)} makes room for it",
-        )
-    if record.run in repo.records.pin_names():
-        raise Conflict(
-            f"{record.run!r} is the name of a pin by now; runs and pins share their names; nothing was changed",
-            hint=f"layerstore pin --delete {typed(record.run)} frees the name",
-        )
-    if any(row.lineage != record.lineage for row in own):
-        raise Conflict(
-            f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
-            hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
-        )
+        if rival is not None:
+            raise Conflict(
+                f"{record.run}@{record.step} is commit {short_id(rival.id)} by now; nothing was changed",
+                hint=f"layerstore drop {short_id(rival.id)} makes room for it",
+            )
+        if hides is not None:  # it would come back hidden
+            raise Conflict(
+                f"{name} was replaced by commit {short_id(hides.id)}, {record.run}@{hides.step}; nothing was changed",
+                hint=f"layerstore drop {short_id(hides.id)} makes room for it",
+            )
+        if record.run in pins:
+            raise Conflict(
+                f"{record.run!r} is the name of a pin by now; runs and pins share their names; nothing was changed",
+                hint=f"layerstore pin --delete {typed(record.run)} frees the name",
+            )
+        if lineages.setdefault((record.run, record.attempt), record.lineage) != record.lineage:
+            raise Conflict(
+                f"attempt {record.attempt} of {record.run!r} has another history by now; nothing was changed",
+                hint=f"layerstore compose {short_id(commit.id)} -o DIR composes it from the trash",
+            )
 
 
 def _restore(repo: Repository, named: Mapping[str, Commit]) -> None:

@@ -369,7 +369,7 @@ class Catalog:
             return hint_at_dropped(run)
         runs = self.runs()
         if not runs:
-            return "the store is empty: layerstore ingest CHECKPOINT"
+            return "the store holds no commit: layerstore ingest CHECKPOINT; layerstore log --dropped lists the trash"
         if run.partition("@")[0] in runs:
             return f"layerstore show {typed(run)} shows one commit; the run is {run.partition('@')[0]}"
         if run.isdecimal():

@@ -109,7 +109,7 @@ def test_a_whole_run_is_dropped_by_its_name(run: Run, store: Path) -> None:
     assert (nothing.code, planned.code, dropped.code, again.code) == (2, 0, 0, 13)
     assert "--run RUN" in nothing.err
     assert planned.out.startswith("would drop 2 commits: sft@2, sft@4; nothing was changed\n")
-    assert dropped.out.splitlines()[-1].endswith(f"to bring one back: layerstore --store {store} undrop REF")
+    assert dropped.out.splitlines()[-1].endswith(f"to bring them back: layerstore --store {store} undrop --run sft")
     assert run("undrop", "sft@2", "--store", store).code == 0
 
 
@@ -148,7 +148,7 @@ def test_a_dropped_run_says_so(run: Run, store: Path) -> None:
     assert f"{at_store} log --dropped lists" in run("show", "--store", store).err
     assert run("runs", "--store", store).out == f"dropped: sft; {at_store} log --dropped lists their commits\n"
     assert run("runs", "--json", "--store", store).fields["runs"] == []
-    none = f"no commit shows: all were dropped; {at_store} log --dropped lists them\n"
+    none = f"all commits were dropped: {at_store} log --dropped lists them\n"
     assert run("log", "--store", store).out == none
 
 

@@ -9,7 +9,9 @@ import pytest
 from layerstore import Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken, StorageIO
 from layerstore.history import Needs, named_by
-from layerstore.storage import RecordName
+from layerstore.model import Commit
+from layerstore.publish import Published, republish
+from layerstore.storage import RecordName, Repository
 from layerstore.storage.commits import RecordStore
 from tests.gc.test_gc import collect, masters, steps
 from tests.unit.checkpoints import Checkpoints, snapshot
@@ -218,6 +220,60 @@ def test_a_run_comes_back_as_it_was_last(three: Store, saved: Checkpoints) -> No
     assert (three.show("r@4").commit, in_trash(three)) == (new, [4, 2])
     assert [commit.step for commit in three.undrop_commits(runs=["r"])] == [2]
     assert three.verify().ok
+
+
+def test_a_damaged_record_in_the_trash_stops_what_would_bring_back_an_older_one(
+    three: Store, saved: Checkpoints
+) -> None:
+    """The run's; commits that are named come back."""
+    old = three.drop("r@4").commit
+    new = three.ingest(saved(4, seed=1), run="r").commit
+    three.drop_commits(runs=["r"])
+    record = next((three.path / "trash" / "commits" / "r").glob(f"4.{new}*"))
+    record.chmod(0o644)
+    record.write_bytes(b"rot")
+
+    with pytest.raises(IntegrityError, match="r/4"):
+        three.undrop_commits(runs=["r"])
+
+    assert steps(three) == []
+    assert three.undrop(old).id == old
+
+
+def test_an_undrop_that_stopped_half_way_is_repeated(three: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is visible and in the trash only leaves the trash."""
+    three.drop_commits(runs=["r"])
+    with monkeypatch.context() as patch:
+        calls = list[str]()
+
+        def refusing(repo: Repository, commit: Commit) -> Published:
+            calls.append(commit.id)
+            if len(calls) == 2:
+                raise StorageIO("no space left", errno=28, filename="r")
+            return republish(repo, commit)
+
+        patch.setattr("layerstore.gc.drop.republish", refusing)
+        with pytest.raises(StorageIO):
+            three.undrop_commits(["r@2", "r@4"])
+    assert (steps(three), in_trash(three)) == ([2], [6, 4, 2])
+
+    assert [commit.step for commit in three.undrop_commits(["r@2"], runs=["r"])] == [2, 4, 6]
+    assert (steps(three), in_trash(three)) == ([2, 4, 6], [])
+
+
+def test_of_an_attempt_whose_number_was_given_again_a_run_gets_the_newest(store: Store, saved: Checkpoints) -> None:
+    """The commits of the other history stay in the trash, and can be composed from there."""
+    saved.into(store, 2, 4)
+    store.ingest(saved(3), run="r", rollback=True)
+    store.drop("r@3")
+    newer = store.ingest(saved(1, seed=9), run="r", rollback=True)
+    store.drop_commits(runs=["r"])
+
+    back = store.undrop_commits(runs=["r"])
+
+    assert sorted((commit.record.attempt, commit.step) for commit in back) == [(1, 2), (1, 4), (2, 1)]
+    assert newer.commit in {commit.id for commit in back}
+    assert in_trash(store) == [3]
 
 
 def test_if_one_cannot_come_back_none_does(three: Store) -> None:
