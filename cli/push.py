@@ -76,15 +76,15 @@ def _print_made(url: str) -> None:
 def remote_and_references(store: "Store", words: list[str], *, from_here: bool) -> tuple[str | None, list[str] | None]:
     """Return the remote and the references that *words* name: *from_here*, this store's, as a pull's are not."""
     from layerstore.history import begins_id
-    from layerstore.remote import checked_url
+    from layerstore.remote import refuse_folder
 
     if not words:
         return None, None
     remotes = store.remotes.urls()
     if is_url(words[0]) or words[0] in remotes:
         return words[0], words[1:] or None
-    if "/" in words[0]:  # no reference has one
-        checked_url(words[0])
+    if "/" in words[0]:  # so it is no run
+        refuse_folder(words[0])
     runs = store.runs()
     known = [*remotes, *runs, *(pin.name for pin in store.pins())]
     similar = nearest(words[0], known if from_here else remotes)

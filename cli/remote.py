@@ -26,7 +26,10 @@ ABOUT = About("Elsewhere")
 
 def remote(
     action: Annotated[Literal["add", "list", "remove"], typer.Argument(metavar="add|list|remove")] = "list",
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The remote; for remove, also its URL.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="The remote; remove takes the URL of one without a name."),
+    ] = None,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER.")
     ] = None,

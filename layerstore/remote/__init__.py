@@ -17,7 +17,7 @@ from layerstore.remote.pull import (
     take_over,
 )
 from layerstore.remote.push import Pushed, follow, push
-from layerstore.remote.remotes import Remotes, checked_url
+from layerstore.remote.remotes import Remotes, checked_url, refuse_folder
 
 __all__ = [
     "Bucket",
@@ -41,6 +41,7 @@ __all__ = [
     "partial_of",
     "pull",
     "push",
+    "refuse_folder",
     "reread",
     "send_to_folder",
     "take_over",

@@ -87,9 +87,14 @@ class Remotes:
         Forget *name* and what was pushed there; return its URL. The bucket itself is not touched.
 
         *name* may be the URL of a bucket that was pushed to without a name.
+
+        Raises:
+            NotFound: There is no such remote.
+            InvalidInput: The bucket at that URL has a name.
         """
-        if name not in self.urls() and is_url(name) and forget_pushed(self._repo, shown_url(name)):
-            return shown_url(name)
+        urls = self.urls()
+        if name not in urls and is_url(name):
+            return self._forget(checked_url(name), urls)
         removed: list[str] = []
 
         def remove_url(urls: dict[str, str]) -> None:
@@ -101,6 +106,15 @@ class Remotes:
         url = shown_url(removed[0])
         if url not in self.urls().values():
             forget_pushed(self._repo, url)
+        return url
+
+    def _forget(self, url: str, urls: dict[str, str]) -> str:
+        named = [name for name in urls if urls[name] == url]
+        if named:
+            raise InvalidInput(f"{url} is remote {named[0]!r}", hint=f"layerstore remote remove {typed(named[0])}")
+        self._repo.prepare_writing()
+        if not forget_pushed(self._repo, url):
+            raise NotFound(f"nothing was pushed to {url}", hint="layerstore runs shows what was, and where")
         return url
 
     def url(self, name: str | None = None) -> str:
@@ -173,8 +187,8 @@ def checked_url(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:  # whose text repeats the URL, and perhaps a key
         raise InvalidInput(f"{shown!r} is not a remote", hint="s3://BUCKET/PREFIX or file:///FOLDER") from None
-    if not parts.scheme and (folder := _folder_meant(url)) is not None:
-        raise InvalidInput(f"the folder {url} is not a URL", hint=f"write {folder.as_uri()}")
+    if not parts.scheme:
+        refuse_folder(url)
     if parts.scheme not in SCHEMES:
         raise InvalidInput(
             f"{shown!r} is not a remote", hint=f"URLs begin with {', '.join(f'{each}://' for each in SCHEMES)}"
@@ -190,6 +204,13 @@ def checked_url(url: str) -> str:
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidInput(f"{shown!r} names no folder", hint="file:///ABSOLUTE/PATH")
     return url.rstrip("/") if parts.path.strip("/") or parts.netloc else url
+
+
+def refuse_folder(text: str) -> None:
+    """Raise InvalidInput if *text* is the path of a folder: as a remote, its URL names it."""
+    folder = _folder_meant(text)
+    if folder is not None:
+        raise InvalidInput(f"the folder {text} is not a URL", hint=f"write {folder.as_uri()}")
 
 
 def _folder_meant(text: str) -> Path | None:

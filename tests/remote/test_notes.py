@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Store
-from layerstore.errors import NotFound
+from layerstore.errors import InvalidInput, NotFound
 from layerstore.history import note_pushed, pushed_to
 from layerstore.model import CommitId
 from layerstore.remote import Bucket
@@ -140,5 +140,8 @@ def test_what_was_pushed_is_forgotten_with_its_remote(store: Store) -> None:
 
     assert pushed_to(store.repo) == {"s3://b/two": {commit}}
     assert store.remotes.urls() == {"again": "s3://b/two"}
-    with pytest.raises(NotFound, match="there is no remote 's3://b/tow'"):
+    with pytest.raises(NotFound, match="nothing was pushed to s3://b/tow"):
         store.remotes.remove("s3://b/tow")
+    with pytest.raises(InvalidInput, match="s3://b/two is remote 'again'"):
+        store.remotes.remove("s3://b/two/")
+    assert pushed_to(store.repo) == {"s3://b/two": {commit}}

@@ -130,7 +130,7 @@ def test_a_push_after_a_save_asks_for_little(
 
 @pytest.mark.full
 def test_a_large_object_takes_few_requests(wire: Wire, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 64 MiB where memory allows, else of 16; what fits into one part is one request."""
+    """Parts of 64 MiB once an upload was quick; what fits into one part is one request."""
     monkeypatch.setattr("layerstore.remote.bucket._QUICK_SECONDS", inf)
     bucket = Bucket(url)
     client: Any = bucket._client
