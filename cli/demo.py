@@ -24,7 +24,7 @@ def demo(*, folder: DemoFolder = Path("layerstore-demo"), as_json: AsJson = Fals
 
     Trains a tiny Llama with ZeRO-3 on two CPU ranks; needs the extra `demo` and a C++ compiler.
     Shows what each policy saves, resumes from composites, also on one rank, removes old commits and writes a report.
-    It takes about a minute and a half on two cores.
+    It takes about a minute and a half on two cores; the first time, DeepSpeed compiles for a minute or more.
     The exit code is 0 only if every later loss, weight and moment matches the uninterrupted run, bit for bit.
 
     \b

@@ -379,7 +379,7 @@ def test_compact_cells_are_fainter_and_exact_saves_are_marked(browser: Browser, 
         assert not any("--exact" in command for command in commands_of(page))
         page.click(x + width, y)
         assert "delta8; compose --exact takes the newest exact save" in page.text("#picked-facts")
-        assert commands_of(page)[-1].endswith(" r@2 --exact -o resume")
+        assert commands_of(page)[-1].endswith(" r@2 --exact -o exact")
         page.choose("#run", "0")
         assert page.text("#legend") + "\nmarked: an exact save; fainter: in fewer bytes" == legend
         assert page.look("document.querySelectorAll('svg .compact, svg .keyframe').length") == 0

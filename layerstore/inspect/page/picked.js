@@ -44,7 +44,7 @@ function drawMixture(sentence) {
 function drawCommands(word, policy, isCompact = false) {
   const there = `--store ${quoted(facts.store)}`, compose = `layerstore compose ${there} ${word}`;
   $("commands").replaceChildren(...commands([
-    shown(`layerstore show ${there} ${word}`), shown(`${compose}${policy} -o resume`), ...(isCompact ? [shown(`${compose} --exact -o resume`)] : [])]));
+    shown(`layerstore show ${there} ${word}`), shown(`${compose}${policy} -o resume`), ...(isCompact ? [shown(`${compose} --exact -o exact`)] : [])]));
 }
 
 function precisionOf(column) {

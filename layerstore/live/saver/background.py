@@ -95,7 +95,7 @@ class Background:
         self._writing = Worker("write", self._write)
         self._committing = Worker("commit", self._commit) if commits else None
         self._has_said_exact = False
-        """Whether it was logged that nothing can be kept in the precision that was asked for."""
+        """Whether it was logged that nothing of a save could be kept in the precision that was asked for."""
         self.has_lost_base = False
         """Whether a layer that the next commit would inherit was collected, so that every layer must be saved again."""
 
@@ -177,7 +177,7 @@ class Background:
             if job.joint.compact and not commit.observed.losses and not self._has_said_exact:
                 self._has_said_exact = True
                 LOG.warning(
-                    "step %d: every layer is kept exactly: %s is for weights and for moments like Adam's, in fp32",
+                    "step %d: its layers are kept exactly: %s is for weights and for moments like Adam's, in fp32",
                     job.joint.step,
                     job.joint.precision.name,
                 )

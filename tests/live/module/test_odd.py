@@ -263,6 +263,6 @@ def test_a_training_without_fp32_is_kept_exactly_and_says_so_once(
             optimizer.step()
             saver.save(step)
 
-    said = [line for line in caplog.messages if "every layer is kept exactly" in line]
+    said = [line for line in caplog.messages if "its layers are kept exactly" in line]
     assert len(said) == count
     assert all(line.startswith("step 2: ") for line in said)
